@@ -674,7 +674,8 @@ def compare_table() -> str:
         is_measured = x["psnr_db_worst"] is not None
         worst = f"{x['psnr_db_worst']:.1f} dB" if is_measured else "–"
         rmse = f"{x['rmse_median']:.4f}" if is_measured else "–"
-        rows.append([f"`{name}`", WORDS.get(x["verdict"], x["verdict"]), worst, rmse])
+        shown = {"fp16": "fp16-plain", "plan": "plan.json"}.get(name, name)
+        rows.append([f"`{shown}`", WORDS.get(x["verdict"], x["verdict"]), worst, rmse])
     return _make_table(("precision", "verdict", "worst PSNR", "median RMSE"), rows)
 
 

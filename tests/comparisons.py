@@ -34,8 +34,8 @@ from stopdown.records import (
     Scaling,
 )
 
-NAMES = ("fp32", "bf16", "fp16", "plan")
-SPREADS = {"fp32": 0.0, "bf16": 0.008, "fp16": math.nan, "plan": 0.002}
+NAMES = ("fp32", "bf16", "fp16-plain", "fp16")
+SPREADS = {"fp32": 0.0, "bf16": 0.008, "fp16-plain": math.nan, "fp16": 0.002}
 
 
 RUN = RunRecord(
@@ -83,7 +83,7 @@ def make_comparison(prompts: int = 2, *, error: str = "") -> Comparison:
         fingerprint="",
         pipeline="DrawnPipeline",
         request={"steps": 3, "seed": 0},
-        command="stopdown compare drawn --precisions fp32,bf16,fp16,plan",
+        command="stopdown compare drawn --precisions fp32,bf16,fp16-plain,fp16",
         device="cpu",
         device_reason="There is no other device.",
         machine={"versions": {"stopdown": "0"}, "cpu": "paper"},
@@ -138,10 +138,10 @@ def _make_cell(name: str, clip: np.ndarray, seed: int) -> Cell:
 
 
 def _make_variant(name: str) -> Variant:
-    bits = SPOILT if name == "fp16" else {"plan": 4.0}.get(name, -2.0)
+    bits = SPOILT if name == "fp16-plain" else {"fp16": 4.0}.get(name, -2.0)
     heat = Heat("transformer", ("block.0", "block.1"), ((bits, bits, bits), (9.0, None, 0.5)))
     variant = Variant(name, f"Drawn as {name}.", weights_bytes=1 << 20, heats=(heat,))
-    if name != "plan":
+    if name != "fp16":
         return variant
     entry = ComponentPlan("transformer", "Drawn", "", "fp16", Scaling({"block.0.weight": -3}))
     plan = Plan("drawn", "", "DrawnPipeline", "fp16", {}, (entry,), (), 1, "cpu", 0.1)

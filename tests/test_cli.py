@@ -155,7 +155,18 @@ def test_a_process_of_its_own_keeps_its_streams_clean(save_tiny: SaveTiny, here:
     goes to fp32 and back.
     """
     write_media(here / "in.png", NOISE[:1])
-    options = ("--height", 32, "--width", 32, "--frames", 2, "--steps", 1, "--precision", "fp16")
+    options = (
+        "--height",
+        32,
+        "--width",
+        32,
+        "--frames",
+        2,
+        "--steps",
+        1,
+        "--precision",
+        "fp16-plain",
+    )
     done = run_process(
         "generate", save_tiny("svd"), "--image", "in.png", *options, "--json", cwd=here
     )
@@ -166,15 +177,15 @@ def test_a_process_of_its_own_keeps_its_streams_clean(save_tiny: SaveTiny, here:
 def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     """One message on stderr, no file, no record."""
     source = save_tiny("cogvideox", overflow="transformer")
-    options = ("--precision", "fp16", "--on-fault", "raise")
+    options = ("--precision", "fp16-plain", "--on-fault", "raise")
     message = refuse(source, "a", *SIZES, *options, code=1)
     assert re.fullmatch(
         r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Requested\.\" Use "
-        r"`--precision transformer=(?:bf16|fp32)`, or run it in fp16 with a "
-        rf"plan: `stopdown plan {source} -o plan\.json`, then `--precision plan\.json`\. Or let the run "
-        r"repair it: `--on-fault repair`\.",
+        r"`--precision transformer=(?:bf16|fp32)`, or load the model with "
+        r"`--precision fp16`, which scales its values into range\. Or let the run repair it: "
+        r"`--on-fault repair`\.",
         message,
     )
 
@@ -182,7 +193,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
 def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveTiny) -> None:
     """Without --on-fault an overflow is repaired: exit 0, one sentence on stderr, a line on the card."""
     source = save_tiny("cogvideox", overflow="transformer")
-    code, out, err = run("generate", source, "a", *SIZES, "--precision", "fp16")
+    code, out, err = run("generate", source, "a", *SIZES, "--precision", "fp16-plain")
     assert code == 0
     assert err.count("`transformer` was rescaled") == 1
     assert re.search(r"repaired  transformer:\S+: rescaled, 1 call run again", out)

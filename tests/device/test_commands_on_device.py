@@ -125,11 +125,16 @@ def test_a_full_device_is_a_message(
 @pytest.mark.parametrize(
     ("precision", "memory"),
     [
-        ("fp16", "4MiB"),
+        ("fp16-plain", "4MiB"),
         ("auto", "1MiB"),
         *(
             pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in (("fp16", None), ("fp16", "1MiB"), ("auto", None), ("auto", "4MiB"))
+            for pair in (
+                ("fp16-plain", None),
+                ("fp16-plain", "1MiB"),
+                ("auto", None),
+                ("auto", "4MiB"),
+            )
         ),
     ],
 )
@@ -145,7 +150,7 @@ def test_overflow_is_repaired_wherever_weights_wait(
     folder = save_tiny("sd", "fp32", "unet")
     record = make(folder, tmp_path / "a.png", precision=precision, memory=memory)
     assert record.findings == ()
-    assert (precision == "fp16") == bool(record.repairs)
+    assert (precision == "fp16-plain") == bool(record.repairs)
 
 
 def test_a_device_without_fp64_serves_every_command(
@@ -163,7 +168,16 @@ def test_a_device_without_fp64_serves_every_command(
     assert (record.findings, record.repairs) == ((), ())
     page = tmp_path / "page.html"
     code, _, said = run(
-        *("compare", folder, "--prompt", "a", "--steps", 2, "--precisions", f"fp32,fp16,{plan}"),
+        *(
+            "compare",
+            folder,
+            "--prompt",
+            "a",
+            "--steps",
+            2,
+            "--precisions",
+            f"fp32,fp16-plain,{plan}",
+        ),
         *("-o", page, *there),
     )
     assert code == 0, said

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,18 @@ from typer.testing import CliRunner
 from rescaling_models import make_example
 from stopdown.app.commands import app
 from stopdown.bounds.input_limits import is_encoded
+from stopdown.environment import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.sources import Source, resolve_source
+from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan, load_stored, scale_component, suggest_stream
 from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
 
 SaveTiny = Callable[..., Path]
@@ -162,7 +167,7 @@ def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny
     found = certify_plan(folder, precision="text_encoder=fp32")
     entries = entries_of(found)
     assert entries["text_encoder"].precision == "fp32"
-    assert entries["text_encoder"].reasons == ("It was asked for in fp32.",)
+    assert entries["text_encoder"].reasons == ("fp32 was chosen for it.",)
     assert not entries["text_encoder"].scaling.values
     assert entries["transformer"].scaling.certified
     with pytest.raises(OptionError, match="no component 'text'"):
@@ -176,3 +181,67 @@ def test_the_command_refuses_options_of_runs(save_tiny: SaveTiny, tmp_path: Path
     assert isinstance(done.exception, OptionError)
     assert done.exception.what == "--certify is no option."
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_fp16_by_component_is_rescaled(save_tiny: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A component requested in fp16 gets its exponents; the others are as requested or as auto has them."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    source, device = resolve_source(save_tiny("sd")), choose_device("cpu")
+    certified: list[str] = []
+    certify = plan_choice.certify_plan
+
+    def count(source: Source, *, precision: str, **options: Any) -> Plan:
+        certified.append(precision)
+        return certify(source, precision=precision, **options)
+
+    monkeypatch.setattr(plan_choice, "certify_plan", count)
+    asked = "text_encoder=fp16,vae=fp16-plain,unet=fp32"
+    for begun in (1, 2):
+        chosen = plan_choice.choose_plan(source, asked, device)
+        assert chosen is not None
+        entries = {entry.component: entry for entry in chosen.plan.components}
+        precisions = {name: entry.precision for name, entry in entries.items()}
+        assert precisions == {"text_encoder": "fp16", "vae": "fp16", "unet": "fp32"}
+        assert entries["text_encoder"].scaling.certified
+        assert entries["vae"].scaling == Scaling()
+        assert entries["vae"].reasons == ("fp16-plain was chosen for it.",)
+        assert len(certified) == begun  # a part of a plan is not kept
+    whole = plan_choice.choose_plan(source, "fp16", device)
+    assert whole is not None
+    again = plan_choice.choose_plan(source, asked, device)
+    assert again is not None
+    assert again.plan.components == tuple(
+        leave_components(whole.plan.components, {"unet": "fp32", "vae": "fp16-plain"})
+    )
+    assert certified[2:] == ["fp16"]
+
+
+def test_fp16_is_safe_and_fp16_plain_is_not(save_tiny: Any, run: Any, tmp_path: Path) -> None:
+    """Without a fault, a repair or a plan that was typed: `fp16` runs what `fp16-plain` turns black."""
+    source = save_tiny("cogvideox", overflow="transformer")
+    sizes = (
+        "--height",
+        32,
+        "--width",
+        32,
+        "--frames",
+        9,
+        "--steps",
+        1,
+        "--device",
+        "cpu",
+        "--json",
+    )
+    made = {}
+    for precision in ("fp16", "fp16-plain"):
+        asked = ("--precision", precision, "-o", tmp_path / f"{precision}.mp4")
+        code, out, err = run("generate", source, "a", *sizes, *asked)
+        assert code == 0, err
+        made[precision] = json.loads(out)
+    safe = made["fp16"]
+    assert (safe["findings"], safe["repairs"]) == ([], [])
+    assert made["fp16-plain"]["repairs"]
+    reasons = {decision["component"]: decision["reason"] for decision in safe["decisions"]}
+    assert reasons["transformer"].startswith(
+        "fp16 rescaled by a plan of its own, because fp16 was requested"
+    )

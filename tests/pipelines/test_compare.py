@@ -42,7 +42,7 @@ def pipe() -> Any:
 def made(pipe: Any) -> Comparison:
     """Two prompts under fp32, bf16, naive fp16, clamped fp16 and a plan, two steps each."""
     with testing.assert_untouched(pipe):
-        names = "fp32,bf16,fp16,clamp,plan"
+        names = "fp32,bf16,fp16-plain,clamp,fp16"
         return compare(pipe, PROMPTS, names, request=small(steps=2, seed=5))
 
 
@@ -61,17 +61,17 @@ def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.nda
 def test_the_order_of_error(made: Comparison) -> None:
     """Naive fp16 is broken, clamped fp16 another picture, rescaled fp16 nearer than bf16 each time."""
     verdicts = {variant.name: variant.verdict for variant in made.variants}
-    assert verdicts["fp16"] == "broken"
+    assert verdicts["fp16-plain"] == "broken"
     assert verdicts["clamp"] == "other"
-    assert verdicts["plan"] == "same"
+    assert verdicts["fp16"] == "same"
     for row in made.rows:
         cells = {cell.precision: cell for cell in row.cells}
-        assert cells["plan"].measures.rmse < cells["bf16"].measures.rmse / 2
-        assert cells["plan"].latents_rel_err[-1] < cells["bf16"].latents_rel_err[-1] / 2
-        assert cells["fp16"].findings[0].kind == "black-frames"
+        assert cells["fp16"].measures.rmse < cells["bf16"].measures.rmse / 2
+        assert cells["fp16"].latents_rel_err[-1] < cells["bf16"].latents_rel_err[-1] / 2
+        assert cells["fp16-plain"].findings[0].kind == "black-frames"
         assert cells["clamp"].clamped > 0
         assert cells["clamp"].saturated > 0
-    assert "plan is nearer to the reference than bf16 on 2 of 2 prompts." in made.reasons
+    assert "fp16 is nearer to the reference than bf16 on 2 of 2 prompts." in made.reasons
 
 
 def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> None:
@@ -92,7 +92,7 @@ def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> Non
 
 def test_naive_fp16_names_where_it_begins(made: Comparison) -> None:
     """The layer whose output first is not finite is in the record, and on the first row only."""
-    first, second = (next(c for c in row.cells if c.precision == "fp16") for row in made.rows)
+    first, second = (next(c for c in row.cells if c.precision == "fp16-plain") for row in made.rows)
     assert first.faults[0].module_path == "transformer:patch_embed.text_proj"
     assert second.faults[0].module_path == "transformer"
     assert first.parting.module_path == "transformer:patch_embed"
@@ -108,8 +108,8 @@ def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
         )
         for variant in made.variants
     }
-    assert least["fp32"] < 0 < least["plan"]
-    assert least["fp16"] == -1000
+    assert least["fp32"] < 0 < least["fp16"]
+    assert least["fp16-plain"] == -1000
     heat = next(h for h in made.variants[0].heats if h.component == "transformer")
     assert all(len(row) == 2 for row in heat.bits)
 

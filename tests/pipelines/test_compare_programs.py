@@ -20,7 +20,7 @@ from stopdown.pipelines.requests import Request
 from stopdown.plans.plan_files import read_plan
 from stopdown.testing import make_pipeline
 
-NAMES = "fp32,bf16,fp16,autocast,clamp,plan"
+NAMES = "fp32,bf16,fp16-plain,autocast,clamp,fp16"
 
 
 def list_verdicts(made: Comparison) -> dict[str, str]:
@@ -36,18 +36,21 @@ def test_a_program_is_compared_where_it_is(kind: str) -> None:
         made = compare(program.given, program.run, NAMES)
     assert [v.error for v in made.variants if v.error] == []
     verdicts = list_verdicts(made)
-    assert (verdicts["fp32"], verdicts["fp16"]) == ("reference", "broken")
-    assert (verdicts["plan"], verdicts["bf16"], made.reference) == ("same", "same", "fp32")
+    assert (verdicts["fp32"], verdicts["fp16-plain"]) == ("reference", "broken")
+    assert (verdicts["fp16"], verdicts["bf16"], made.reference) == ("same", "same", "fp32")
     (row,) = made.rows
     cells = {cell.precision: cell for cell in row.cells}
     errors = {name: x.measures.rmse for name, x in cells.items() if x.measures is not None}
-    assert errors["plan"] < errors["bf16"]
-    assert cells["fp16"].faults[0].module_path == f"{program.component}:{program.path}blocks.1.wide"
+    assert errors["fp16"] < errors["bf16"]
+    assert (
+        cells["fp16-plain"].faults[0].module_path
+        == f"{program.component}:{program.path}blocks.1.wide"
+    )
     assert cells["clamp"].clamped > 0
     assert all(cell.sheet is None for cell in row.cells)
 
 
-@pytest.mark.parametrize("names", ["fp32,fp16", "fp32,plan"])
+@pytest.mark.parametrize("names", ["fp32,fp16-plain", "fp32,fp16"])
 def test_a_cast_that_fails_half_way_leaves_nothing(
     names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,9 +82,9 @@ def test_a_healthy_program_is_the_same_in_every_precision() -> None:
             return out
 
     state = torch.get_rng_state()
-    made = compare(program.given, run, "fp32,fp16", request=Request(seed=3))
+    made = compare(program.given, run, "fp32,fp16-plain", request=Request(seed=3))
     assert torch.equal(torch.get_rng_state(), state)
-    assert list_verdicts(made) == {"fp32": "reference", "fp16": "same"}
+    assert list_verdicts(made) == {"fp32": "reference", "fp16-plain": "same"}
     (row,) = made.rows
     assert row.cells[1].measures is not None
     assert 0 < row.cells[1].measures.rmse < 1e-3
@@ -117,11 +120,11 @@ def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
             out: torch.Tensor = encoder(tokens).last_hidden_state
             return out
 
-    made = compare(encoder, run, "fp32,bf16,fp16,plan")
+    made = compare(encoder, run, "fp32,bf16,fp16-plain,fp16")
     cells = {cell.precision: cell for cell in made.rows[0].cells}
-    assert cells["plan"].measures is not None
+    assert cells["fp16"].measures is not None
     assert cells["bf16"].measures is not None
-    assert cells["plan"].measures.rmse < cells["bf16"].measures.rmse
+    assert cells["fp16"].measures.rmse < cells["bf16"].measures.rmse
 
 
 def test_a_second_start_goes_on(tmp_path: Path) -> None:
@@ -132,9 +135,9 @@ def test_a_second_start_goes_on(tmp_path: Path) -> None:
         counts.append(1)
         return program.run()
 
-    first = compare(program.given, run, "fp32,plan", folder=tmp_path)
+    first = compare(program.given, run, "fp32,fp16", folder=tmp_path)
     before = len(counts)
-    again = compare(program.given, run, "fp32,plan", folder=tmp_path)
+    again = compare(program.given, run, "fp32,fp16", folder=tmp_path)
     assert len(counts) == before
     assert again.rows == first.rows
     (path,) = tmp_path.rglob("plan.json")
@@ -158,12 +161,12 @@ def test_it_comes_off_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         return program.run()
 
     with testing.assert_untouched(program.given):
-        made = compare(program.given, fail, "fp32,fp16")
+        made = compare(program.given, fail, "fp32,fp16-plain")
         assert {cell.error for cell in made.rows[0].cells} == {"ZeroDivisionError: of values"}
         with pytest.raises(KeyboardInterrupt):
-            compare(program.given, interrupt, "fp32,fp16")
+            compare(program.given, interrupt, "fp32,fp16-plain")
         monkeypatch.setattr(subjects, "apply_plan", lambda program, plan: 1 / 0)
-        made = compare(program.given, program.run, "fp32,plan")
+        made = compare(program.given, program.run, "fp32,fp16")
         assert made.rows[0].cells[1].error == "ZeroDivisionError: division by zero"
 
 

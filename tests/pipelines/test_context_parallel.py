@@ -120,7 +120,7 @@ def plan_and_spread(rank: int, source: str, plan_path: str) -> dict[str, float]:
     with Patches() as patches:
         put_context_parallel(wide.transformer, patches)
         spread_wide = call(wide)
-    raw = call(stopdown.load(source, precision="fp16", device="cpu"))
+    raw = call(stopdown.load(source, precision="fp16-plain", device="cpu"))
     pipe = stopdown.load(source, precision=plan_path, device="cpu")
     alone = call(pipe)
     with Patches() as patches:

@@ -142,7 +142,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
         ),
         pytest.param(
             "cogvideox",
-            "text_encoder=bf16,transformer=fp32,vae=fp16",
+            "text_encoder=bf16,transformer=fp32,vae=fp16-plain",
             {"text_encoder": "bf16", "transformer": "fp32", "vae.decode": "fp16"},
             marks=pytest.mark.slow,
         ),
@@ -158,7 +158,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
         ),
         (
             "cogvideox-video",
-            "text_encoder=bf16,transformer=bf16,vae.encode=bf16,vae.decode=fp16",
+            "text_encoder=bf16,transformer=bf16,vae.encode=bf16,vae.decode=fp16-plain",
             {
                 "text_encoder": "bf16",
                 "transformer": "bf16",
@@ -168,19 +168,19 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
         ),
         pytest.param(
             "cogview3plus",
-            "text_encoder=fp32,transformer=fp16,vae=bf16",
+            "text_encoder=fp32,transformer=fp16-plain,vae=bf16",
             {"text_encoder": "fp32", "transformer": "fp16", "vae.decode": "bf16"},
             marks=pytest.mark.slow,
         ),
         (
             "svd",
-            "image_encoder=fp32,unet=bf16,vae=fp16",
+            "image_encoder=fp32,unet=bf16,vae=fp16-plain",
             # The pipeline itself brings an fp16 autoencoder with force_upcast to fp32 to encode.
             {"image_encoder": "fp32", "unet": "bf16", "vae.encode": "fp32", "vae.decode": "fp16"},
         ),
         pytest.param(
             "svd",
-            "image_encoder=bf16,unet=fp32,vae.encode=fp32,vae.decode=fp16",
+            "image_encoder=bf16,unet=fp32,vae.encode=fp32,vae.decode=fp16-plain",
             {"image_encoder": "bf16", "unet": "fp32", "vae.encode": "fp32", "vae.decode": "fp16"},
             marks=pytest.mark.slow,
         ),
@@ -192,7 +192,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
         ),
         pytest.param(
             "sdxl",
-            "text_encoder=fp32,text_encoder_2=bf16,unet=fp16,vae=fp32",
+            "text_encoder=fp32,text_encoder_2=bf16,unet=fp16-plain,vae=fp32",
             {
                 "text_encoder": "fp32",
                 "text_encoder_2": "bf16",
@@ -245,7 +245,7 @@ def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
 @pytest.mark.usefixtures("each_device")
 def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     """T5's wo stays fp32 in fp16: the decision says so, and the call's precisions show it."""
-    record = run("cogvideox", precision="fp16", frames=1)
+    record = run("cogvideox", precision="fp16-plain", frames=1)
     decision = next(d for d in record.decisions if d.component == "text_encoder")
     call = next(c for c in record.calls if c.component == "text_encoder")
     assert (decision.kept_fp32, call.precisions) == (("wo",), ("fp16", "fp32"))
@@ -270,14 +270,14 @@ def test_overflow_in_fp16_stops_the_run(
 ) -> None:
     """The error names component, step and precision with its reason, and nothing is written."""
     with pytest.raises(NonFiniteError) as caught:
-        run(name, overflow=component, precision="fp16", on_fault="raise")
+        run(name, overflow=component, precision="fp16-plain", on_fault="raise")
     error = caught.value
     named = f"{component}.decode" if component == "vae" else component
     assert error.what.startswith(f"`{named}` gave ")
     assert error.what.endswith(f" values{place}, in fp16.")
     given = "It was given integers alone" if named == "text_encoder" else "; fp16 ends at 65504)"
     assert f"{given}. fp16 was chosen for it: " in error.expected
-    assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or run it in fp16 with a plan')
+    assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or load the model with ')
     assert error.exit_code == 1
     assert list(out.iterdir()) == []
 
@@ -296,7 +296,7 @@ def test_overflow_in_fp16_stops_the_run(
 @pytest.mark.usefixtures("each_device")
 def test_overflow_in_fp16_is_repaired(run: Any, out: Path, name: str, component: str) -> None:
     """By itself a run mends the component at fault, runs that call again and writes a right picture."""
-    record = run(name, overflow=component, precision="fp16")
+    record = run(name, overflow=component, precision="fp16-plain")
     (repair,) = record.repairs
     assert repair.component.partition(".")[0] == component
     assert repair.action == "rescaled"
@@ -572,7 +572,7 @@ def test_a_single_file_takes_mixed_precisions(
         prompt="a",
         image=True,
         config=str(save_tiny("sd", "fp16")),
-        precision="unet=bf16,vae.encode=bf16,vae.decode=fp32,text_encoder=fp16",
+        precision="unet=bf16,vae.encode=bf16,vae.decode=fp32,text_encoder=fp16-plain",
     )
     record = generate(options)
     assert record.pipeline == "StableDiffusionImg2ImgPipeline"

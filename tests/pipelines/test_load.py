@@ -153,7 +153,7 @@ def test_a_part_that_cannot_be_taken_is_refused(save_tiny: SaveTiny, name: str, 
 def test_a_loaded_pipeline_is_guarded(tmp_path: Path) -> None:
     """Faults are repaired without another line; another guard takes its place, and gives it back."""
     folder = testing.save_pipeline("sd", tmp_path / "m", overflow="unet")
-    pipe = stopdown.load(folder, precision="fp16", device="cpu")
+    pipe = stopdown.load(folder, precision="fp16-plain", device="cpu")
     pipe.set_progress_bar_config(disable=True)
     with stopdown.guard(pipe) as guarded:
         assert np.isfinite(call_pipeline(pipe, "sd")).all()

@@ -100,7 +100,7 @@ def test_a_list_of_precisions_is_read() -> None:
         ("fp16,half", "fp16 stands twice"),
         (
             "fp32,fp17",
-            "'fp17' is unknown. Known values are fp32, bf16, fp16, autocast, clamp, plan, auto",
+            "'fp17' is unknown. Known values are fp32, bf16, fp16, fp16-plain, autocast, clamp, auto",
         ),
         ("fp32,vae=fp16+vae=fp32", "asks for vae=fp16 and for vae=fp32"),
         ("fp32,transformer=bf16,vae=fp32", r"two ways.* For one write transformer=bf16\+vae=fp32"),
@@ -279,9 +279,9 @@ def test_each_break_is_found() -> None:
 
 def test_the_reference_is_the_most_precise_that_is_sound() -> None:
     """fp32 before rescaled fp16 before bf16; what is broken is passed over."""
-    names = ["bf16", "fp16", "clamp", "plan.json", "fp32", "autocast"]
+    names = ["bf16", "fp16-plain", "clamp", "plan.json", "fp32", "autocast"]
     ranked = rank_precisions(names, needs_clamp=False)
-    assert ranked == ["fp32", "autocast", "plan.json", "bf16", "fp16", "clamp"]
+    assert ranked == ["fp32", "autocast", "plan.json", "bf16", "fp16-plain", "clamp"]
     cells = [Cell("bf16"), Cell("autocast", non_finite=3), Cell("plan.json")]
     assert choose_reference(cells, ranked) == "plan.json"
     assert choose_reference([Cell("bf16", error="gone")], ["bf16"]) == "bf16"
@@ -289,21 +289,23 @@ def test_the_reference_is_the_most_precise_that_is_sound() -> None:
 
 def test_a_model_that_needs_its_clamp_is_judged_in_fp16() -> None:
     """Where a clamp is part of the model, fp32 without it is not the reference."""
-    ranked = rank_precisions(["fp32", "bf16", "fp16"], needs_clamp=True)
-    assert choose_reference([Cell("fp32"), Cell("bf16"), Cell("fp16")], ranked) == "fp16"
+    ranked = rank_precisions(["fp32", "bf16", "fp16-plain"], needs_clamp=True)
+    assert (
+        choose_reference([Cell("fp32"), Cell("bf16"), Cell("fp16-plain")], ranked) == "fp16-plain"
+    )
 
 
 def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     """Broken precisions are never recommended, however fast they are."""
     made = make_comparison()
-    times = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.1, "plan": 0.25}
+    times = {"fp32": 1.0, "bf16": 0.5, "fp16-plain": 0.1, "fp16": 0.25}
     variants = [dataclasses.replace(v, time_ratios={"all": times[v.name]}) for v in made.variants]
     best, headline = recommend(variants, "cpu")
-    assert best == "plan"
-    assert headline == "Use plan on cpu: the reference's pictures at 0.25 of its time."
+    assert best == "fp16"
+    assert headline == "Use fp16 on cpu: the reference's pictures at 0.25 of its time."
     headline = recommend(variants, "cpu", prompts=2)[1]
-    assert headline == "Use plan on cpu: the reference's pictures."
-    none, said = recommend([v for v in variants if v.name == "fp16"], "cpu")
+    assert headline == "Use fp16 on cpu: the reference's pictures."
+    none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
     assert none is None
     assert said.startswith("None of these precisions")
 
@@ -312,10 +314,15 @@ def test_a_failed_cell_fails_its_precision_alone() -> None:
     """One prompt that did not run stands in its place; the other precisions keep their verdicts."""
     made = make_comparison(3, error="MemoryError: no room")
     verdicts = {v.name: v.verdict for v in made.variants}
-    assert verdicts == {"fp32": "reference", "bf16": "failed", "fp16": "broken", "plan": "same"}
+    assert verdicts == {
+        "fp32": "reference",
+        "bf16": "failed",
+        "fp16-plain": "broken",
+        "fp16": "same",
+    }
     bf16 = next(v for v in made.variants if v.name == "bf16")
     assert bf16.reasons[0] == "Of 3 prompts: 2 the same picture, 1 did not run."
-    assert "plan is nearer to the reference than bf16 on 3 of 3 prompts." in made.reasons
+    assert "fp16 is nearer to the reference than bf16 on 3 of 3 prompts." in made.reasons
 
 
 # Pictures and records

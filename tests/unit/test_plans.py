@@ -163,7 +163,7 @@ def test_a_component_of_a_plan_can_be_left_in_another_precision() -> None:
     planned = [ComponentPlan(x, "T", "w", "fp16", scaling) for x in ("text_encoder", "vae")]
     left, kept = leave_components(planned, {"text_encoder": "fp32"})
     assert (left.precision, left.scaling, left.weights) == ("fp32", Scaling(), "w")
-    assert left.reasons == ("It was asked for in fp32.",)
+    assert left.reasons == ("fp32 was chosen for it.",)
     assert kept == planned[1]
     with pytest.raises(OptionError, match="no component 'text'"):
         check_components({"text": "fp32"}, ["text_encoder", "vae"])
@@ -221,7 +221,13 @@ def test_auto_makes_a_plan_once_and_keeps_it(
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
     assert plan_choice.choose_plan(source, "auto", processor) is None
-    assert plan_choice.choose_plan(source, "fp16", card) is None
+    for device in (card, processor):
+        asked = plan_choice.choose_plan(source, "fp16", device)
+        assert asked is not None
+        assert asked.plan == PLAN
+        assert plan_choice.choose_plan(source, "fp16-plain", device) is None
+        assert plan_choice.choose_plan(source, "transformer=fp32", device) is None
+    assert len(made) == 1
 
 
 def test_a_cached_plan_that_was_edited_is_made_again(

@@ -58,12 +58,11 @@ def make_plan(*entries: ComponentPlan) -> Plan:
     return Plan("m", "", "P", "fp16", {}, entries, (), 4, "cpu", 0.0)
 
 
-def test_a_card_without_bf16_compares_rescaled_fp32_modules_and_fp32() -> None:
-    """What is stored in bf16 is rescaled first there; fp32 modules and fp32 are compared with it."""
+def test_a_card_without_bf16_compares_rescaled_and_fp32() -> None:
+    """What is stored in bf16 is rescaled first there; fp32 is compared with it."""
     ways = list_ways(FACTS, TURING, "auto")
-    assert [way.name for way in ways] == ["fp16 rescaled", "fp32", "fp16 with fp32 modules"]
-    assert [way.bits for way in ways] == [11, 24, 11]
-    assert ways[2].remark == "In fp32: wo, as their authors have it."
+    assert [way.name for way in ways] == ["fp16 rescaled", "fp32"]
+    assert [way.bits for way in ways] == [11, 24]
 
 
 def test_a_device_without_native_fp16_is_not_offered_it() -> None:

@@ -79,11 +79,11 @@ class CompareOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
             "--precisions",
             "--precision",
             help="Precisions to compare, separated by commas, or repeat the option: fp32, bf16, "
-            "fp16 (nothing repaired), autocast, clamp, plan, the file of a plan, auto, or "
+            "fp16-plain (nothing repaired), fp16 (rescaled), autocast, clamp, the file of a plan, auto, or "
             "by component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32).",
-            show_default="fp32,bf16,fp16,plan",
+            show_default="fp32,bf16,fp16-plain,fp16",
         ),
-    ] = ("fp32,bf16,fp16,plan",)
+    ] = ("fp32,bf16,fp16-plain,fp16",)
     output: Annotated[
         Path | None,
         typer.Option(

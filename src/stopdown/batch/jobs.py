@@ -142,7 +142,7 @@ def _read_first(item: Item, request: Request) -> Request:
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
-    if not parse_request(precision).is_auto:
+    if parse_request(precision).everywhere not in ("auto", "fp16"):
         return None
     return next((plan for plan in known if plan.fingerprint == model), None)
 

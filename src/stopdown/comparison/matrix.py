@@ -224,7 +224,7 @@ class _Matrix:
 def compare(
     pipe_or_source: Any,
     prompts: str | Run | Sequence[str | Prompt | Run],
-    precisions: str | Sequence[str | torch.dtype | Plan] = "fp32,bf16,fp16,plan",
+    precisions: str | Sequence[str | torch.dtype | Plan] = "fp32,bf16,fp16-plain,fp16",
     *,
     request: Request | None = None,
     thresholds: Thresholds | None = None,
@@ -242,9 +242,9 @@ def compare(
         prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
             that takes none. For a program that is no pipeline what runs it once and returns pictures,
             arrays or tensors: a function without arguments, or several. PyTorch's seed is set before.
-        precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
-            `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
-            `plan`, a `Plan` or the path of its file, `auto`, or by component:
+        precisions: `fp32`, `bf16`, `fp16` (rescaled), `fp16-plain` (nothing repaired), `autocast` (fp32
+            weights under `torch.autocast` in fp16), `clamp` (plain fp16, every layer's output brought
+            back to 65504), a `Plan` or the path of its file, `auto`, or by component:
             `transformer=bf16,vae=fp32`, in a text with others `transformer=bf16+vae=fp32`.
         request: sizes, steps, guidance and a picture or video to start from; its seed is that of the
             first prompt, each further one has the next.

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from stopdown.errors import OptionError
 from stopdown.plans.precision import parse_request
 
-OWN_WORDS = ("autocast", "clamp", "plan")
+OWN_WORDS = ("autocast", "clamp")
 """Precisions that only a comparison knows."""
 
 
 def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The precisions of a list such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
+    """The precisions of a list such as `fp32,bf16,fp16,fp16-plain,autocast,clamp,plan.json`.
 
     Args:
         given: a list, or several that are joined. One precision may differ by component: alone it is
@@ -33,7 +33,7 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
         raise OptionError(
             f'precisions="{",".join(lists)}" is no list of precisions to compare: {found}.',
             expected="A comparison has two or more, each once.",
-            remedy='Use precisions="fp32,bf16,fp16,plan".',
+            remedy='Use precisions="fp32,bf16,fp16-plain,fp16".',
         )
     return names
 

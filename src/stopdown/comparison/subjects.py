@@ -44,9 +44,10 @@ from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.plan_choice import choose_loader
+from stopdown.plans.plan_choice import choose_loader, choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts
+from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
 from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
@@ -57,15 +58,15 @@ Run = Callable[[], Any]
 MEANINGS = {
     "fp32": "Weights and arithmetic in fp32.",
     "bf16": "Weights and arithmetic in bf16.",
-    "fp16": "Weights and arithmetic in fp16 as Diffusers loads it; nothing is repaired.",
+    "fp16": "fp16, with exponents that keep its values within range.",
+    "fp16-plain": "Weights and arithmetic in fp16 as Diffusers loads it; nothing is repaired.",
     "autocast": "Weights in fp32, run under torch.autocast in fp16.",
-    "clamp": "fp16, with the output of every layer limited to 65504 and NaN replaced by 0.",
-    "plan": "fp16, with a plan that was made for this comparison.",
+    "clamp": "Plain fp16, with the output of every layer limited to 65504 and NaN replaced by 0.",
     "auto": "What Stopdown chooses on this device.",
 }
 
 
-_LOADED_AS = {"autocast": "fp32", "clamp": "fp16"}
+_LOADED_AS = {"autocast": "fp32", "clamp": PLAIN_FP16}
 """What is loaded for a precision that is a way to run another one."""
 
 
@@ -151,7 +152,7 @@ class Subject:
         free_memory()
 
     def _find_plan(self, name: str, folder: Path) -> Plan | None:
-        if name != "plan":
+        if name != "fp16":
             return read_plan(name) if name.endswith(".json") else None
         path = folder / "plan.json"
         if not path.exists():
@@ -222,12 +223,25 @@ def describe_subject(
         target,
         tuple(class_name for _, class_name in source.components.values()),
         load,
-        partial(measure_plan, source, device=target.torch_name, request=request, progress=progress),
+        partial(_choose_plan, source, target, request, progress),
         partial(_fit, source, target, request, limit, tiling),
         scheduler=source.scheduler,
         keeps_one=limit is not None,
         memory=str(limit.count_bytes(target)) if limit is not None else "",
     )
+
+
+def _choose_plan(
+    source: Source, device: Device, request: Request, progress: Progress | None
+) -> Plan:
+    """Return the plan that fp16 takes on a device."""
+    chosen = choose_plan(source, "fp16", device, request=request, progress=progress)
+    if chosen is None:
+        raise OptionError(
+            "fp16 was to be compared, and the model has no component with weights.",
+            remedy="Leave fp16 out.",
+        )
+    return chosen.plan
 
 
 _MORE = "Allow more memory, or compare a smaller `height` and `width`, or fewer `frames`."
@@ -262,8 +276,7 @@ def _choose_tiling(
     """
     facts, supports = gather_facts(source), probe_formats(device)
     fits: list[Fit] = []
-    kinds = {**_LOADED_AS, "plan": "fp16"}
-    for asked in dict.fromkeys(kinds.get(name, name) for name in names):
+    for asked in dict.fromkeys(_LOADED_AS.get(name, name) for name in names):
         plan = read_plan(asked) if asked.endswith(".json") else None
         with quiet_libraries(), contextlib.suppress(OptionError):  # said when it is loaded
             way = list_ways(facts, supports, asked, plan)[0]
@@ -345,21 +358,23 @@ def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
 def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
     if plan is not None:
         return torch.float32
-    if precision not in FORMATS:
+    name = "fp16" if precision == PLAIN_FP16 else precision
+    if name not in FORMATS:
         raise OptionError(
             f"What is in memory cannot be compared in {precision}.",
-            expected="Known for it are fp32, bf16, fp16, autocast, clamp, plan, and a plan's file.",
+            expected="Known for it are fp32, bf16, fp16, fp16-plain, autocast, clamp, and a plan's file.",
             remedy=remedy,
         )
-    return FORMATS[precision].torch_dtype
+    return FORMATS[name].torch_dtype
 
 
 def _decide(
     names: Iterable[str], precision: str, plan: Plan | None, reason: str
 ) -> tuple[Decision, ...]:
     if plan is None:
-        return tuple(Decision(name, precision, reason) for name in names)
-    reason = f"rescaled by {Path(precision).name}"
+        name = "fp16" if precision == PLAIN_FP16 else precision
+        return tuple(Decision(call, name, reason) for call in names)
+    reason = f"rescaled by {Path(precision).name}" if precision.endswith(".json") else "rescaled"
     return tuple(Decision(entry.component, entry.precision, reason) for entry in plan.components)
 
 

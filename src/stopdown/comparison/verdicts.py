@@ -16,8 +16,8 @@ from stopdown.comparison.thresholds import Thresholds
 
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 
-_ORDER = ("fp32", "auto", "autocast", "plan", "bf16", "fp16", "clamp")
-"""From the most to the least precise; `plan` stands for any plan, and lists by component follow it."""
+_ORDER = ("fp32", "auto", "autocast", "fp16", "bf16", "fp16-plain", "clamp")
+"""From the most to the least precise; `fp16` stands for plans, too, and lists by component follow it."""
 
 
 def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
@@ -27,10 +27,11 @@ def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
         needs_clamp: a clamp at the end of fp16 is part of the model, so fp16 is what it was made
             in, and unclamped arithmetic is another function.
     """
-    order = ("fp16", "clamp", "plan", "autocast", "bf16", "auto", "fp32") if needs_clamp else _ORDER
+    clamped = ("fp16-plain", "clamp", "fp16", "autocast", "bf16", "auto", "fp32")
+    order = clamped if needs_clamp else _ORDER
 
     def rank(name: str) -> int:
-        kind = "plan" if name.endswith(".json") or "=" in name else name
+        kind = "fp16" if name.endswith(".json") or "=" in name else name
         return order.index(kind)
 
     return sorted(names, key=rank)

@@ -76,7 +76,12 @@ def word_for_program(finding: Finding) -> Finding:
 _PROGRAM_WORDS = (
     (r" Where only an input was missing, .*", ""),
     (r"stopdown generate SOURCE, or ", ""),
-    (r"stopdown plan SOURCE( -o plan.json, then --precision plan.json)?", "stopdown.make_plan"),
+    (r"stopdown plan SOURCE", "stopdown.make_plan"),
+    (
+        r"Let Stopdown load the model in fp16, which scales (.*): stopdown generate SOURCE PROMPT "
+        r"--precision fp16",
+        r"Scale \1: stopdown.fp16",
+    ),
     (r"stopdown\.(mend|guard)\(pipe\)", r"stopdown.\1"),
     (r"--precision ([\w.]+)=(\w+)", r"\1 in \2"),
     (r"--precision (\w+)", r"\1"),

@@ -51,7 +51,7 @@ from stopdown.plans.precision import (
     ComponentFacts,
     check_components,
     choose_precision,
-    leave_components,
+    leave_component,
     parse_fp16,
 )
 from stopdown.plans.quantised_bounds import put_file_bounds
@@ -158,7 +158,7 @@ def certify_plan(
     hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
     components = [
         _plan_component(
-            _Context(source, stream, device, unseen, progress),
+            _Context(source, others, stream, device, unseen, progress),
             name,
             module,
             _open(source, name, module, loaded.get(name)),
@@ -173,7 +173,7 @@ def certify_plan(
         pipeline=source.pipeline_class,
         precision="fp16",
         versions=read_class_versions(),
-        components=tuple(leave_components(components, others)),
+        components=tuple(components),
         prompts=(),
         steps=0,
         device=str(choose_device("cpu")),
@@ -202,9 +202,13 @@ def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What all components of a plan share; `unseen` says why calls of some are not known."""
+    """What all components of a plan share.
+
+    `others` are planned in another precision; `unseen` says why calls of some are not known.
+    """
 
     source: Source
+    others: Mapping[str, str]
     residual: str
     device: Device | None
     unseen: str
@@ -222,6 +226,8 @@ def _plan_component(
 ) -> ComponentPlan:
     digest = sample_tensors((key, load(key)) for key in sorted(module.state_dict()))
     bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
+    if name in context.others:
+        return leave_component(bare, context.others[name])
     if not made:
         return _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     try:

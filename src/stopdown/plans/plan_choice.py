@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,21 @@ from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.plan_files import read_cached_plan, read_plan, write_cached_plan
-from stopdown.plans.planned_loader import Loaded, decide, gather_facts, load_decided
-from stopdown.plans.precision import explain_plan, parse_request
+from stopdown.plans.plan_files import read_cached_plan, read_plan, seal_plan, write_cached_plan
+from stopdown.plans.planned_loader import (
+    Loaded,
+    decide,
+    gather_facts,
+    load_decided,
+    widest_by_component,
+)
+from stopdown.plans.precision import (
+    PLAIN_FP16,
+    explain_plan,
+    leave_components,
+    list_rescaled,
+    parse_request,
+)
 from stopdown.records import Plan
 
 
@@ -61,11 +74,12 @@ def choose_plan(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Chosen | None:
-    """Return the plan that was named, or that `auto` needs on this device; None if it needs none.
+    """Return the plan that was named, or that a precision needs on this device; None if it needs none.
 
-    `auto` wants fp16 on a device that computes fast in it and not in bf16.
+    `fp16` always needs one. So does `auto` on a device that computes fast in fp16 and not in bf16.
 
     Raises:
+        OptionError: the precision is unknown or does not work here.
         PlanError: the named plan is damaged or belongs to another checkpoint.
 
     Cost: the first time that a checkpoint is met here, `certify_plan`: one pass over the weights.
@@ -75,18 +89,43 @@ def choose_plan(
         named = read_plan(asked.plan)
         check_source(named, source)
         return Chosen(named, Path(asked.plan).name)
-    if not asked.is_auto or device.type == "cpu":
-        return None
-    why = explain_plan(gather_facts(source), probe_formats(device))
+    facts, supports = gather_facts(source), probe_formats(device)
+    why, others = "fp16 was requested", dict[str, str]()
+    if asked.is_auto:
+        why = "" if device.type == "cpu" else explain_plan(facts, supports)
+    else:
+        calls = {entry.name: entry.calls for entry in facts}
+        rescaled = list_rescaled(asked, calls)
+        formats = widest_by_component(decide(facts, supports, precision))
+        plain = {name for name, word in asked.parts.items() if word == PLAIN_FP16}
+        others = {
+            name: PLAIN_FP16 if name in plain else entry
+            for name, entry in formats.items()
+            if name not in rescaled
+        }
+        why = why if rescaled else ""
     if not why:
         return None
     plan = read_cached_plan(fingerprint(source))
     if plan is None:
         plan = certify_plan(
-            source, residual="fp32", device=device, request=request, progress=progress
+            source,
+            precision=",".join(f"{name}={entry}" for name, entry in others.items()) or "fp16",
+            residual="fp32",
+            device=device,
+            request=request,
+            progress=progress,
         )
-        try:
-            write_cached_plan(plan)
-        except OutputError as error:
-            warn_user(f"The plan was not kept for the next run. {error.what}")
+        if not others:
+            _keep(plan)
+    elif others:
+        kept = tuple(leave_components(plan.components, others))
+        plan = seal_plan(dataclasses.replace(plan, components=kept))
     return Chosen(plan, f"a plan of its own, because {why}")
+
+
+def _keep(plan: Plan) -> None:
+    try:
+        write_cached_plan(plan)
+    except OutputError as error:
+        warn_user(f"The plan was not kept for the next run. {error.what}")

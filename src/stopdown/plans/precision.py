@@ -22,6 +22,9 @@ from stopdown.records import ComponentPlan, Decision
 if TYPE_CHECKING:
     import torch
 
+PLAIN_FP16 = "fp16-plain"
+"""fp16 as libraries load it, without exponents: it can overflow, and exists for comparing."""
+
 SLOW = 1.5
 """A 16-bit format that takes this many times as long as fp32 is not chosen for speed."""
 
@@ -99,9 +102,10 @@ def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
 
 
 def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
-    """What is asked for by `auto`, `fp16`, `transformer=bf16,vae.decode=fp32` or `plan.json`.
+    """Parse `auto`, `fp16`, `fp16-plain`, `transformer=bf16,vae.decode=fp32` or `plan.json`.
 
-    A plus is read as a comma, for lists whose commas stand between whole requests.
+    `fp16` is rescaled so that it cannot overflow; `fp16-plain` is not. A plus is read as a comma, for
+    lists whose commas stand between whole requests.
 
     Args:
         text: of a `--precision`, in every command.
@@ -129,7 +133,9 @@ def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
 def resolve_request(
     request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
-    """Precision by call; calls that are left to `auto` are absent. A method goes before its component.
+    """Return the format by call; calls that are left to `auto` are absent.
+
+    A method goes before its component.
 
     Args:
         request: no plan.
@@ -138,6 +144,26 @@ def resolve_request(
     Raises:
         OptionError: the model has no such component, or the component no such method.
     """
+    words = _resolve_words(request, components)
+    return {call: "fp16" if word == PLAIN_FP16 else word for call, word in words.items()}
+
+
+def list_rescaled(
+    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return the components that are requested in fp16 for all of their calls, so that they need exponents.
+
+    Args, Raises: as for `resolve_request`.
+    """
+    words = _resolve_words(request, components)
+    return tuple(
+        name for name, calls in components.items() if all(words.get(c) == "fp16" for c in calls)
+    )
+
+
+def _resolve_words(
+    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
     known = sorted({*components, *(call for calls in components.values() for call in calls)})
     chosen: dict[str, str] = {}
     for target in sorted(request.parts, key=lambda part: bool(split_call(part)[1])):
@@ -186,15 +212,20 @@ def leave_components(
 ) -> Iterator[ComponentPlan]:
     """The entries of a plan, those that are to be in another precision without exponents."""
     for entry in entries:
-        if (precision := wanted.get(entry.component)) is None:
-            yield entry
-            continue
-        bare = ComponentPlan(entry.component, entry.class_name, entry.weights, precision)
-        yield dataclasses.replace(bare, reasons=(f"It was asked for in {precision}.",))
+        precision = wanted.get(entry.component)
+        yield entry if precision is None else leave_component(entry, precision)
+
+
+def leave_component(entry: ComponentPlan, precision: str) -> ComponentPlan:
+    """Return the entry of a component that runs in another precision, without exponents."""
+    stored = "fp16" if precision == PLAIN_FP16 else precision
+    bare = ComponentPlan(entry.component, entry.class_name, entry.weights, stored)
+    return dataclasses.replace(bare, reasons=(f"{precision} was chosen for it.",))
 
 
 def _parse_choice(text: str, also: Iterable[str]) -> str:
-    return "auto" if text.strip().lower() == "auto" else parse_precision(text, also)
+    word = text.strip().lower()
+    return word if word in ("auto", PLAIN_FP16) else parse_precision(text, (PLAIN_FP16, *also))
 
 
 def _incomplete_entry(entry: str) -> OptionError:

@@ -1,7 +1,7 @@
 """Precision and memory decided together: each way to compute, with each strategy, under one limit.
 
-A way is a format for every component: what `auto` would choose, fp16 with rescaled weights, fp16 with
-some modules in fp32 (those of a plan, or those that a class keeps there), fp32. Each is run dry
+A way is a format for every component: what `auto` would choose, fp16 with rescaled weights, a plan with
+its fp32 modules, fp32. Each is run dry
 without weights; their times are compared by the device's rates. The one that takes the least time
 among those that fit is taken, the nearer to fp32 of two alike.
 
@@ -96,7 +96,7 @@ def list_ways(
         return [_describe_plan(plan, asked), fp32]
     makes_plan = bool(explain_plan(facts, supports))  # generate's auto makes one by itself then
     request = parse_request(asked)
-    flag = "auto" if makes_plan and request.is_auto else "plan.json"
+    flag = "auto" if makes_plan and request.is_auto else "fp16"
     rescaled = Way("fp16 rescaled", dict.fromkeys(names, "fp16"), flag, keeps_fp32=False)
     if request.everywhere == "fp16":
         return [rescaled]
@@ -114,12 +114,7 @@ def list_ways(
         return [own]
     ways = [own]
     if supports["fp16"].native and supports["fp16"].works:
-        kept = sorted({part for fact in facts for part in fact.kept_fp32.get("fp16", ())})
         ways = [rescaled, own] if makes_plan else [own, rescaled]
-        if kept:
-            remark = f"In fp32: {', '.join(kept)}, as their authors have it."
-            fp32_modules = Way("fp16 with fp32 modules", rescaled.precisions, "fp16", remark=remark)
-            ways.append(fp32_modules)
     return [*ways, fp32] if fp32.precisions != found else ways
 
 

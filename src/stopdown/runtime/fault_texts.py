@@ -134,8 +134,7 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
     if precision != "fp16":
         return f"{wider}."
     return (
-        f"{wider}, or run it in fp16 with a plan: `stopdown plan SOURCE -o plan.json`, then "
-        '`precision="plan.json"`.'
+        f'{wider}, or load the model with `precision="fp16"`, which scales its values into range.'
     )
 
 
