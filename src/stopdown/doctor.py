@@ -30,6 +30,7 @@ from stopdown.environment import (
     read_numeric_variables,
     read_version,
 )
+from stopdown.errors import ignoring_warnings
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
@@ -221,13 +222,11 @@ def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the kernel does not take it.
     """
-    import warnings
-
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with warnings.catch_warnings(), sdpa_kernel([getattr(SDPBackend, _KERNELS[kernel])]):
-        warnings.simplefilter("ignore")  # torch says why a kernel refuses; the error is enough
+    hushed = ignoring_warnings(UserWarning)  # torch says why a kernel refuses; the error is enough
+    with hushed, sdpa_kernel([getattr(SDPBackend, _KERNELS[kernel])]):
         return functional.scaled_dot_product_attention(x, x, x)
 
 

@@ -23,14 +23,40 @@ joins the parts that it is given.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 WARNINGS_IGNORED = threading.RLock()
 """Held while this process ignores warnings and what is written to stderr, as a tracer's are."""
+
+
+@contextlib.contextmanager
+def ignoring_warnings(category: type[Warning], pattern: str = "") -> Iterator[None]:
+    """Ignore warnings of a kind, also where blocks of several threads overlap.
+
+    `warnings.catch_warnings` puts back the filters of its beginning. If another thread's block began
+    before and ended meanwhile, that one's filter would stay for ever.
+
+    Args:
+        category: of what is ignored.
+        pattern: that its message begins with.
+    """
+    entry = ("ignore", re.compile(pattern, re.IGNORECASE), category, None, 0)
+    with WARNINGS_IGNORED:
+        filters: Any = warnings.filters
+        filters.insert(0, entry)
+    try:
+        yield
+    finally:
+        with WARNINGS_IGNORED:
+            now: Any = warnings.filters  # somebody's block may have made another list
+            for known in (filters, now):
+                known[:] = [x for x in known if x is not entry]
 
 
 class StopdownError(Exception):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from stopdown import errors
-from stopdown.errors import StopdownError
+from stopdown.errors import StopdownError, ignoring_warnings
 
 EXCEPTIONS = [
     value
@@ -68,3 +71,32 @@ def test_the_drawn_tree_is_the_real_one() -> None:
         drawn[name] = "UserWarning" if name == "StopdownWarning" else parents[depth]
         parents[depth + 1] = name
     assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in EXCEPTIONS}
+
+
+def test_blocks_of_two_threads_that_overlap_leave_no_filter() -> None:
+    """The one that began first ends first: each ignores its own, and no list keeps anything."""
+    before = list(warnings.filters)
+    first, second = ignoring_warnings(FutureWarning, "old"), ignoring_warnings(RuntimeWarning)
+    first.__enter__()
+    with warnings.catch_warnings():  # of another thread: it copies the list
+        warnings.simplefilter("error")
+        second.__enter__()
+        first.__exit__(None, None, None)
+        warnings.warn("NaN", RuntimeWarning, stacklevel=1)
+        with pytest.raises(FutureWarning, match="old"):
+            warnings.warn("old", FutureWarning, stacklevel=1)
+    second.__exit__(None, None, None)
+    assert warnings.filters == before
+
+
+def test_filters_that_threads_put_on_and_take_off_are_all_gone() -> None:
+    """Eight threads that come and go leave the list as it was."""
+    before = list(warnings.filters)
+
+    def come_and_go(number: int) -> None:
+        with ignoring_warnings(UserWarning, str(number % 3)):
+            time.sleep(0)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(come_and_go, range(400)))
+    assert warnings.filters == before

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.environment import require_package
-from stopdown.errors import OptionError, take_first_line
+from stopdown.errors import OptionError, ignoring_warnings, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.outputs import check_target, written_beside
 from stopdown.patches import Patches
@@ -212,8 +211,7 @@ def _use_plain_attention(module: torch.nn.Module, patches: Patches) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(Warning), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

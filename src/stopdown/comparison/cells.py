@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened, Run
 from stopdown.device_memory import peak_memory
 from stopdown.environment import Device
-from stopdown.errors import InputError, describe_error, take_first_line
+from stopdown.errors import InputError, describe_error, ignoring_warnings, take_first_line
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
@@ -103,9 +102,8 @@ def _run(
         torch.no_grad(),
         torch.autocast(device.type, torch.float16) if name == "autocast" else nullcontext(),
         peak_memory(device) as memory,
-        warnings.catch_warnings(),
+        ignoring_warnings(RuntimeWarning),  # NaN cast to a pixel: counted below
     ):
-        warnings.simplefilter("ignore", RuntimeWarning)  # NaN cast to a pixel: counted below
         result = start()
     elapsed_s = time.perf_counter() - begun
     frames, broken = read_values(result) if run else clean_frames(read_frames(result))

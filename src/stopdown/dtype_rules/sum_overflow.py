@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from stopdown.component_call_names import name_module_path
 from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device
+from stopdown.errors import ignoring_warnings
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
@@ -115,8 +115,8 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
             kept[callee.component_name] = find_kept_fp32(type(callee.owner), "fp16")
             intercept(callee, functools.partial(look, callee), layers, Rank.RECORD)
 
-    with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the picture, which nobody gets
+    hushed = ignoring_warnings(RuntimeWarning)  # of the picture, which nobody gets
+    with Patches() as patches, quiet_libraries(), torch.no_grad(), hushed:
         for module in find_components(pipe).values():
             put_precision(module, torch.float32, patches)
         intercept_components(pipe, put, patches)

@@ -26,7 +26,6 @@ import inspect
 import io
 import threading
 import traceback
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
-from stopdown.errors import WARNINGS_IGNORED, CaptureError, take_first_line
+from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings, take_first_line
 from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
@@ -472,8 +471,7 @@ class _Tracing:
     def find_operands(self) -> Operands:
         """What makes the call's operands one."""
         fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
-        with WARNINGS_IGNORED, torch.no_grad(), warnings.catch_warnings(), fakes:
-            warnings.simplefilter("ignore")
+        with WARNINGS_IGNORED, torch.no_grad(), ignoring_warnings(Warning), fakes:
             return find_operands(lambda: self._traced(*self._given), self._shadow)
 
     def export(self) -> Capture:
@@ -486,11 +484,10 @@ class _Tracing:
         with (
             _alone_in_thread(),
             torch.no_grad(),
-            warnings.catch_warnings(),
+            ignoring_warnings(Warning),
             _quiet_logs(),
             _light_tracing(),
         ):
-            warnings.simplefilter("ignore")
             try:
                 program = torch.export.export(self._traced, self._given, strict=False)
             except Exception as error:

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
 from stopdown.graph.capture import find_mode
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
@@ -231,11 +231,11 @@ class _DryRun:
             Patches() as patches,
             quiet_libraries(),
             torch.no_grad(),
-            warnings.catch_warnings(),
+            WARNINGS_IGNORED,
+            ignoring_warnings(Warning),  # of a run without values they say nothing
             contextlib.ExitStack() as stack,
             contextlib.suppress(_DecoderReached),
         ):
-            warnings.simplefilter("ignore")  # of a run without values they say nothing
             intercept_components(program, self._put_layer, patches)
             for listener in self.listeners:
                 stack.enter_context(listener.around(arguments))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stopdown.errors import ignoring_warnings
 from stopdown.patches import Patches
 
 _NOISE = re.compile(
@@ -49,8 +49,7 @@ def quiet_libraries() -> Iterator[None]:
 
     Blocks may be nested.
     """
-    with Patches() as patches, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _OLD_GATHERING, FutureWarning)
+    with Patches() as patches, ignoring_warnings(FutureWarning, _OLD_GATHERING):
         _hide_bars(patches)
         _drop(_NOISE, patches)
         _hide_tracebacks(patches)
