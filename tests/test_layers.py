@@ -47,7 +47,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # they write, judge and foresee what plans make; what the guards of several ranks agree by
     ("checkpoints", "doctor", "dtype_rules", "parallel"),
     ("runtime",),  # a guard puts plans on with `plans`
-    ("batch",),  # its workers make runs with `runtime`
+    ("batch", "quantizers"),  # workers make runs with `runtime`; quantizers put its guard on
     ("benchmark",),  # its runs are those of plans, memory strategies and the guard
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import importlib
 
+from stopdown.quantizers.registration import register
+
 __version__ = "0.1.0"
 
 
@@ -48,3 +50,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+register()

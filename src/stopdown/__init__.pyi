@@ -5,7 +5,6 @@ from stopdown import errors as errors
 from stopdown import records as records
 from stopdown.checkpoints.convert import convert as convert
 from stopdown.comparison.matrix import compare as compare
-from stopdown.comparison.thresholds import Thresholds as Thresholds
 from stopdown.diagnosis import explain as explain
 from stopdown.dtype_rules.check import check as check
 from stopdown.dtype_rules.mend import mend as mend
@@ -17,6 +16,8 @@ from stopdown.plans.applier import apply_plan as apply_plan
 from stopdown.plans.plan_files import read_plan as read_plan
 from stopdown.plans.plan_files import write_plan as write_plan
 from stopdown.plans.plan_maker import make_plan as make_plan
+from stopdown.quantizers.config import StopdownConfig as StopdownConfig
+from stopdown.quantizers.pipelines import quantization as quantization
 from stopdown.runtime.guard import guard as guard
 from stopdown.runtime.half_precision import fp16 as fp16
 from stopdown.runtime.load import load as load

@@ -124,12 +124,20 @@ def _shift(folds: Folds, start: int, count: int) -> Folds:
     ]
 
 
+def put_(tensor: torch.Tensor, stored: StoredWeight) -> None:
+    """Give a parameter or buffer the values of a stored weight, on its own device."""
+    tensor.data = stored.read(tensor.device)
+
+
 def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
-    """Let a parameter wait in its file: it keeps shape and dtype, and owns no memory."""
-    tensor.data = torch.empty(stored.values.shape, dtype=stored.dtype)
-    tensor.untyped_storage().resize_(0)
-    vars(tensor)[_STORED] = stored
-    mark_as_waiting(tensor)
+    """Let a parameter wait in its file: it keeps shape and dtype, and owns no memory. A buffer is read."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        put_(tensor, stored)
+    elif find_stored(tensor) is None:  # a tied one has several names
+        tensor.data = torch.empty(stored.values.shape, dtype=stored.dtype)
+        tensor.untyped_storage().resize_(0)
+        vars(tensor)[_STORED] = stored
+        mark_as_waiting(tensor)
 
 
 class WaitingParameter(torch.nn.Parameter):

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "thresholds of a comparison": (
         lambda pipe: stopdown.compare(pipe, "a", thresholds=3),
-        "They are stopdown.Thresholds",
+        "They are stopdown.comparison.records.Thresholds",
     ),
     "example of no pipeline": (lambda pipe: stopdown.fp16(pipe.unet), "no example of its call"),
     "example that is wrong": (

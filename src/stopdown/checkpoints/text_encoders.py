@@ -252,11 +252,14 @@ def load_encoder(encoder: Encoder) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def list_calls(module: Any, *, states: bool) -> list[RecordedCall]:
-    """Calls of a text encoder: tokens of the whole vocabulary, with a mask, at `LENGTHS`.
+def list_calls(
+    module: Any, *, states: bool, lengths: Collection[int] = LENGTHS
+) -> list[RecordedCall]:
+    """Calls of a text encoder: tokens of the whole vocabulary, with a mask.
 
     Args:
         states: its hidden states are returned as well.
+        lengths: in tokens; no longer than the model takes.
 
     Raises:
         SourceError: it has no vocabulary.
@@ -269,13 +272,13 @@ def list_calls(module: Any, *, states: bool) -> list[RecordedCall]:
             expected="A text encoder has a vocabulary.",
             remedy="Convert the pipeline that it belongs to, with its plan.",
         )
-    longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
+    longest = getattr(config, "max_position_embeddings", None) or max(lengths)
     callee = Callee("text_encoder", module, "forward", "encode")
     return [
         RecordedCall(
             callee, (), {**_draw(module, min(n, longest), size), **_find_options(module, states)}
         )
-        for n in dict.fromkeys(min(x, longest) for x in LENGTHS)
+        for n in dict.fromkeys(min(x, longest) for x in lengths)
     ]
 
 

@@ -267,8 +267,8 @@ def compare(
         "compare(thresholds=...)",
         limits,
         Thresholds,
-        "They are stopdown.Thresholds.",
-        "Leave them out, or use thresholds=stopdown.Thresholds(...).",
+        "They are stopdown.comparison.records.Thresholds.",
+        "Leave them out, or use thresholds=Thresholds(...).",
     )
     device = name_device("compare", device) or "auto"
     numbered, runs = number_prompts(prompts)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from stopdown.component_call_names import list_outermost, name_call
 from stopdown.errors import InputError
-from stopdown.mapped_weights import StoredWeight, cast_tensor, find_stored, wait_
+from stopdown.mapped_weights import StoredWeight, cast_tensor
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
@@ -364,10 +364,17 @@ def is_of_transformers(module_class: type) -> bool:
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
     """A component from its configuration alone, under whatever mode the caller has set."""
     if is_of_transformers(module_class):
+        from transformers.initialization import no_init_weights
+
         config = module_class.config_class.from_pretrained(folder, local_files_only=True)
         # Not the class itself: its inner models would have the dtype that the config was stored with.
-        built: torch.nn.Module = module_class._from_config(config, dtype=torch.get_default_dtype())
-        return built
+        with (
+            no_init_weights()
+        ):  # some draws need values, which a model without memory does not have
+            built = module_class._from_config(config, dtype=torch.get_default_dtype())
+        built.tie_weights()
+        module: torch.nn.Module = built
+        return module
     config = module_class.load_config(folder, local_files_only=True)
     return module_class.from_config(config)
 
@@ -398,14 +405,15 @@ def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
 
 
 def cast_component_(
-    module: torch.nn.Module, dtype: torch.dtype, *, waits: bool = False
+    module: torch.nn.Module, dtype: torch.dtype, put: Callable[..., None] | None = None
 ) -> torch.nn.Module:
     """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
 
     What its authors keep in fp32 is in fp32, and what is not a weight stays as it is.
 
     Args:
-        waits: leave parameters in the files that they were mapped from, for a `WeightStore` to read.
+        put: given each weight and what it becomes: `wait_` leaves parameters in the files that they were
+            mapped from, for a `WeightStore` to read. None casts them.
     """
     kept = find_kept_fp32(type(module), name_dtype(dtype))
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -413,10 +421,10 @@ def cast_component_(
             continue
         is_kept = any(part in kept for part in name.split("."))
         wanted = torch.float32 if is_kept else dtype
-        if not waits or not isinstance(tensor, torch.nn.Parameter):
+        if put is None:
             tensor.data = cast_tensor(tensor.data, wanted)
-        elif find_stored(tensor) is None:  # a tied one has several names
-            wait_(tensor, StoredWeight(tensor.data, wanted))
+        else:
+            put(tensor, StoredWeight(tensor.data, wanted))
     return module
 
 

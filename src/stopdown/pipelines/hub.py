@@ -36,6 +36,9 @@ Progress = Callable[[str, str, int, int], None]
 much in all, 0 when unknown; in bytes for what is downloaded and loaded."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PLAN_BESIDE = "stopdown.json"
+"""The plan that a model is published with, in its folder."""
+
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken")
 """How the names of files end that a component has beside its weights."""
 
@@ -340,7 +343,7 @@ def choose_files(
     Raises:
         SourceError: the weights of a component are pickles only.
     """
-    chosen = ["model_index.json"]
+    chosen = ["model_index.json", *(name for name in files if name == PLAN_BESIDE)]
     refused = []
     for folder, has_weights in folders.items():
         inside = [name for name in files if str(PurePosixPath(name).parent) == folder]

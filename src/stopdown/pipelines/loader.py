@@ -177,7 +177,7 @@ def _load_folder(
     for name, size in sizes.items():
         _report(progress, name, done, total)
         folder = mapped or (found if cast[name] else None)
-        components[name] = _load_component(source, name, choose_dtype(dtypes, name), folder)
+        components[name] = load_component(source, name, choose_dtype(dtypes, name), folder)
         done += size
     _report(progress, "pipeline", done, total)
     return _build_pipeline(source, components)
@@ -207,9 +207,14 @@ def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
     return sum(math.prod(entry.shape) * dtype.itemsize for entry in cast)
 
 
-def _load_component(
-    source: Source, name: str, dtype: torch.dtype | None, mapped: Path | None
+def load_component(
+    source: Source, name: str, dtype: torch.dtype | None = None, mapped: Path | None = None
 ) -> Any:
+    """Load one component of a folder; `dtype` and `mapped` are as for `load_pipeline`.
+
+    Raises:
+        SourceError: its weights do not fit it.
+    """
     library, class_name = source.components[name]
     folder = source.path / name
     variant, files = find_weights(folder, source.variant)

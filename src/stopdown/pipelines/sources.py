@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -577,6 +577,13 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
                 counts[tensor.dtype] += tensor.size_bytes
         stored[name] = dict(counts)
     return stored
+
+
+def narrow_source(source: Source, names: Collection[str]) -> Source:
+    """Return the source with these components alone; all of them without names."""
+    if not names:
+        return source
+    return replace(source, components={name: source.components[name] for name in names})
 
 
 def fingerprint(source: Source) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stopdown.accumulation import accumulating, sum_linear_in_fp16
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.graph.capture import casts_weights
+from stopdown.mapped_weights import StoredWeight, put_, wait_
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import is_away
 from stopdown.patches import Patches
@@ -135,7 +136,7 @@ def check_plan(pipe: Any, plan: Plan) -> None:
         PlanError: with all that differs; or weights wait elsewhere.
     """
     _refuse_waiting(pipe, plan)
-    _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+    _refuse(plan, [*compare_versions(plan), *_compare_components(pipe, plan)])
 
 
 def _refuse_waiting(pipe: Any, plan: Plan) -> None:
@@ -231,15 +232,24 @@ class _Pickling:
 _SAVING = "Take the plan off first (.undo()), or write a converted model: stopdown convert."
 
 
-def _watch_saving(module: torch.nn.Module, scaling: Scaling | None, patches: Patches) -> None:
-    """Refuse to pickle a module, and warn once when weights that are scaled are taken to be saved."""
+def _watch_saving(
+    module: torch.nn.Module,
+    scaling: Scaling | None,
+    patches: Patches,
+    savers: tuple[str, ...] = (),
+) -> None:
+    """Refuse to pickle a module, and warn once when weights that are scaled are taken to be saved.
+
+    Args:
+        savers: packages that may take them.
+    """
     patches.set_attribute(module, "__reduce_ex__", _Pickling(module))
     warned = list[bool]()
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        caller = str(sys._getframe(2).f_globals.get("__name__"))
-        is_offloaded = caller.startswith("accelerate.")  # which gives each call its weights back
-        if owner is module and not (prefix or keep_vars or warned or is_offloaded):
+        caller = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+        is_known = caller in ("accelerate", *savers)  # it gives each call its weights back
+        if owner is module and not (prefix or keep_vars or warned or is_known):
             warned.append(True)
             warn_user(
                 f"{type(module).__name__} is under a plan or a repair, and its weights are scaled: "
@@ -290,8 +300,14 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
         raise _explain_misfit(plan, error) from error
 
 
-def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Cast arguments at the component calls where components differ, or where a pipeline would upcast."""
+def put_boundaries(
+    pipe: Any, plan: Plan, patches: Patches, *, is_mixed: bool | None = None
+) -> None:
+    """Cast arguments at the component calls where components differ, or where a pipeline would upcast.
+
+    Args:
+        is_mixed: whether components differ, also from others than the plan's; None asks the plan.
+    """
     dtypes = {
         entry.component: FORMATS[entry.precision].torch_dtype
         for entry in plan.components
@@ -299,7 +315,8 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
     }
     halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
     upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
-    is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).is_pipeline
+    if is_mixed is None:
+        is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).is_pipeline
 
     def put(callee: Callee, layers: Patches) -> None:
         name = callee.component_name
@@ -371,7 +388,8 @@ def _find(program: Any, name: str) -> torch.nn.Module:
     return found
 
 
-def _compare_versions(plan: Plan) -> Iterator[str]:
+def compare_versions(plan: Plan) -> Iterator[str]:
+    """Yield what is installed in another version than a plan was made with, each as a clause."""
     installed = read_class_versions()
     for name in sorted(plan.versions.keys() | installed.keys()):
         then, now = plan.versions.get(name, "none"), installed.get(name, "none")
@@ -409,7 +427,7 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
     Raises:
         PlanError: with all that differs.
     """
-    differences = list(_compare_versions(plan))
+    differences = list(compare_versions(plan))
     if not (with_weights and plan.fingerprint):
         differences += _compare_classes(plan, source) if source.components else ()
     elif plan.fingerprint != (found := fingerprint(source)) and not leaves_loras(plan, source):
@@ -500,28 +518,38 @@ def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Pat
         the plan's precision holds them.
     """
     return {
-        entry.component: _load_entry(getattr(pipe, entry.component), entry, waits)
+        entry.component: load_entry(getattr(pipe, entry.component), entry, wait_ if waits else None)
         for entry in plan.components
     }
 
 
-def _load_entry(module: torch.nn.Module, entry: ComponentPlan, waits: bool) -> Patches:
-    """Put one component's entry on it while it is loaded; return what takes it off."""
+def load_entry(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    put: Callable[[torch.Tensor, StoredWeight], None] | None = None,
+    savers: tuple[str, ...] = (),
+) -> Patches:
+    """Put one component's entry on it while it is loaded; return what takes it off.
+
+    Args:
+        put: given each weight and what it becomes; None folds and casts it now.
+        savers: packages that save the plan with the weights.
+    """
     if entry.precision == "as loaded":
         return Patches()
     dtype, patches = FORMATS[entry.precision].torch_dtype, Patches()
     if entry.precision != "fp16":
-        cast_component_(module, dtype, waits=waits)
+        cast_component_(module, dtype, put)
         patches.defer(functools.partial(widen_, module))
         return patches
-    first = [waits]
+    first = [put or put_]
 
-    def put(layers: Patches) -> None:
-        waits = first.pop() if first else False  # later the weights are here, without exponents
-        layers.defer(load_scaled(module, dtype, entry.scaling, waits=waits).undo)
+    def put_on(layers: Patches) -> None:
+        put = first.pop() if first else put_  # later the weights are here, without exponents
+        layers.defer(load_scaled(module, dtype, entry.scaling, put).undo)
 
-    _watch_saving(module, entry.scaling, patches)
-    watch_calls(module, entry.scaling, put, patches, WatchOptions(entry.component))
+    _watch_saving(module, entry.scaling, patches, savers)
+    watch_calls(module, entry.scaling, put_on, patches, WatchOptions(entry.component))
     return patches
 
 

@@ -3,8 +3,8 @@
 The pipeline is built without weights and its own code is run once, dry, so each component is captured
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
-A single file is loaded as it is stored, because its tensors are not those of the model. A model with LoRAs
-is loaded in fp32, so that what they add is in the bounds.
+A single file is loaded as it is stored, because its tensors are not those of the model. So is a component
+whose class renames them. A model with LoRAs is loaded in fp32, so that what they add is in the bounds.
 
 **Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
 **Does not catch** resolutions beyond the pipeline's default in models with group norms, and components
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.loader import complete_source, load_program
+from stopdown.pipelines.loader import complete_source, load_component, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
 from stopdown.pipelines.sources import (
@@ -39,6 +39,7 @@ from stopdown.pipelines.sources import (
     fingerprint,
     has_weights,
     list_weight_files,
+    narrow_source,
     read_stored_dtypes,
     resolve_source,
     verify_source,
@@ -112,6 +113,8 @@ def certify_plan(
     residual: str | None = None,
     device: Device | None = None,
     progress: Progress | None = None,
+    only: Collection[str] = (),
+    calls: Mapping[str, list[RecordedCall]] | None = None,
 ) -> Plan:
     """A plan whose exponents rest on bounds, from the weights of a model.
 
@@ -125,6 +128,8 @@ def certify_plan(
         device: where the plan is used: what cannot run in fp16 runs in bf16 only if the device computes
             fast in it. None is a device that does.
         progress: told of stage, what, done and total: tensors that were read.
+        only: components of a folder that are planned; none for all. The others may have no weights.
+        calls: of each component, where no pipeline makes them.
 
     Raises:
         OptionError: the precision is none that needs a plan, or names what is no component; the residual
@@ -139,10 +144,11 @@ def certify_plan(
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
-    source = complete_source(source)
+    whole = complete_source(source)
+    whole = select_class(whole, request) if whole.pipeline_class else whole
+    source = narrow_source(whole, only)
     check_components(others, list_planned(source))
-    source = select_class(source, request)
-    calls, unseen = list_source_calls(source)
+    calls, unseen = (calls, "") if calls is not None else list_source_calls(whole)
     if source.loras:  # bounds of the matrices that are added are bounds of their layers' values
         program = load_program(source, torch_dtypes=torch.float32)
         modules = {name: getattr(program, name) for name in list_planned(source)}
@@ -263,7 +269,10 @@ def _open(
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
     buffers = functools.cache(lambda: _make(source, name))
-    return functools.partial(load_stored, files, _find_aliases(module), buffers)
+    aliases = _find_aliases(module)
+    if loaded is None and not all(files.keys() & {key, *aliases[key]} for key in aliases):
+        files = dict(name_parameters(load_component(source, name)))  # named otherwise in the file
+    return functools.partial(load_stored, files, aliases, buffers)
 
 
 def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from stopdown.environment import Device, probe_formats
-from stopdown.errors import OutputError, warn_user
-from stopdown.pipelines.hub import Progress
+from stopdown.errors import OutputError, PlanError, warn_user
+from stopdown.pipelines.hub import PLAN_BESIDE, Progress
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.pipelines.sources import Source, fingerprint, narrow_source
 from stopdown.plans.applier import check_source, load_planned
+from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.plan_files import read_cached_plan, read_plan, seal_plan, write_cached_plan
+from stopdown.plans.plan_files import (
+    describe_no_plan,
+    read_cached_plan,
+    read_plan,
+    seal_plan,
+    write_cached_plan,
+)
 from stopdown.plans.planned_loader import (
     Loaded,
     decide,
@@ -106,22 +113,69 @@ def choose_plan(
         why = why if rescaled else ""
     if not why:
         return None
-    plan = read_cached_plan(fingerprint(source))
-    if plan is None:
-        plan = certify_plan(
+    plan = find_or_certify(source, device, request=request, progress=progress, others=others)
+    return Chosen(plan, f"a plan of its own, because {why}")
+
+
+def find_or_certify(
+    source: Source,
+    device: Device,
+    *,
+    request: Request | None = None,
+    progress: Progress | None = None,
+    others: Mapping[str, str] | None = None,
+    only: Collection[str] = (),
+    calls: Mapping[str, list[RecordedCall]] | None = None,
+) -> Plan:
+    """Return the plan that lies beside a model, or was kept for it, or one that is certified now and kept.
+
+    Args:
+        others: component to the precision that it has in place of its own.
+        only: components that are planned; none for all.
+        calls: of each component, where no pipeline makes them.
+
+    Warns:
+        StopdownWarning: the plan beside the model is not for these weights and these versions; the plan was
+            not kept.
+
+    Cost: the first time that a checkpoint is met here, `certify_plan`: one pass over the weights.
+    """
+    found = _read_plan_beside(source, only) or read_cached_plan(
+        fingerprint(narrow_source(source, only))
+    )
+    if found is None:
+        made = certify_plan(
             source,
-            precision=",".join(f"{name}={entry}" for name, entry in others.items()) or "fp16",
+            precision=",".join(f"{name}={x}" for name, x in (others or {}).items()) or "fp16",
             residual="fp32",
             device=device,
             request=request,
             progress=progress,
+            only=only,
+            calls=calls,
         )
         if not others:
-            _keep(plan)
-    elif others:
-        kept = tuple(leave_components(plan.components, others))
-        plan = seal_plan(dataclasses.replace(plan, components=kept))
-    return Chosen(plan, f"a plan of its own, because {why}")
+            _keep(made)
+        return made
+    if others:
+        kept = tuple(leave_components(found.components, others))
+        return seal_plan(dataclasses.replace(found, components=kept))
+    return found
+
+
+def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
+    """Return the plan in the folder of a model, if it belongs to what lies there."""
+    path = source.path / PLAN_BESIDE
+    if source.kind == "file" or not path.is_file() or describe_no_plan(path):
+        return None  # a converted model's record has that name as well
+    try:
+        plan = read_plan(path)
+        check_source(plan, source)
+    except PlanError as error:
+        warn_user(f"{path} is not used, and a plan is made instead. {error.what}")
+        return None
+    entries = tuple(x for x in plan.components if not only or x.component in only)
+    return dataclasses.replace(plan, components=entries)
 
 
 def _keep(plan: Plan) -> None:

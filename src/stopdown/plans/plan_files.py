@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +24,7 @@ from stopdown.errors import InputError, PlanError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.plans.plan_validation import list_faults
-from stopdown.records import Plan, describe_other, from_json, to_json
+from stopdown.records import Plan, convert_record, describe_other, from_json, to_json
 
 PACKAGES = ("diffusers", "transformers")
 """The packages whose classes a plan belongs to."""
@@ -81,6 +83,42 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
 
 describe_no_plan = functools.partial(describe_other, "plan")
 """What a file holds that no plan may replace; empty for a plan."""
+
+
+def carry_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a part of another JSON file, sealed so that the order of keys does not matter."""
+    content: dict[str, Any] = parse_json(to_json(dataclasses.replace(plan, seal="")).encode())
+    return {**content, "seal": _compute_carried_seal(content)}
+
+
+def read_carried_plan(content: Mapping[str, Any]) -> Plan:
+    """Return the plan that is a part of another JSON file.
+
+    Raises:
+        PlanError: it is not a plan as `carry_plan` gave it.
+    """
+    place, remedy = "The plan in config.json", "Download or convert the model again."
+    try:
+        plan = convert_record(dict(content), Plan)
+    except InputError as error:
+        raise PlanError(f"{place} is none. {error.what}", remedy=remedy) from error
+    if plan.kind != "plan" or plan.seal != _compute_carried_seal(content):
+        raise PlanError(
+            f"{place} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
+            expected="A plan is used as it was made, because each exponent rests on all others.",
+            remedy=remedy,
+        )
+    if faults := list(list_faults(plan)):
+        raise PlanError(
+            f"{place} has values that no plan has: {'; '.join(faults[:MOST_NAMED])}.",
+            remedy=remedy,
+        )
+    return plan
+
+
+def _compute_carried_seal(content: Mapping[str, Any]) -> str:
+    sorted_ = msgspec.json.encode({**content, "seal": ""}, order="deterministic")
+    return hashlib.sha256(sorted_).hexdigest()
 
 
 def take_plan(given: Plan | str | Path) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stopdown.component_call_names import name_component
 from stopdown.environment import Device, Support
+from stopdown.mapped_weights import wait_
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
 from stopdown.pipelines.allowed_sizes import read_configs
@@ -134,7 +135,7 @@ def load_decided(
     pipe = load_pipeline(source, torch_dtypes=None if waits else widest, progress=progress)
     for name, module in find_components(pipe).items() if waits else ():
         if name in widest:
-            cast_component_(module, widest[name], waits=True)
+            cast_component_(module, widest[name], wait_)
     decisions = tuple(d for d in decisions if name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
     patches = Patches()

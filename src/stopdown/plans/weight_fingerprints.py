@@ -26,16 +26,31 @@ def sample_weights(module: torch.nn.Module) -> str:
 
 def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:
     """As `sample_weights`, of tensors that come one by one in the order of their names."""
+    return join_samples((name, *take_samples(weight)) for name, weight in named)
+
+
+def take_samples(
+    weight: torch.Tensor | StoredWeight,
+) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """Return the shape of a weight and `SAMPLES` of its values in fp32; None for those of integers."""
+    tensor = weight.values if isinstance(weight, StoredWeight) else weight.detach()
+    shape = tuple(tensor.shape)
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return shape, None
+    spread = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64)
+    places = spread.long().to(tensor.device)
+    is_stored = isinstance(weight, StoredWeight)
+    found = weight.take(places) if is_stored else tensor.reshape(-1)[places]
+    return shape, found.float()
+
+
+def join_samples(named: Iterable[tuple[str, tuple[int, ...], torch.Tensor | None]]) -> str:
+    """Return the SHA-256 of names, shapes and samples that come in the order of the names."""
     digest, taken = hashlib.sha256(), []
-    for name, weight in named:
-        tensor = weight.values if isinstance(weight, StoredWeight) else weight.detach()
-        digest.update(f"{name}{tuple(tensor.shape)}\0".encode())
-        if tensor.is_floating_point() and tensor.numel():
-            spread = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64)
-            places = spread.long().to(tensor.device)
-            is_stored = isinstance(weight, StoredWeight)
-            found = weight.take(places) if is_stored else tensor.reshape(-1)[places]
-            taken.append(found.float())
+    for name, shape, found in named:
+        digest.update(f"{name}{shape}\0".encode())
+        if found is not None:
+            taken.append(found)
     if len({x.device for x in taken}) > 1:
         taken = [x.cpu() for x in taken]
     if taken:

@@ -391,6 +391,13 @@ class CallWatch:
             )
 
 
+def note_weights(module: torch.nn.Module) -> None:
+    """Know the weights of a module that arrived after its exponents were put on."""
+    watch = vars(module).get(_WATCH)
+    if watch is not None:
+        watch._weights = list(_list_weights(module, watch.scaling))
+
+
 def has_passed(module: torch.nn.Module) -> bool:
     """Whether the watch of now let the call through that this thread makes of a module.
 

@@ -29,7 +29,7 @@ from stopdown.graph.capture import (
     set_own_dtypes,
 )
 from stopdown.graph.mixed_dtypes import cast_operands
-from stopdown.mapped_weights import StoredWeight, cast_tensor, wait_
+from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
@@ -125,7 +125,10 @@ def describe_trial(trial: Trial | None) -> str:
 
 
 def load_scaled(
-    module: torch.nn.Module, dtype: torch.dtype, scaling: Scaling, *, waits: bool = False
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    put: Callable[[torch.Tensor, StoredWeight], None] = put_,
 ) -> Patches:
     """Fold and cast a module that was just loaded as it is stored, one tensor after the other.
 
@@ -134,7 +137,8 @@ def load_scaled(
 
     Args:
         dtype: of its weights; what the scaling keeps in fp32 is in fp32.
-        waits: leave parameters in their files, for a `WeightStore` to read.
+        put: given each parameter and buffer, and what it becomes: `wait_` leaves parameters in their
+            files, for a `WeightStore` to read.
 
     Returns:
         The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
@@ -148,11 +152,7 @@ def load_scaled(
     patches.defer(_fold(module, scaling, with_weights=False).undo)
 
     def load(tensor: torch.Tensor, wanted: torch.dtype) -> None:
-        stored = StoredWeight(tensor.data, wanted, folds.get(id(tensor), ()))
-        if waits and isinstance(tensor, torch.nn.Parameter):
-            wait_(tensor, stored)
-        else:
-            tensor.data = stored.read(tensor.device)
+        put(tensor, StoredWeight(tensor.data, wanted, folds.get(id(tensor), ())))
 
     _cast_parts(module, dtype, scaling, patches, load)
     return patches

@@ -1,0 +1,92 @@
+"""The quantizer of `StopdownConfig` for Diffusers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from diffusers.quantizers.base import DiffusersQuantizer
+
+from stopdown.quantizers.config import StopdownConfig
+from stopdown.quantizers.loading import Loading, check_device_map, check_dtype
+
+
+class StopdownQuantizer(DiffusersQuantizer):
+    """Folds and casts each weight when Diffusers places it."""
+
+    def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._loading, self._files = Loading(quantization_config), list[str | Path]()
+
+    def validate_environment(self, *args: Any, **options: Any) -> None:
+        """Refuse other formats, and weights on the disk; called again once the device map is known."""
+        check_dtype(options.get("torch_dtype"))
+        check_device_map(options.get("device_map"))
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """Have weights arrive in fp32, which holds whatever is stored."""
+        return torch.float32
+
+    def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
+        """Return what most weights become, for the device map."""
+        return torch.float16
+
+    def maybe_update_loaded_keys(
+        self, loaded_keys: list[str], checkpoint_files: list[str]
+    ) -> list[str]:
+        """Note where the weights come from; the names stay."""
+        self._files = [x for x in checkpoint_files if isinstance(x, (str, Path))]
+        return loaded_keys
+
+    def check_if_quantized_param(
+        self, model: Any, param_value: Any, param_name: str, *args: Any, **options: Any
+    ) -> bool:
+        """Return whether a weight is ours to place."""
+        return param_name in self._loading
+
+    def create_quantized_param(
+        self, model: Any, param_value: Any, param_name: str, target_device: Any, *_: Any, **__: Any
+    ) -> None:
+        """Place a weight, folded and cast."""
+        made = self._loading.take(param_name, param_value, target_device)
+        set_module_tensor_to_device(model, param_name, target_device, value=made, dtype=made.dtype)
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Return False: weights come one after the other, so that one is in memory in fp32 at a time."""
+        return False
+
+    def get_cuda_warm_up_factor(self) -> int:
+        """Return 2: weights take what the empty model says."""
+        return 2
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        self._loading.begin(model, self._files)
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        carried = self._loading.finish(model)
+        self.quantization_config = carried
+        model.register_to_config(quantization_config=carried)
+        return model
+
+    @property
+    def is_serializable(self) -> bool:
+        """Return True: weights are saved with their exponents, and `config.json` carries the plan."""
+        return True
+
+    @property
+    def applied_plan(self) -> Any:
+        """The plan that the model was loaded by, with this model alone."""
+        return self._loading.plan
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return False: exponents hold for the weights that they were found for."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True."""
+        return True

@@ -1,0 +1,313 @@
+"""A model on its way into memory by a plan: its hooks while it is empty, then one weight after the other.
+
+Libraries build a model without weights, place each weight on its device as it is read, and put hooks of
+their own around the result. So the hooks of a plan go on while the model is empty, and a weight is folded
+and cast when it arrives, before anything moves it again.
+
+**Catches** weights that are not those of the plan, by samples of each; weights that never arrive.
+**Does not catch** weights that differ only between the sampled values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from stopdown.checkpoints.text_encoders import list_calls
+from stopdown.environment import choose_device
+from stopdown.errors import OptionError, PlanError, SourceError, warn_user
+from stopdown.graph.capture import name_parameters
+from stopdown.mapped_weights import StoredWeight
+from stopdown.number_formats import list_some
+from stopdown.patches import Patches
+from stopdown.pipelines.components import is_of_transformers
+from stopdown.pipelines.sources import Source, resolve_source
+from stopdown.plans.adapter_check import watch_adapters
+from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
+from stopdown.plans.plan_choice import find_or_certify
+from stopdown.plans.planned_loader import LoadedPlan
+from stopdown.plans.weight_fingerprints import join_samples, take_samples
+from stopdown.quantizers.config import StopdownConfig
+from stopdown.records import ComponentPlan, Plan
+from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.scaling.call_watch import note_weights
+
+_Samples = tuple[tuple[int, ...], torch.Tensor | None]
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a dtype that the plan would not follow; fp32 is what pipelines pass if none is given.
+
+    Raises:
+        OptionError: it is bf16 or another narrow format.
+    """
+    if dtype not in (None, torch.float16, torch.float32):
+        raise OptionError(
+            f"from_pretrained was given a StopdownConfig and {dtype}.",
+            expected="A plan makes a model fit fp16, and says itself what stays in another format.",
+            remedy="Use dtype=torch.float16, or leave the quantization_config out.",
+        )
+
+
+def check_device_map(device_map: Any) -> None:
+    """Refuse weights that would be written to the disk before their exponents are folded in.
+
+    Raises:
+        OptionError: a part of the model is on the disk.
+    """
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        raise OptionError(
+            "The device_map puts weights on the disk, and a StopdownConfig was given.",
+            expected="Weights are written there as they are stored, without their exponents.",
+            remedy='Give max_memory with more room for "cpu", or run `stopdown generate --memory`, which '
+            "keeps weights in the files that they come from.",
+        )
+
+
+class Loading:
+    """One model on its way into memory.
+
+    Attributes:
+        config: that `from_pretrained` was given, or that a `config.json` carries.
+        plan, entry: what the model becomes; known once it has begun.
+    """
+
+    def __init__(self, config: StopdownConfig) -> None:
+        self.config, self.entry = config, ComponentPlan("", "", "", "fp32")
+        self.plan: Plan | None = None
+        self._wanted: dict[str, StoredWeight] = {}
+        self._stored: dict[str, _Samples] = {}
+        self._saved: dict[str, _Samples] = {}
+        self._saves_folded = False
+        self._off = Patches()
+
+    def begin(self, module: torch.nn.Module, files: Sequence[str | Path]) -> None:
+        """Put the plan's hooks on a model without weights.
+
+        Args:
+            module: its parameters are on `meta`.
+            files: with its weights.
+
+        Raises:
+            PlanError: the plan is not one of this model.
+            SourceError: there is no plan, and none can be certified.
+
+        Cost: without a plan, the first time that a checkpoint is met here, one pass over its weights.
+        """
+        with _on_cpu():
+            self.plan, component = self._choose_plan(module, [Path(x) for x in files])
+        found = StopdownConfig(self.plan, component=self.config.component)
+        self.entry = found.find_entry(type(module).__name__, component)
+        self._saves_folded = not is_of_transformers(type(module))
+        tie: Any = getattr(module, "tie_weights", None)
+        if tie is not None:
+            tie()
+        names: dict[int, list[str]] = {}
+        for kind in (module.named_parameters, module.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                names.setdefault(id(tensor), []).append(name)
+
+        def put(tensor: torch.Tensor, stored: StoredWeight) -> None:
+            folds = () if self.config.folded else stored.folds
+            wanted = dataclasses.replace(stored, folds=folds)
+            self._wanted.update(dict.fromkeys(names[id(tensor)], wanted))
+            if tensor.is_meta and isinstance(tensor, torch.nn.Parameter):
+                tensor.data = tensor.data.to(stored.dtype)  # what a device map counts
+
+        self._off = load_entry(module, self.entry, put, ("diffusers", "transformers"))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a weight changes when it arrives."""
+        return name in self._wanted
+
+    def take(self, name: str, value: torch.Tensor, device: Any) -> torch.Tensor:
+        """Return a weight as the model has it, folded and cast, on its device.
+
+        Args:
+            value: as it is stored, in any floating format that holds it.
+        """
+        wanted = dataclasses.replace(self._wanted[name], values=value.detach())
+        made = wanted.read(device)
+        self._stored[name] = take_samples(value)
+        self._saved[name] = take_samples(made if self._saves_folded else unfold(made, wanted))
+        return made
+
+    def finish(self, module: torch.nn.Module) -> StopdownConfig:
+        """Check what arrived and guard the model; return what its config carries.
+
+        Raises:
+            PlanError: the weights are not those of the plan.
+            SourceError: some did not arrive.
+        """
+        self._check_weights(module)
+        with torch.no_grad():
+            for name, tensor in name_parameters(module).items():
+                if name in self._wanted and name not in self._stored and not tensor.is_meta:
+                    given = dataclasses.replace(self._wanted[name], values=tensor.data)
+                    tensor.data = given.read(tensor.device)
+        note_weights(module)
+        component = self.entry.component
+        assert self.plan is not None
+        plan = self.plan = dataclasses.replace(self.plan, components=(self.entry,), seal="")
+        program = SimpleNamespace(components={component: module})
+        put_boundaries(program, plan, self._off, is_mixed=True)
+        watch_adapters(program, plan, self._off)
+        if self.config.guard:
+            options = GuardOptions(loaded_plan=LoadedPlan(plan, {component: self._off}))
+            vars(module)["stopdown_guard"] = Guard(program, options).put_on()
+        return self._describe(module, plan)
+
+    def _check_weights(self, module: torch.nn.Module) -> None:
+        found = self._complete(module, self._stored)
+        if missing := sorted(set(module.state_dict(keep_vars=True)) - found.keys()):
+            raise SourceError(
+                f"The weights of {type(module).__name__} lack {list_some(missing)}, or they came past "
+                "the plan.",
+                expected="Each weight is folded when from_pretrained places it.",
+                remedy="Load the model from its own folder by from_pretrained.",
+            )
+        digest = join_samples(
+            (name, *found[name]) for name in sorted(module.state_dict(keep_vars=True))
+        )
+        if self.entry.weights != digest:
+            raise PlanError(
+                f"The plan for {self.plan.source if self.plan else 'this model'} does not belong here: "
+                f"{self.entry.component} has other weights than those that it was made for.",
+                expected="Exponents hold for the weights that they were found for.",
+                remedy="Leave the plan out, StopdownConfig(), so that one is made for these weights.",
+            )
+
+    def _complete(
+        self, module: torch.nn.Module, samples: dict[str, _Samples]
+    ) -> dict[str, _Samples]:
+        """Return the samples of all weights: of tied ones, and of integers, which arrive by themselves."""
+        state = module.state_dict(keep_vars=True)
+        known = {id(state[name]): found for name, found in samples.items() if name in state}
+        found = {}
+        for name, tensor in state.items():
+            if name in samples or id(tensor) in known:
+                found[name] = samples.get(name) or known[id(tensor)]
+            elif not tensor.is_floating_point():
+                found[name] = take_samples(tensor)
+        return found
+
+    def _describe(self, module: torch.nn.Module, plan: Plan) -> StopdownConfig:
+        """Return the config of the model as it is saved."""
+        found = self._complete(module, self._saved)
+        digest = join_samples(
+            (name, *found[name]) for name in sorted(module.state_dict(keep_vars=True))
+        )
+        entry = dataclasses.replace(self.entry, weights=digest)
+        carried = dataclasses.replace(plan, components=(entry,), fingerprint="")
+        made = StopdownConfig(
+            carried, guard=self.config.guard, component=entry.component, folded=self._saves_folded
+        )
+        made.is_carried = True
+        return made
+
+    def unfold_weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the weights of a model without their exponents, in fp32 where they have any.
+
+        Read by a program that does not know the method, they are those of the model.
+        """
+        state = {name: x.detach() for name, x in module.state_dict(keep_vars=True).items()}
+        folded = {name: self._wanted[name] for name in state if name in self._wanted}
+        bare = {
+            name: unfold(state[name], wanted) for name, wanted in folded.items() if wanted.folds
+        }
+        return {
+            **state,
+            **{name: weight.read(weight.values.device) for name, weight in bare.items()},
+        }
+
+    def _choose_plan(self, module: torch.nn.Module, files: Sequence[Path]) -> tuple[Plan, str]:
+        """Return the plan of a model, and the name of the component if that is known."""
+        folder = files[0].parent if files else Path()
+        if self.config.plan is not None:
+            differences = "; ".join(compare_versions(self.config.plan))
+            if differences and not self.config.is_carried:
+                raise PlanError(
+                    f"The plan for {self.config.plan.source} does not belong here: {differences}.",
+                    expected="Exponents hold for the code that they were found for.",
+                    remedy="Leave the plan out, StopdownConfig(), so that one is made.",
+                )
+            if differences:
+                warn_user(
+                    f"The plan in {folder / 'config.json'} was made with other versions: {differences}. "
+                    "If the code of the model changed since, pictures may be wrong."
+                )
+            return self.config.plan, folder.name
+        if not files:
+            raise SourceError(
+                f"A {type(module).__name__} is loaded by a StopdownConfig without a plan, and not from a "
+                "folder.",
+                expected="A plan is certified from the weights in a model's folder.",
+                remedy="Give the plan: StopdownConfig(plan). stopdown plan SOURCE makes it.",
+            )
+        found = _find_source(folder, files[0].name)
+        device = choose_device("auto")
+        if found is not None:
+            return find_or_certify(found, device, only=(folder.name,)), folder.name
+        if not is_of_transformers(type(module)):
+            raise SourceError(
+                f"{folder} is a {type(module).__name__} without its pipeline, and no plan was given.",
+                expected="How a component is called stands in the pipeline around it: model_index.json "
+                "and the configs beside it. Its weights are not needed.",
+                remedy='Load it from there, from_pretrained(PIPELINE, subfolder="transformer"), or '
+                "give a plan: StopdownConfig(plan).",
+            )
+        named = {folder.name: ("transformers", type(module).__name__)}
+        lone = Source(str(folder), folder.parent, "component", components=named)
+        calls = {folder.name: list_calls(module, states=True, lengths=(_TOKENS,))}
+        return find_or_certify(lone, device, calls=calls), folder.name
+
+
+def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
+    """Return what a weight was before its folds, as near as it holds that."""
+    if not made.is_floating_point():
+        return StoredWeight(made, made.dtype)
+    back = [(place, -exponent) for place, exponent in wanted.folds]
+    return StoredWeight(made, torch.float32, back)
+
+
+def _find_source(folder: Path, file_name: str) -> Source | None:
+    """Return the pipeline that a component's folder lies in; None for a model by itself."""
+    root = folder.parent
+    variant = _VARIANT.search(file_name)
+    if (root / "model_index.json").is_file():
+        found = resolve_source(root)
+    elif cached := _CACHED.search(root.as_posix()):
+        found = resolve_source(
+            f"{cached['owner']}/{cached['name']}", revision=cached["commit"], with_weights=False
+        )
+    else:
+        return None
+    if folder.name not in found.components:
+        return None
+    return dataclasses.replace(found, variant=variant[1] if variant else "")
+
+
+_TOKENS = 512
+"""Tokens of the call that a text encoder by itself is certified for, if it takes so many."""
+
+_VARIANT = re.compile(r"\.(\w+)(?:-\d+-of-\d+)?\.safetensors$")
+_CACHED = re.compile(r"/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<commit>\w+)$")
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Tensors are made on the CPU and in fp32, whatever a library that builds a model has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -1,0 +1,64 @@
+"""The quantization method `stopdown`, registered with Diffusers and Transformers when they are imported.
+
+Both keep tables of methods in a module `quantizers.auto`. A finder notices when one of these modules is
+imported, and the table is filled right after it ran; a module that is there already is filled at once. So
+`import stopdown` loads neither library, and a folder whose `config.json` names the method loads in every
+program that imported Stopdown, before or after the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+METHOD = "stopdown"
+"""What `quant_method` is in a `config.json`."""
+
+_QUANTIZERS = {
+    "diffusers.quantizers.auto": "stopdown.quantizers.diffusers_quantizer",
+    "transformers.quantizers.auto": "stopdown.quantizers.transformers_quantizer",
+}
+"""Module with the tables of a library, and ours with the quantizer."""
+
+
+class _Finder:
+    """Finds the modules with the tables, as Python does, and has them filled once they ran."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        """Return the spec of a module with tables; None for every other module."""
+        spec = PathFinder.find_spec(name, path, target) if name in _QUANTIZERS else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(_run, loader.exec_module)
+        return spec
+
+
+def _run(execute: Any, module: ModuleType) -> None:
+    execute(module)
+    _fill(module)
+
+
+def _fill(module: Any) -> None:
+    """Add the method to the two tables of a library; the quantizer is imported when it is used."""
+    config = importlib.import_module("stopdown.quantizers.config").StopdownConfig
+    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, config)
+    module.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, functools.partial(_make, module.__name__))
+
+
+def _make(tables: str, config: Any, **options: Any) -> Any:
+    return importlib.import_module(_QUANTIZERS[tables]).StopdownQuantizer(config, **options)
+
+
+def register() -> None:
+    """Have the method registered with each library, now or when it is imported."""
+    if not any(found is _Finder for found in sys.meta_path):
+        sys.meta_path.insert(0, _Finder)
+    for name in _QUANTIZERS:
+        spec: ModuleSpec | None = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is not None and not getattr(spec, "_initializing", False):
+            _fill(sys.modules[name])

@@ -1,0 +1,101 @@
+"""The quantizer of `StopdownConfig` for Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from stopdown.quantizers.config import StopdownConfig
+from stopdown.quantizers.loading import Loading, check_device_map, check_dtype
+
+
+class StopdownQuantizer(HfQuantizer):
+    """Folds and casts each weight when Transformers has read it."""
+
+    def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.pre_quantized = False  # weights of a folder that carries a plan are folded as well
+        self._loading, self._files = Loading(quantization_config), list[str]()
+
+    def validate_environment(self, *args: Any, **options: Any) -> None:
+        """Refuse weights on the disk."""
+        check_device_map(options.get("device_map"))
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Have weights arrive in fp32, which holds whatever is stored.
+
+        Raises:
+            OptionError: bf16 is asked for.
+        """
+        check_dtype(dtype)
+        return torch.float32
+
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+        """Return whether a weight changes when it arrives."""
+        return param_name in self._loading
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return what folds and casts."""
+        return _Fold(self._loading)
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:
+        self._files = list(options.get("checkpoint_files") or ())
+        return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Begin: before this call nothing is tied, and whatever is made is on `meta`."""
+        self._loading.begin(model, self._files)
+        return super().update_weight_conversions(weight_conversions, model)
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        check_device_map(getattr(model, "hf_device_map", None))
+        self.quantization_config = model.config.quantization_config = self._loading.finish(model)
+        for config in (model.config, *_list_parts(model.config)):
+            config.dtype = model.dtype
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the weights without exponents: Transformers loads a method that it does not know."""
+        return self._loading.unfold_weights(model), {}
+
+    def is_serializable(self) -> bool:
+        """Return True: `config.json` carries the plan."""
+        return True
+
+    @property
+    def applied_plan(self) -> Any:
+        """The plan that the model was loaded by, with this model alone."""
+        return self._loading.plan
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return False: exponents hold for the weights that they were found for."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True."""
+        return True
+
+
+def _list_parts(config: Any) -> list[Any]:
+    found = (getattr(config, name, None) for name in config.sub_configs)
+    return [x for x in found if x is not None]
+
+
+class _Fold(ConversionOps):
+    """One weight, from the format that it is stored in."""
+
+    def __init__(self, loading: Loading) -> None:
+        self._loading = loading
+
+    def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+        """Return the weights with their exponents, cast."""
+        made = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            made[name] = self._loading.take(name, tensor, tensor.device)
+        return made
