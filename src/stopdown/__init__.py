@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 
-from stopdown.quantizers.registration import register
+from stopdown.quantizers.registration import register as _register
 
 __version__ = "0.1.0"
 
@@ -52,4 +52,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
 
-register()
+_register()
