@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,8 +18,10 @@ import fsspec
 import numpy as np
 import pytest
 
+from stopdown.app import batch_command
 from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
+from stopdown.batch import jobs, request_digest, worker
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
 from stopdown.media import write_media
@@ -469,3 +472,119 @@ def test_finished_items_are_known_in_each_format(run: Run, tiny: str) -> None:
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", "--format", "webm", *SIZES)
     assert run(*words)[0] == 0
     assert "0 made, 3 skipped" in run(*words)[1]
+
+
+def test_nothing_left_to_do_is_answered_without_pytorch(
+    run: Run, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary answers the same command; another seed, a lost output or a changed model does not."""
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    Path("prompts.txt").write_text("a red circle\n")
+    assert run(*words)[0] == 0
+    first = read_summary()
+    code = "import sys; from stopdown.app.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    assert "1 item: 0 made, 1 skipped" in done.stdout
+    assert "1 of 1 items are finished already." in done.stderr
+    assert not {"torch", "diffusers"} & set(done.stdout.split())
+    again = read_summary()
+    assert (again.asked, again.skipped, again.plans) == (first.asked, 1, first.plans)
+    assert again.items[0].preview == first.items[0].preview
+
+    summary = Path("out/batch.json").read_bytes()
+
+    def is_answered(*others: str) -> bool:
+        Path("out/batch.json").write_bytes(summary)
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch_command, "_run", lambda *_: said.append("run") or first)
+            assert run(*words, *others)[0] == 0
+        return not said
+
+    assert is_answered()
+    assert is_answered("--quiet", "--tries", "2")
+    assert not is_answered("--seed", "1")
+    monkeypatch.setattr(request_digest, "read_version", lambda name: "0.0.1")
+    assert not is_answered()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    os.utime(weights := next(Path(tiny).rglob("*.safetensors")))
+    assert not is_answered(), weights
+    summary = Path("out/batch.json").read_bytes()
+    assert is_answered()
+    next(Path("out").glob("*.mp4.json")).unlink()
+    assert not is_answered()
+
+
+def test_what_auto_decided_is_not_decided_again(
+    run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed batch keeps the precisions that it began with, however fast a busy machine is by then."""
+    model = str(save_tiny("cogvideox", "bf16"))
+    words = ("batch", model, "--prompts", "prompts.txt", "-o", "out", *SIZES[:-2])
+    Path("prompts.txt").write_text("a red circle\n")
+    assert run(*words)[0] == 0
+    before = read_summary()
+    assert before.decisions
+
+    def decide(*_: object) -> Any:
+        return tuple(dataclasses.replace(x, precision="fp32") for x in before.decisions)
+
+    monkeypatch.setattr(jobs, "decide", decide)
+    monkeypatch.setattr(jobs, "choose_plan", lambda *_, **__: None)
+    Path("prompts.txt").write_text("a red circle\na blue square\n")
+    assert run(*words)[0] == 0
+    after = read_summary()
+    assert (after.skipped, after.made, after.decisions) == (1, 1, before.decisions)
+    assert run(*words, "--precision", "transformer=fp32")[0] == 0  # asked otherwise: decided anew
+    assert {x.precision for x in read_summary().decisions} == {"fp32"}
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten years back in the middle, files from the future: finished items stay, and no time is negative."""
+    Path("prompts.txt").write_text("a red circle\na blue square\n")
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    clock, jumps = time.time, iter([0.0, 10.0])
+    years = {"now": 0.0}
+
+    def jump() -> float:
+        years["now"] = next(jumps, -10.0)
+        return clock() + years["now"] * 365 * 86400
+
+    monkeypatch.setattr(time, "time", jump)
+    assert run(*words)[0] == 0
+    made = read_outputs()
+    for path in Path("out").iterdir():
+        os.utime(path, (4e9, 4e9))
+    Path("prompts.txt").write_text("a red circle\na blue square\na green circle\n")
+    assert run(*words)[0] == 0
+    record = read_summary()
+    assert (record.skipped, record.made) == (2, 1)
+    assert min(x.elapsed_s for x in record.items) >= 0
+    assert made.items() <= read_outputs().items()
+
+
+def test_a_journal_is_resumed_on_another_day(run: Run, tiny: str, tmp_path: Path) -> None:
+    """Calls of an item that was stopped are answered whatever the clock says; the record counts them."""
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES, "--journal", "kept")
+    Path("prompts.txt").write_text("a red circle\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "write_frames", stop_once)
+        assert run(*words)[0] == 130
+    for path in Path("kept").rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    assert run(*words)[0] == 0
+    record = from_json(next(Path("out").glob("*.mp4.json")).read_bytes(), RunRecord)
+    assert record.journal is not None
+    assert record.journal.answered == sum(record.journal.components.values()) > 0
+    assert record.journal.written == 0
+    assert not [*Path("kept").iterdir()]
+
+
+def stop_once(*_: object, **__: object) -> None:
+    """In the place of writing the frames."""
+    raise KeyboardInterrupt

@@ -45,12 +45,14 @@ from stopdown.batch.limits import TRIES
 from stopdown.batch.plan_versions import PlanVersions, read_versions
 from stopdown.batch.prompts import Item, is_url, naming_line, read_items
 from stopdown.batch.records import BatchRecord, ItemResult
+from stopdown.batch.request_digest import digest_request
 from stopdown.batch.stores import Store, open_store
 from stopdown.environment import choose_device, describe_machine, has_moving_cursor, list_devices
 from stopdown.errors import InputError, OptionError
+from stopdown.outputs import find_record_path
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
-from stopdown.records import to_json
+from stopdown.records import from_json, to_json
 from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
@@ -178,38 +180,47 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
         StopdownError: the batch cannot begin or go on, with what to type; finished items stay.
     """
     begun = time.perf_counter()
-    settings, asked = _read_asked(options)
+    _check_options(options)
+    items = [_place_media(options, item) for item in read_items(options.prompts)]
+    asked = [(item, _read_request(options, item)) for item in items]
 
     store = open_store(options.output)
     _refuse_other_folder(store)
     with ExitStack() as stack:
         stack.enter_context(store.held())
+        earlier, digest = _read_summary(store), _digest(options, items)
+        if earlier is not None and (finished := _find_finished(earlier, digest, store)):
+            display.announce(f"{len(finished)} of {len(finished)} items are finished already.")
+            return _write_summary(store, _repeat(earlier, finished, options, begun))
         cluster = stack.enter_context(_connect(options, display)) if options.ray else None
-        return _run(options, settings, asked, store, cluster, display, plain, begun)
+        record = _run(options, asked, store, cluster, earlier, display, plain, begun)
+        is_whole = all(x.status != "failed" for x in record.items)
+        return _write_summary(store, dataclasses.replace(record, asked=digest if is_whole else ""))
 
 
 def _run(
     options: BatchOptions,
-    settings: Settings,
     asked: list[tuple[Item, Request]],
     store: Store,
     cluster: Cluster | None,
+    earlier: BatchRecord | None,
     display: Display,
     plain: Any,
     begun: float,
 ) -> BatchRecord:
-    """Sign the items, give out those that are not finished, and write what came of all."""
+    """Sign the items, give out those that are not finished, and return what came of all."""
     from stopdown.batch.dispatch import Dispatch
     from stopdown.batch.jobs import prepare
     from stopdown.batch.worker import describe_result, find_finished
 
     names = store.list_names()
     chains = read_versions(store, names)
-    bases = [chain[0] for chain in chains]
+    settings, bases = _read_settings(options), [chain[0] for chain in chains]
+    before: Any = {"known": bases, "earlier": earlier}
     if cluster is not None and cluster.prepares:
-        prepared = cluster.prepare(settings, *asked[0], known=bases)
+        prepared = cluster.prepare(settings, *asked[0], **before)
     else:
-        prepared = prepare(settings, *asked[0], known=bases, progress=display.progress)
+        prepared = prepare(settings, *asked[0], **before, progress=display.progress)
         _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
     versions = PlanVersions(store, prepared.plan, chains)
@@ -230,7 +241,10 @@ def _run(
             dispatch = Dispatch(pool, versions, state.note, options.tries)
             for result in dispatch.run(waiting):
                 state.finish(result)
-    record = state.summarise()
+    return state.summarise()
+
+
+def _write_summary(store: Store, record: BatchRecord) -> BatchRecord:
     store.write(SUMMARY, to_json(record).encode())
     store.write(PAGE, render_batch(record).encode(errors="replace"))
     return record
@@ -266,11 +280,8 @@ def _refuse_too_large(
 # What was asked
 
 
-def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Request]]]:
-    """The items with their requests; everything that can be refused without the model is."""
-    _check_options(options)
-    items = [_place_media(options, item) for item in read_items(options.prompts)]
-    asked = [(item, _read_request(options, item)) for item in items]
+def _read_settings(options: BatchOptions) -> Settings:
+    """Return what is asked for all items."""
     from stopdown.batch.settings import Settings
 
     shared = {entry.name for entry in dataclasses.fields(Settings)} & vars(options).keys()
@@ -281,7 +292,70 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
         journal=str(options.journal.absolute()) if options.journal else None,
         journal_bytes=int(options.journal_limit * 2**30),
         allow=read_allowed(options.allow, options.memory),
-    ), asked
+    )
+
+
+def _digest(options: BatchOptions, items: list[Item]) -> str:
+    """Return what determines every output, as `digest_request` does."""
+    given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
+    return digest_request(items, given, built_in=options.source == "shapes")
+
+
+_OF_THE_RUN = (
+    *(
+        "quiet",
+        "verbose",
+        "json",
+        "token",
+        "prompts",
+        "output",
+        "workers",
+        "ray",
+        "cpus_per_worker",
+    ),
+    *("journal", "journal_limit", "tries", "strict"),
+)
+"""Options that say how a batch is run and shown, and change no output."""
+
+
+# ---------------------------------------------------------------------------------------------
+# What was made before
+
+
+def _read_summary(store: Store) -> BatchRecord | None:
+    """Return the summary of the batch that was made there before."""
+    with contextlib.suppress(InputError, OSError):
+        return from_json(store.read(SUMMARY), BatchRecord)
+    return None
+
+
+def _find_finished(earlier: BatchRecord, digest: str, store: Store) -> tuple[ItemResult, ...]:
+    """Return every item if the same was asked for before and all of it is there, else nothing."""
+    if not digest or earlier.asked != digest:
+        return ()
+    wanted = {y for x in earlier.items for y in (x.output, find_record_path(x.output).name)}
+    if wanted - store.list_names():
+        return ()
+    return tuple(dataclasses.replace(x, status="skipped") for x in earlier.items)
+
+
+def _repeat(
+    earlier: BatchRecord, items: tuple[ItemResult, ...], options: BatchOptions, begun: float
+) -> BatchRecord:
+    """Return the summary of a batch that had nothing to do."""
+    return dataclasses.replace(
+        earlier,
+        prompts=options.prompts,
+        output=options.output,
+        command=describe_command("batch", options),
+        workers={},
+        made=0,
+        skipped=len(items),
+        repaired=0,
+        item_s=None,
+        elapsed_s=time.perf_counter() - begun,
+        items=items,
+    )
 
 
 def _check_options(options: BatchOptions) -> None:
@@ -503,6 +577,9 @@ class _Batch:
             plans=tuple(plan.seal for plan in self.versions.plans),
             items=tuple(self.results[x.item] for x in self.tasks if x.item in self.results),
             notes=tuple(self.notes),
+            precision=self.options.precision,
+            decisions=self.prepared.job.decisions,
+            device=self.prepared.device,
         )
 
 

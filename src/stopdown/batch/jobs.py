@@ -18,6 +18,7 @@ from typing import Any
 
 from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
 from stopdown.batch.prompts import Item, is_url, naming_line
+from stopdown.batch.records import BatchRecord
 from stopdown.batch.settings import Job, Settings
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
@@ -32,7 +33,7 @@ from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
-from stopdown.records import Plan
+from stopdown.records import Decision, Plan
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class Prepared:
         job: for the workers.
         chosen: the model, with the class that serves the items.
         plan: that it begins with; None without one.
+        device: that it was prepared for.
     """
 
     job: Job
     chosen: Selection
     plan: Plan | None
+    device: str
 
     def sign(
         self, asked: Iterable[tuple[Item, Request]]
@@ -100,6 +103,7 @@ def prepare(
     request: Request,
     *,
     known: Iterable[Plan] = (),
+    earlier: BatchRecord | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """Find the model and choose its plan; nothing is loaded.
@@ -107,6 +111,8 @@ def prepare(
     Args:
         item, request: the first one, which decides the class of the pipeline.
         known: plans that the batch began with before: with `auto` the model's own is used again.
+        earlier: summary of the batch that was made there before: what was decided is not decided again
+            on the same device, because a busy machine may measure its formats otherwise.
         progress: told of stage, what, done and total.
 
     Raises:
@@ -122,17 +128,24 @@ def prepare(
     with quiet_libraries():
         with naming_line(item):
             chosen = select_pipeline(source, first)
-        plan, name = _find_known(known, settings.precision, fingerprint(chosen.source)), "its plan"
-        if plan is None:
+        model, device_name = fingerprint(chosen.source), f"{device.torch_name} ({device.name})"
+        plan, name = _find_known(known, settings.precision, model), "its plan"
+        decisions: tuple[Decision, ...] = ()
+        if earlier is not None and plan is None:
+            was = (earlier.precision, earlier.fingerprint, earlier.device)
+            if was == (settings.precision, model, device_name):
+                decisions = earlier.decisions
+        if plan is None and not decisions:
             found = choose_plan(
                 chosen.source, settings.precision, device, request=first, progress=progress
             )
             plan, name = (found.plan, found.name) if found else (None, "")
-        facts, supports = gather_facts(chosen.source), probe_formats(device)
-        decisions = () if plan else decide(facts, supports, settings.precision)
+        if plan is None and not decisions:
+            facts, supports = gather_facts(chosen.source), probe_formats(device)
+            decisions = decide(facts, supports, settings.precision)
     settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
-    job = Job(settings, chosen.source.pipeline_class, fingerprint(chosen.source), decisions, name)
-    return Prepared(job, chosen, plan)
+    job = Job(settings, chosen.source.pipeline_class, model, decisions, name)
+    return Prepared(job, chosen, plan, device_name)
 
 
 def _read_first(item: Item, request: Request) -> Request:

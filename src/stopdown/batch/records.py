@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stopdown.records import SCHEMA, Finding, Repair
+from stopdown.records import SCHEMA, Decision, Finding, Repair
 
 Status = Literal["made", "skipped", "failed"]
 
@@ -65,6 +65,10 @@ class BatchRecord:
         item_s: seconds per item that was made, their mean; None when none was.
         elapsed_s: seconds in all.
         plans: seals of the plans that were in force, the first one first.
+        precision: as it was asked for.
+        decisions: what was decided for each call, where no plan is in force.
+        device: that it was prepared for.
+        asked: hash of what was asked for, if every item of it is finished and it can be known here.
         items: in the order of the prompts file.
         notes: whole sentences that should be read: repeated lines, workers that died.
     """
@@ -86,5 +90,9 @@ class BatchRecord:
     plans: tuple[str, ...]
     items: tuple[ItemResult, ...]
     notes: tuple[str, ...] = ()
+    precision: str = ""
+    decisions: tuple[Decision, ...] = ()
+    device: str = ""
+    asked: str = ""
     kind: str = "batch"
     schema: int = field(default=SCHEMA)
