@@ -87,7 +87,7 @@ class StoredWeight:
         else:
             step = max(1, rows * _PIECE_BYTES // self.values.nbytes)
             for start in range(0, rows, step):
-                piece = self.values[start : start + step].to(target.device)
+                piece = _bring(self.values[start : start + step], target.device)
                 _convert(piece, _shift(self.folds, start, step), target[start : start + step])
 
 
@@ -96,6 +96,17 @@ _PIECE_BYTES = 2**25
 
 _HOST_BYTES = 2**20
 """Stored bytes of a weight that is converted on the host, whatever the device is."""
+
+
+def _bring(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return stored values on a device; bf16 arrives as its bits and becomes fp32 there.
+
+    A device may lack bf16 altogether, as an M1 does: nothing is computed in it.
+    """
+    if values.dtype != torch.bfloat16 or device.type == "cpu":
+        return values.to(device)
+    bits = values.view(torch.int16).to(device).to(torch.int32)
+    return bits.bitwise_left_shift_(16).view(torch.float32)
 
 
 def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:

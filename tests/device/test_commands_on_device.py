@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+import stopdown
+from pipeline_calls import call_pipeline
 from simulated_device import KIND, Simulated
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.media import read_image
@@ -201,3 +203,27 @@ def test_a_device_without_fp64_serves_every_command(
     )
     assert code == 0, said
     assert len(list(out.rglob("*.mp4"))) + len(list(out.rglob("*.png"))) == 2
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_load_stays_within_a_small_device(
+    guard: bool, simulated: Simulated, save_tiny: Callable[..., Path]
+) -> None:
+    """A loaded pipeline makes the pixels of the CPU, call after call, where its weights do not fit."""
+    folder = save_tiny("sd", "fp32")
+    expected = call_pipeline(stopdown.load(folder, device="cpu", precision="fp32"), "sd")
+    before = simulated.used()
+    pipe = stopdown.load(folder, device=KIND, precision="fp32", memory="none", guard=guard)
+    weights = simulated.used() - before
+    np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)
+    del pipe
+    gc.collect()
+    simulated.limit(before + weights // 2)
+    pipe = stopdown.load(folder, device=KIND, precision="fp32", guard=guard)
+    assert simulated.used() - before < weights // 2
+    for _ in range(2):
+        np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)
+    assert pipe.stopdown_offloader.taken.strategy.name != "resident"
+    del pipe
+    gc.collect()
+    assert simulated.used() == before

@@ -13,6 +13,7 @@ import torch
 from simulated_device import KIND, Simulated
 from stopdown.device_profiles import find_target
 from stopdown.media import write_media
+from stopdown.memory.forecast import USABLE_SHARE
 from stopdown.plans import certified, plan_choice
 from stopdown.testing import PIPELINE_NAMES
 
@@ -31,6 +32,9 @@ NEEDED = {
 """What a kind is given; a prompt for the others."""
 
 BACKENDS = {"v100": "cuda", "t4": "cuda", "mps-m1": "mps"}
+
+ROOM = 1.05
+"""To a forecast, which knows no fp32 residual stream before the plan is made."""
 
 QUICK = [("sd", "t4", 0.25)]
 ALL = [
@@ -58,7 +62,8 @@ def test_generate_without_an_option_works_on_a_small_device(
 ) -> None:
     """The first try makes a picture by a plan of its own; the second takes that plan.
 
-    The device has a share of the weights, and what the values of a run take beside them.
+    The device has a share of the weights, and what the values of a run take beside them; for models so
+    tiny that one layer takes more, it has what the smallest strategy needs.
     """
     folder = save_tiny(name, overflow=DENOISER.get(name, "transformer"))
     weights = sum(x.stat().st_size for x in folder.rglob("*.safetensors"))
@@ -67,17 +72,20 @@ def test_generate_without_an_option_works_on_a_small_device(
     for module in (plan_choice, certified):
         monkeypatch.setattr(module, "probe_formats", lambda device: supports)
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))
-    frames = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
-    write_media(tmp_path / "video.gif", frames, 8)
-    write_media(tmp_path / "image.png", frames[:1])
+    clip = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
+    write_media(tmp_path / "video.gif", clip, 8)
+    write_media(tmp_path / "image.png", clip[:1])
     monkeypatch.chdir(tmp_path)
     needed = NEEDED.get(name, ("a",))
     size = ("--height", 32, "--width", 32, "--steps", 2, "--device", KIND, "--json")
-    code, out, err = run("fit", folder, *needed[not needed[0].startswith("-") :], *size)
+    frames = needed[needed.index("--frames") :] if "--frames" in needed else ()
+    code, out, err = run("fit", folder, *frames, *size)
     assert code == 0, err
     rows = json.loads(out)["rows"]
     values = max(row["peak_bytes"] for row in rows if row["strategy"] == "resident") - weights
-    simulated.limit(simulated.used() + int(share * weights) + values)
+    smallest = ROOM * min(row["peak_bytes"] for row in rows)
+    needs = max(share * weights + values, smallest) / USABLE_SHARE
+    simulated.limit(simulated.used() + int(needs))
     output = "out.gif" if len(needed) > 1 else "out.png"
     words = ("generate", folder, *needed, *size, "-o", output, "--force")
     for _ in range(2):

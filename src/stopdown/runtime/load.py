@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
 from stopdown.environment import Device, choose_device, name_device
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, warn_user
+from stopdown.number_formats import parse_bytes
+from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import (
     OPTIONAL_COMPONENTS,
     Source,
@@ -22,9 +26,10 @@ from stopdown.pipelines.sources import (
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.planned_loader import Loaded
-from stopdown.plans.precision import write_request
+from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.memory_limits import Limit, choose_limit, fit_run
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +41,7 @@ def load(
     precision: str | Path | torch.dtype | Mapping[str, Any] | Plan = "auto",
     guard: bool = True,
     device: str | torch.device = "auto",
+    memory: str = "auto",
     config: str | Path | None = None,
     revision: str | None = None,
     variant: str | None = None,
@@ -54,6 +60,9 @@ def load(
             or the path of its file.
         guard: False leaves the pipeline unwatched.
         device: `"auto"`, `"cuda"`, `"cuda:1"`, `"mps"`, `"cpu"`, or a `torch.device`.
+        memory: what runs may take on the device: `"auto"`, all that it has; an amount (`"8GiB"`); or
+            `"none"`, no limit. Weights that do not fit beside a run at the model's own size wait in host
+            memory or in their files. Do not call `.to()` on such a pipeline.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         revision: branch, tag or commit of a Hub id.
         variant: of the weights, where there are several: `"fp16"`.
@@ -75,8 +84,11 @@ def load(
     with quiet_libraries():
         found = complete_source(found)
         _check_parts(parts, found.components)
-        loaded = _choose_loader(found, asked, target)()
+        limit = _choose_limit(memory, asked, target)
+        loaded = _choose_loader(found, asked, target)(move=limit is None)
         loaded.pipe.register_modules(**parts)
+        if limit is not None:
+            _place(loaded, found, target, limit)
     pipe = loaded.pipe
     pipe.stopdown_decisions = loaded.decisions
     if guard:
@@ -85,7 +97,29 @@ def load(
     return pipe
 
 
-def _choose_loader(source: Source, asked: str | Plan, target: Device) -> Callable[[], Loaded]:
+def _choose_limit(memory: str, asked: str | Plan, target: Device) -> Limit | None:
+    """Return what runs are to stay within; None on a CPU unless an amount was named."""
+    check_type(
+        "load(memory=...)", memory, str, 'It is "auto", an amount or "none".', 'Use memory="8GiB".'
+    )
+    if memory not in ("auto", "none"):
+        parse_bytes(memory)
+    if memory == "auto" and target.type == "cpu":
+        return None
+    targets = () if isinstance(asked, Plan) else parse_request(asked).parts
+    return choose_limit(None if memory == "auto" else memory, (), targets)
+
+
+def _place(loaded: Loaded, source: Source, target: Device, limit: Limit) -> None:
+    """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
+    request = complete_request(loaded.pipe, Request())
+    configs = read_configs(source.described)
+    offloader = fit_run(loaded, request, target, limit, configs, warn_user).offloader
+    if offloader is not None:
+        loaded.pipe.stopdown_offloader = offloader.__enter__()
+
+
+def _choose_loader(source: Source, asked: str | Plan, target: Device) -> Callable[..., Loaded]:
     """Return what loads a source by a plan that is given, or as `choose_loader` decides."""
     if not isinstance(asked, Plan):
         return choose_loader(source, asked, target)
