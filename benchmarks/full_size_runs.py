@@ -21,6 +21,7 @@ import json
 import math
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,88 @@ _Z_IMAGE = (
     },
 )
 """The transformer's configuration is its class's own (Tongyi-MAI/Z-Image-Turbo)."""
+_TINY_WAN_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+_TINY_LTX_VAE = {
+    "block_out_channels": [8, 8, 8, 8],
+    "layers_per_block": [1, 1, 1, 1, 1],
+    "decoder_block_out_channels": [8, 8, 8, 8],
+    "decoder_layers_per_block": [1, 1, 1, 1, 1],
+}
+_FLOW = ("diffusers", "FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
+_T5_TOKENIZER = ("transformers", "T5Tokenizer", {})
+_WAN = (
+    "WanPipeline",
+    {
+        "tokenizer": _T5_TOKENIZER,
+        "text_encoder": (
+            "transformers",
+            "UMT5EncoderModel",
+            {**_TINY_T5, "architectures": ["UMT5EncoderModel"], "model_type": "umt5"},
+        ),
+        "transformer": (
+            "diffusers",
+            "WanTransformer3DModel",
+            {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+        ),
+        "vae": ("diffusers", "AutoencoderKLWan", _TINY_WAN_VAE),
+        "scheduler": _FLOW,
+    },
+)
+_LTX = (
+    "LTXPipeline",
+    {
+        "tokenizer": _T5_TOKENIZER,
+        "text_encoder": ("transformers", "T5EncoderModel", _TINY_T5),
+        "transformer": ("diffusers", "LTXVideoTransformer3DModel", {}),
+        "vae": ("diffusers", "AutoencoderKLLTXVideo", _TINY_LTX_VAE),
+        "scheduler": (
+            "diffusers",
+            "FlowMatchEulerDiscreteScheduler",
+            {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05},
+        ),
+    },
+)
+_QWEN_IMAGE = (
+    "QwenImagePipeline",
+    {
+        "tokenizer": _T5_TOKENIZER,
+        "text_encoder": ("transformers", "Qwen3Model", {**_TINY_QWEN3, "hidden_size": 3584}),
+        "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
+        "vae": (
+            "diffusers",
+            "AutoencoderKLQwenImage",
+            {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+        ),
+        "scheduler": (
+            "diffusers",
+            "FlowMatchEulerDiscreteScheduler",
+            {"use_dynamic_shifting": True},
+        ),
+    },
+)
+_FLUX = (
+    "FluxPipeline",
+    {
+        "tokenizer": ("transformers", "CLIPTokenizer", {}),
+        "tokenizer_2": _T5_TOKENIZER,
+        "text_encoder": (
+            "transformers",
+            "CLIPTextModel",
+            {"hidden_size": 768, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 90,
+             "num_attention_heads": 12, "bos_token_id": 88, "eos_token_id": 89},
+        ),
+        "text_encoder_2": ("transformers", "T5EncoderModel", _TINY_T5),
+        "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
+        "vae": ("diffusers", "AutoencoderKL", _TINY_PICTURE_VAE),
+        "scheduler": (
+            "diffusers",
+            "FlowMatchEulerDiscreteScheduler",
+            {"use_dynamic_shifting": True},
+        ),
+    },
+)  # fmt: skip
+"""The transformers' configurations are their classes' own, as published (Lightricks/LTX-Video,
+Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev); that of Wan is Wan-AI/Wan2.1-T2V-1.3B-Diffusers."""
 _TINY_CLIP = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -135,8 +218,16 @@ class Case:
     request: dict[str, Any] = field(default_factory=dict)
 
 
-BASES = {**MODELS, "Z-Image": _Z_IMAGE}
+BASES = {
+    **MODELS,
+    "Z-Image": _Z_IMAGE,
+    "Wan-1.3B": _WAN,
+    "LTX-Video": _LTX,
+    "Qwen-Image": _QWEN_IMAGE,
+    "Flux": _FLUX,
+}
 _VIDEO = {"frames": 9, "height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
+_PICTURE = {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
 CASES = {
     "CogVideoX-2B": Case(
@@ -159,7 +250,7 @@ CASES = {
         "transformer",
         {"text_encoder": _TINY_T5, "vae": _TINY_PICTURE_VAE},
         {},
-        {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0},
+        _PICTURE,
     ),
     "SVD-XT": Case(
         "SVD-XT",
@@ -168,12 +259,14 @@ CASES = {
         {},
         {"frames": 2, "height": 128, "width": 128, "picture": True, "guidance": 1.0},
     ),
-    "Z-Image": Case(
-        "Z-Image",
-        "transformer",
-        {},
-        {},
-        {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0},
+    "Z-Image": Case("Z-Image", "transformer", {}, {}, _PICTURE),
+    "Wan-1.3B, 10 of 30 blocks": Case("Wan-1.3B", "transformer", {}, {"num_layers": 10}, _VIDEO),
+    "LTX-Video, 10 of 28 blocks": Case("LTX-Video", "transformer", {}, {"num_layers": 10}, _VIDEO),
+    "Qwen-Image, 2 of 60 blocks": Case(
+        "Qwen-Image", "transformer", {}, {"num_layers": 2}, _PICTURE
+    ),
+    "Flux, 1 of 19 and 3 of 38 blocks": Case(
+        "Flux", "transformer", {}, {"num_layers": 1, "num_single_layers": 3}, _PICTURE
     ),
 }
 """Which of them were run stands in the results; all were tried with fewer layers."""
@@ -202,7 +295,7 @@ def _write_part(
     import diffusers
     import transformers
 
-    from stopdown.pipelines.tiny_pipelines import make_t5_tokenizer
+    from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_tokenizer
 
     made = getattr(diffusers if library == "diffusers" else transformers, kind)
     folder.mkdir()
@@ -210,6 +303,9 @@ def _write_part(
         tokenizer = make_t5_tokenizer()
         tokenizer.chat_template = config.get("chat_template")
         tokenizer.save_pretrained(folder)
+        return 0
+    if kind == "CLIPTokenizer":
+        make_clip_tokenizer().save_pretrained(folder)
         return 0
     if kind.endswith("Scheduler"):
         made(**{k: v for k, v in config.items() if not k.startswith("_")}).save_pretrained(folder)
@@ -559,7 +655,8 @@ def store(name: str, stage: str, row: dict[str, Any]) -> None:
     rows.setdefault(name, {})[stage] = row
     for later in [later for later, made_by in _MADE_BY.items() if made_by == stage]:
         rows[name].pop(later, None)  # of the plan before
-    command = "; ".join(f"python benchmarks/full_size_runs.py {x}" for x in rows)
+    names = (shlex.quote(x) for x in rows)
+    command = "; ".join(f"python benchmarks/full_size_runs.py {x}" for x in names)
     report = {"command": command, "machine": describe_machine(), "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
@@ -574,8 +671,9 @@ def write_tables(report: dict[str, Any]) -> None:
         f"`{report['command']}` on {machine['cpu']}, {machine['cores']} cores, one thread,",
         "beside other work: seconds say little. Every layer of the named component has its full width,",
         "weights are drawn and stored in bf16, the other components are tiny. Two steps, no guidance:",
-        "CogVideoX and T5 for nine frames of 64 x 64 pixels and 226 tokens of text, SVD-XT for two frames",
-        f"of 128 x 128, the others for a picture of 64 x 64, all within {LIMIT_BYTES / 2**30:g} GiB.",
+        "CogVideoX, T5, Wan and LTX for nine frames of 64 x 64 pixels, SVD-XT for two frames of 128 x 128,",
+        f"the others for a picture of 64 x 64, all within {LIMIT_BYTES / 2**30:g} GiB. Where a name has",
+        "a number of blocks, the others were left out; the stream grows as much in these as in all.",
         "*call*: relative error of one call of the component with fp32's arguments; *latents*: of two",
         "steps. Peaks are those of a run; *loading* is its own. Linears and",
         "convolutions of fp16 are summed in fp32 and rounded once, attention is PyTorch's own.",

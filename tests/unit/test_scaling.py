@@ -18,7 +18,8 @@ from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks
 from stopdown.numerics import relative_l2
 from stopdown.patches import Patches
-from stopdown.scaling import cast_, rescale_
+from stopdown.records import Scaling
+from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling import exponent_rules as rules
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.scaling.measurement import measure_call
@@ -717,6 +718,34 @@ def test_an_output_without_a_range_is_refused() -> None:
         ScalingError, match=r"Sequential:1 \(linear\) holds .* Check the weights on d"
     ):
         rescale_(module, (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(2, 16)])
+def test_a_norm_that_fp32_cannot_square_is_refused(norm: nn.Module) -> None:
+    """Its sum of squares is Inf, so it returns its bias, and rescaled it would not; below that it is solved."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), norm, nn.Linear(16, 4)).eval().requires_grad_(False)
+    module[0].weight.normal_().mul_(1e19)
+    with pytest.raises(ScalingError, match=r"_norm\) squares values of .* Inf in fp32 already\. "):
+        rescale_(module, (torch.ones(2, 4),))
+    module[0].weight.mul_(1e-2)
+    assert rescale_(module, (torch.ones(2, 4),)).trial
+
+
+def test_a_module_kept_in_fp32_as_a_whole_returns_a_wide_output() -> None:
+    """The cast back to fp16 leaves out an output whose exponent was taken off in fp32."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 8).requires_grad_(False)
+    module.weight.mul_(2.0**18)
+    x = torch.randn(2, 4).half().float()
+    reference = module(x)
+    scaling = Scaling(
+        exponents={"weight": -5, "bias": -5}, outputs={0: -5}, fp32_modules=("",), headroom_bits=1.0
+    )
+    cast_(module, torch.float16, fold_scaling(module, scaling))
+    found = module(x.half())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, reference)
 
 
 def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

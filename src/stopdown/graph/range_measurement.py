@@ -36,6 +36,8 @@ from stopdown.graph.nodes import (
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 
+_FP32_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class Range:
@@ -210,6 +212,8 @@ class _Runner(torch.fx.Interpreter):
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+        if is_kind(node, "row_norm", "group_norm"):
+            self._check_squares(node, args[0])
         result = _call(node.target, args, kwargs)
         return result.zero_() if is_kind(node, "blank") else result
 
@@ -238,6 +242,24 @@ class _Runner(torch.fx.Interpreter):
                 remedy="Check the weights on disk and the arguments of the call.",
             )
         return Range(amax, rms, least)
+
+    def _check_squares(self, node: Node, value: torch.Tensor) -> None:
+        """Refuse a norm whose sum of squares is Inf in fp32: it returns its bias there, rescaled it does not."""
+        known = self.ranges.get(node.args[0].name, ())  # type: ignore[union-attr]
+        if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
+            return
+        given = arguments(node)
+        if is_kind(node, "row_norm"):
+            rows = value.double().flatten(-len(given["normalized_shape"]))
+        else:
+            rows = value.double().reshape(len(value), int(given["num_groups"]), -1)
+        if float(rows.square().sum(-1).max()) > _FP32_LARGEST:
+            raise ScalingError(
+                f"{self._name(node)} squares values of up to {float(value.abs().max()):.2g}, and their "
+                "sum is Inf in fp32 already.",
+                expected="Exponents can only be found for a model that is right in fp32.",
+                remedy="Check the weights on disk and the arguments of the call.",
+            )
 
     def _name(self, node: Node) -> str:
         if node.name in self.capture.parameters:

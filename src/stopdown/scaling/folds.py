@@ -424,12 +424,16 @@ def _cast_parts(
         leave_autocast(module, patches)
     inputs = _list_outside(given.operands.cast_inputs, fp32_modules)
     cast_operands(module, replace(given.operands, cast_inputs=inputs), dtype, patches)
+    wide_outputs = frozenset(given.outputs)
     if stream is not None:
-        wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
     for path in fp32_modules:
-        writes = stream is not None and any(is_inside(x, path) for x in stream.cast_output_up)
-        _hook_fp32_module(_find_module(module, path), dtype, patches, returns=not writes)
+        leave_autocast(part := _find_module(module, path), patches)
+        _hook_inputs(part, dtype, torch.float32, patches)
+        if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
+            kept = frozenset() if path else wide_outputs
+            hook = partial(_narrow_outputs, kept, dtype)
+            patches.defer(part.register_forward_hook(hook).remove)
 
 
 def put_stream(
@@ -571,17 +575,6 @@ def widen_outputs(
         if number in exponents
     }
     return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
-
-
-def _hook_fp32_module(
-    module: torch.nn.Module, dtype: torch.dtype, patches: Patches, *, returns: bool
-) -> None:
-    """Casts to fp32 before an fp32 module, and back behind it unless it writes an fp32 stream."""
-    leave_autocast(module, patches)
-    _hook_inputs(module, dtype, torch.float32, patches)
-    if returns:
-        after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
-        patches.defer(after.remove)
 
 
 def _hook_inputs(
