@@ -722,7 +722,7 @@ def test_an_output_without_a_range_is_refused() -> None:
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(2, 16)])
 def test_a_norm_that_fp32_cannot_square_is_refused(norm: nn.Module) -> None:
-    """Its sum of squares is Inf, so it returns its bias, and rescaled it would not; below that it is solved."""
+    """Its sum of squares is Inf, so it returns its bias. Below that it is solved."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 16), norm, nn.Linear(16, 4)).eval().requires_grad_(False)
     module[0].weight.normal_().mul_(1e19)
