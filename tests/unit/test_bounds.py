@@ -36,6 +36,7 @@ from stopdown.bounds.values import (
 )
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import find_operation
+from stopdown.scaling.problem import split_values
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
 EVALUATIONS = 10_000
@@ -647,3 +648,59 @@ def test_known_values_may_be_empty_or_boolean() -> None:
     """They are bounded as any other."""
     call = (torch.randn(2, 8), torch.tensor([5, 9]))
     assert stopdown.rescale_(Known(), call, ranges="bound").scaling.bounded
+
+
+class Pooled(nn.Module):
+    """PyTorch's own attention, with a query of its own: one weight is split in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 16))
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.attention.in_proj_weight.data[16:].mul_(16.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.attention(self.probe, x, x)[0])
+
+
+def test_parts_of_a_split_weight_bound_their_products() -> None:
+    """Every value has a bound, no input exceeds one, and a small part has the room of the whole weight."""
+    torch.manual_seed(0)
+    case = bound_module(Pooled(), torch.randn(1, 3, 16))
+    assert case.bounds.reasons == {}
+    rng = random.Random(0)
+    assert [x for _ in range(20) for x in climb(case, rng, 5)] == []
+    nodes = {x.name: x for x in case.capture.graph.graph.nodes}
+    linears = [x for x in nodes.values() if is_kind(x, "linear")]
+    walk = bounds_module.Propagation(
+        case.capture, case.tensors.__getitem__, case.limits, {}, frozenset()
+    )
+    parts = [x.args[1] for x in linears if x.args[1].name not in case.capture.parameters]
+    sizes = [float(walk.load(x).abs().max()) for x in parts]
+    assert len(parts) == 2
+    assert sizes[1] > 8 * sizes[0]
+    assert walk.floor(parts[0]) * sizes[0] == pytest.approx(walk.floor(parts[1]) * sizes[1])
+
+
+class Cut(nn.Module):
+    """Keeps as many rows as a picture has places: a product of sizes, which is no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        height, width = sizes.tolist()
+        return self.norm(self.inner(x)[:, : height * width])
+
+
+def test_a_product_of_sizes_is_no_written_norm() -> None:
+    """Bounds with more room for a low weight pass over it; it was a bare KeyError."""
+    torch.manual_seed(0)
+    case = bound_module(Cut(), torch.randn(1, 8, 4), torch.tensor([2, 3]))
+    load, blocks = case.tensors.__getitem__, split_values(case.capture)
+    again = bounds_module.bound_call(
+        case.capture, load, case.limits, blocks, ["inner.weight"], case.bounds
+    )
+    assert set(again.ranges) == set(case.bounds.ranges)

@@ -14,7 +14,6 @@ from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
 from stopdown.bounds.row_sums import (
-    WEIGHT_FLOOR,
     WEIGHT_ROUNDING,
     RowSums,
     choose_scale,
@@ -35,7 +34,7 @@ def _bias(op: Operands) -> torch.Tensor:
     if (found := op.load("bias")) is None:
         return torch.zeros(1).double()
     size = found.double().abs()
-    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
+    return size * (1 + WEIGHT_ROUNDING) + op.known.floor(op.given["bias"]) * float(size.max())
 
 
 def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:

@@ -15,6 +15,7 @@ captured call has, sums that a backend rounds to fp16 on the way, operations wit
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +50,7 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import find_operation
 from stopdown.graph.range_measurement import Range
-from stopdown.numerics import summarise_magnitudes
+from stopdown.numerics import measure_amax, summarise_magnitudes
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""
@@ -162,6 +163,7 @@ class Propagation:
         self.capture, self.limits, self.blocks = capture, limits, blocks
         self._load, self._loose = load, loose
         self._last: tuple[str, torch.Tensor] | None = None
+        self._shares: dict[Node, tuple[Node, float]] = {}
         self.held: dict[Node, Any] = {}
         self.rows: dict[Node, AffineRows] = {}
         self.found = Bounds()
@@ -216,10 +218,10 @@ class Propagation:
         return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
-        """A parameter's values as they are stored; None when the node is no parameter."""
+        """A parameter's values as they are stored, or those of a part of it; None when it is none."""
         name = self.capture.parameters.get(node.name)
         if name is None:
-            return None
+            return self._load_part(node)
         if self._last is None or self._last[0] != name:
             self._last = None  # let the one before go first
             self._last = (name, self._load(name).detach())
@@ -227,8 +229,27 @@ class Propagation:
             self._measure_parameter(node, self._last[1])
         return self._last[1]
 
+    def _load_part(self, node: Any) -> torch.Tensor | None:
+        """One part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`)."""
+        if node.target is not operator.getitem or not is_split(node.args[0]):
+            return None
+        split, number = node.args
+        if split.args[0].name not in self.capture.parameters:
+            return None
+        whole: Any = self.load(split.args[0])
+        part: torch.Tensor = split.target(whole, *split.args[1:], **split.kwargs)[number]
+        largest = measure_amax(part)
+        self._shares[node] = split.args[0], measure_amax(whole) / largest if largest else 1.0
+        return part
+
     def floor(self, node: Node) -> float:
-        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude."""
+        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude.
+
+        That of a part of one is known once it was loaded: the whole's is larger in its terms.
+        """
+        if node in self._shares:
+            whole, share = self._shares[node]
+            return self.floor(whole) * share
         is_loose = self.capture.parameters.get(node.name) in self._loose
         return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
 
@@ -505,7 +526,8 @@ class _Update(Propagation):
         if is_kind(node, "row_norm", "group_norm"):
             return [x for x in sources if x is not node.args[0]]
         known = any(x.name in self.before.rowed for x in sources)
-        if not known and is_kind(node, "multiply", "divide"):
+        is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
+        if is_product and not known:
             return [] if bound_written_norm(Operands(node, self)) is not None else sources
         return sources
 

@@ -245,7 +245,7 @@ class _Runner(torch.fx.Interpreter):
 
     def _check_squares(self, node: Node, value: torch.Tensor) -> None:
         """Refuse a norm whose sum of squares is Inf in fp32, where it returns its bias."""
-        known = self.ranges.get(node.args[0].name, ())  # type: ignore[union-attr]
+        known = self.ranges.get(node.all_input_nodes[0].name, ())
         if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
             return
         given = arguments(node)

@@ -431,8 +431,7 @@ def _cast_parts(
         leave_autocast(part := _find_module(module, path), patches)
         _hook_inputs(part, dtype, torch.float32, patches)
         if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
-            kept = frozenset() if path else wide_outputs
-            hook = partial(_narrow_outputs, kept, dtype)
+            hook = partial(_narrow_outputs, frozenset[int]() if path else wide_outputs, dtype)
             patches.defer(part.register_forward_hook(hook).remove)
 
 
