@@ -579,7 +579,10 @@ def _name_means(rescaling: Rescaling) -> str:
 
 
 class _Finite(TorchDispatchMode):
-    """Notes whether every value is finite, inside of the module as well."""
+    """Notes whether every value is finite, inside of the module and of the kernels of norms as well.
+
+    A norm whose sum of squares is Inf returns its bias: the root that it divides by is 0 then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,6 +593,8 @@ class _Finite(TorchDispatchMode):
         for x in iterate_tensors(found):
             if x.is_floating_point() and "empty" not in str(func):
                 self.holds = self.holds and bool(x.isfinite().all())
+        if "native_layer_norm" in str(func) or "native_group_norm" in str(func):
+            self.holds = self.holds and bool(found[2].all())
         return found
 
 
