@@ -41,6 +41,7 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import Adjustment
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.kept_state import describe_kept
 from stopdown.scaling.trial import describe_excess, measure_error
 
 LARGE = 10**8
@@ -253,6 +254,7 @@ class FaultHandler:
                 self._note(case, remedy.recorded, remedy.reason)
                 return output
         state.put_on(case.before)
+        fault.guarded.latest.restore()  # the next call begins as this one did
         error = self._make_error(case)
         self._note(case, "none", "No repair gave a finite result.")
         raise error
@@ -320,8 +322,32 @@ class FaultHandler:
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
         state.put_on(case.before)
+        if remedy.action == "rescaled":
+            self._refuse_kept_state(fault)
         latest.restore()  # the call that exponents are found for is the one that failed
         return state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
+
+    def _refuse_kept_state(self, fault: Fault) -> None:
+        """Refuse exponents for a component whose results depend on what it keeps between calls.
+
+        Raises:
+            ScalingError: with the names of what it keeps.
+
+        Cost: for a component that writes into what it keeps, two calls in fp32.
+        """
+        guarded = fault.guarded
+        if not guarded.latest.changed or vars(guarded.module).get(WAITING, False):
+            return
+        before = guarded.state.applied
+        try:
+            guarded.state.put_on((Adjustment("cast", "fp32"),))
+            guarded.latest.restore()
+            outputs = fault.repeat(), fault.repeat()
+        finally:
+            guarded.state.put_on(before)
+            guarded.component.notes.clear()
+        if measure_error(*outputs):
+            raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[Adjustment, ...]) -> Any:
         """The output of the same call with these repairs in force, on all ranks those of rank 0."""

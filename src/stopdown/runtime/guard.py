@@ -621,9 +621,11 @@ class Guard:
         except REFUSALS as error:
             if not is_refusal(error):
                 raise
+            guarded.note_kept()
             fault = self._make_fault(guarded, call, args, kwargs)
             output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()
+        guarded.note_kept()
         check = self.check(guarded, output)
         repeat.ends, guarded.latest.repeat = check.ends, repeat
         with self._counting:

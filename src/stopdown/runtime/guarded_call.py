@@ -24,6 +24,7 @@ from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import Adjustment, ComponentState
 from stopdown.runtime.weight_history import WeightHistory, read_version, sample_bits
+from stopdown.scaling.kept_state import KeptState
 
 
 @dataclass
@@ -37,6 +38,7 @@ class GuardedComponent:
         is_sensed: hooks on its modules make the notes.
         is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
         weights: as they were at the first call.
+        keeps: calls write into what it keeps between them; None before the first one.
     """
 
     state: ComponentState
@@ -45,6 +47,7 @@ class GuardedComponent:
     is_sensed: bool = False
     is_admitted: bool | None = None
     weights: WeightHistory = field(default_factory=WeightHistory)
+    keeps: bool | None = None
 
     def overlaps(self, modules: Collection[int]) -> bool:
         """Whether it is guarded and shares modules with these, given by identity."""
@@ -98,6 +101,8 @@ class LatestCall(threading.local):
         restores: of what it draws and changes.
         applied: what was in force on the component.
         repeat: the same call as the guard got it, once it is over.
+        kept: what the component keeps between calls, as it was before; None if it keeps nothing.
+        changed: names of what of it the call wrote.
     """
 
     args: tuple[Any, ...] = ()
@@ -105,11 +110,15 @@ class LatestCall(threading.local):
     restores: tuple[Restore, ...] = ()
     applied: tuple[Adjustment, ...] = ()
     repeat: RepeatableCall | None = None
+    kept: KeptState | None = None
+    changed: list[str] = field(default_factory=list)
 
     def restore(self) -> None:
-        """Random numbers and step caches as they were before it."""
+        """Random numbers, step caches and what the component keeps as they were before it."""
         for restore in self.restores:
             restore()
+        if self.kept is not None:
+            self.kept.restore(self.changed)
 
 
 @dataclass
@@ -199,6 +208,8 @@ class GuardedCall:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: its arguments are noted, nothing is read."""
+        self.latest.kept = None if self.component.keeps is False else KeptState(self.module)
+        self.latest.changed = []
         notes = self.component.notes
         notes.clear()
         names = find_argument_names(self.callee)
@@ -241,6 +252,14 @@ class GuardedCall:
         latest.args, latest.kwargs, latest.repeat = args, kwargs, None
         latest.applied = self.state.applied
         latest.restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
+
+    def note_kept(self) -> None:
+        """Note what the call that is over wrote into what its component keeps, until one writes nothing."""
+        latest = self.latest
+        if latest.kept is not None:
+            latest.changed = latest.kept.list_changes()
+            self.component.keeps = bool(latest.changed)
+            latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
         """Where its calls are computed; weights that are offloaded wait elsewhere until then."""

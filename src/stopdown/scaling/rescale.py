@@ -30,6 +30,7 @@ from stopdown.scaling.folds import (
     keeps_fp32,
     require_module,
 )
+from stopdown.scaling.kept_state import KeptState
 from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import Call
 from stopdown.scaling.weight_checks import check_weights, refuse_quantised
@@ -106,6 +107,7 @@ def rescale_(
         )
     stream, basis = check_residual(residual), check_ranges(ranges)
     kinds = [[x] for x in given]
+    kept = KeptState(module)
     with without_autocast(), watched_autocast() as entered:
         try:
             scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
@@ -113,6 +115,8 @@ def rescale_(
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)
             raise
+        finally:  # no call was made, as far as the module knows
+            kept.restore(kept.list_changes())
     folds = Patches()
     watch_calls(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
     rescaling = Rescaling(module, scaling, folds)

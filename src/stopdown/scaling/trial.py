@@ -35,6 +35,7 @@ from stopdown.patches import Patches
 from stopdown.randomness import find_random
 from stopdown.records import Scaling, Trial
 from stopdown.scaling.folds import cast_, fold_scaling
+from stopdown.scaling.kept_state import KeptState, describe_kept
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
@@ -83,19 +84,48 @@ class Reference:
 def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
     """Run calls of a module as it stands, and in fp32 those that are tried later in bf16 as well.
 
+    Raises:
+        ScalingError: it does not run in fp32, or its result depends on what it keeps between calls.
+
     Cost: a forward for each call, and one in bf16; the outputs are kept.
     """
     is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
+    kept = KeptState(module)
     try:
         runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
     except Exception as error:
         if is_fp32 and _REFUSES_FP32.search(str(error)):
             raise _explain_refusal(module, error) from error
         raise
+    _refuse_kept_state(module, calls[0], runs[0], kept, is_fp32=is_fp32)
     if is_fp32:
         with suppress(torch.OutOfMemoryError):  # there is no figure then
             runs = _add_bf16(module, calls, runs)
     return Reference(tuple(calls), tuple(runs), is_fp32)
+
+
+def _refuse_kept_state(
+    module: torch.nn.Module, call: Call, run: Run, kept: KeptState, *, is_fp32: bool
+) -> None:
+    """Refuse a module whose first call gives other values the second time because of what it keeps.
+
+    Raises:
+        ScalingError: with the names of what it keeps.
+
+    Cost: a forward if a call wrote anything.
+    """
+    names = kept.list_changes()
+    if not names or run.draws:
+        return
+    with watched_autocast(is_off=is_fp32):
+        again = run_call(module, *call)[0]
+    if not _are_equal(again, run.output):
+        raise ScalingError(
+            f"{describe_kept(module, names)} The same call gave other values the second time.",
+            expected="Exponents are found for calls whose result their arguments decide, and what a module "
+            "keeps would have to be rescaled with it.",
+            remedy="Run it in bf16 or fp32, or hand over what it keeps as an argument.",
+        )
 
 
 _REFUSES_FP32 = re.compile(r"fp16|float16")
@@ -258,15 +288,19 @@ def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
     for call, run in zip(reference.calls, reference.runs, strict=True):
         with watched_autocast(is_off=True):
             output, _ = run_call(module, *call)
-        after, before = (list(iterate_tensors(x)) for x in (output, run.output))
-        pairs = zip(before, after, strict=True)
-        if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
+        if not _are_equal(output, run.output):
             raise ScalingError(
                 f"{type(module).__name__} rescaled in fp32 is not bit for bit what it was.",
                 expected="Exponents must not change what a module computes; nothing was changed.",
                 remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
                 "wrong.",
             )
+
+
+def _are_equal(output: Any, reference: Any) -> bool:
+    after, before = (list(iterate_tensors(x)) for x in (output, reference))
+    pairs = zip(before, after, strict=True)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 
 
 def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference) -> Trial:

@@ -1,0 +1,115 @@
+"""What a module keeps from one call to the next: buffers that a call writes, and attributes that it sets.
+
+Exponents are found for calls that are functions of their arguments. A module that adds to a running mean,
+counts its calls or remembers a result computes something else the second time, so nothing can be compared,
+and what it remembers would have to be rescaled as well.
+
+**Catches** buffers that are written or replaced; attributes that are set; lists, sets and mappings in
+attributes that grow, shrink or get other values.
+**Does not catch** what is kept inside of other objects, or in variables outside of the module.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from stopdown.numerics import has_values
+from stopdown.patches import Patches
+
+_OWN = frozenset(vars(torch.nn.Module()))
+_MOST_NAMED = 3
+
+
+class KeptState:
+    """What a module keeps, as it is now.
+
+    Cost: a copy of every buffer, for as long as this is held.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parts = dict(module.named_modules())
+        self._attributes = {path: _read_attributes(part) for path, part in self._parts.items()}
+        self._buffers = {
+            (path, name): (tensor, tensor.detach().clone())
+            for path, part in self._parts.items()
+            for name, tensor in part._buffers.items()
+            if tensor is not None and has_values(tensor)
+        }
+
+    def list_changes(self) -> list[str]:
+        """Return the names of what a call has written since.
+
+        Cost: a comparison of every buffer, and a host read each.
+        """
+        changed = [
+            f"{path}.{name}".removeprefix(".")
+            for (path, name), (tensor, before) in self._buffers.items()
+            if not _is_same(self._parts[path]._buffers.get(name), tensor, before)
+        ]
+        for path, part in self._parts.items():
+            before, now = self._attributes[path], _read_attributes(part)
+            names = [x for x in (*before, *(now.keys() - before.keys()))]
+            changed += [
+                f"{path}.{name}".removeprefix(".")
+                for name in names
+                if _mark(before.get(name)) != _mark(now.get(name))
+            ]
+        return changed
+
+    def restore(self, names: list[str]) -> None:
+        """Leave what `list_changes` named as it was; everything else may have been cast or scaled since."""
+        patches = Patches()  # never undone: this is how it was
+        for full in names:
+            path, _, name = full.rpartition(".")
+            part = self._parts[path]
+            if (path, name) in self._buffers:
+                tensor, before = self._buffers[path, name]
+                patches.write_tensor(tensor, before)
+                patches.set_item(part._buffers, name, tensor)
+            elif name in self._attributes[path]:
+                value, held = self._attributes[path][name]
+                patches.set_attribute(part, name, value)
+                _refill(value, held)
+            else:
+                patches.remove_attribute(part, name)
+
+
+def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
+    """Return what a module keeps, as a sentence."""
+    named = ", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED)
+    return f"{type(module).__name__} keeps {named} from one call to the next."
+
+
+def _is_same(now: torch.Tensor | None, tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    return now is tensor and bool(((now == before) | (now.isnan() & before.isnan())).all())
+
+
+def _read_attributes(part: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's own attributes by name, each with what it holds if it is a container."""
+    return {name: (x, _hold(x)) for name, x in vars(part).items() if name not in _OWN}
+
+
+def _hold(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _refill(value: Any, held: Any) -> None:
+    if held is None:
+        return
+    value.clear()
+    value.extend(held) if isinstance(value, list | deque) else value.update(held)
+
+
+def _mark(found: tuple[Any, Any] | None) -> Any:
+    """What tells apart two values of an attribute: plain ones by value, others by identity."""
+    if found is None:
+        return None
+    value, held = found
+    if isinstance(held, dict):
+        return id(value), tuple((key, id(x)) for key, x in held.items())
+    if held is not None:
+        return id(value), tuple(map(id, held))
+    return (type(value), value) if isinstance(value, bool | int | float | str) else id(value)
