@@ -342,11 +342,13 @@ class FaultHandler:
         try:
             guarded.state.put_on((Adjustment("cast", "fp32"),))
             guarded.latest.restore()
-            outputs = fault.repeat(), fault.repeat()
+            first = fault.repeat()
+            guarded.latest.restore_around()
+            second = fault.repeat()
         finally:
             guarded.state.put_on(before)
             guarded.component.notes.clear()
-        if measure_error(*outputs):
+        if measure_error(second, first):
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[Adjustment, ...]) -> Any:

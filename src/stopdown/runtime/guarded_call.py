@@ -115,10 +115,14 @@ class LatestCall(threading.local):
 
     def restore(self) -> None:
         """Random numbers, step caches and what the component keeps as they were before it."""
-        for restore in self.restores:
-            restore()
+        self.restore_around()
         if self.kept is not None:
             self.kept.restore(self.changed)
+
+    def restore_around(self) -> None:
+        """Random numbers and step caches as they were before it."""
+        for restore in self.restores:
+            restore()
 
 
 @dataclass
