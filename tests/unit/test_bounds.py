@@ -349,6 +349,33 @@ def test_every_timestep_is_computed() -> None:
     assert math.sin(1.0) * 64 <= bound.largest <= math.sin(1.0) * 64 * 1.01
 
 
+def test_the_same_function_of_the_time_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block applies SiLU to the same embedding: it is computed once, and once for another one."""
+
+    class Model(nn.Module):
+        def forward(self, timestep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            emb = timestep.float()[:, None] * torch.tensor([0.001, 0.01])
+            for _ in range(3):
+                x = x * nn.functional.silu(emb).to(x.dtype)
+            return x * nn.functional.silu(emb + 1.0).to(x.dtype)
+
+    computed: list[str] = []
+
+    def count(node: torch.fx.Node, known: bounds_module.Propagation) -> Any:
+        computed.append(node.name)
+        return evaluate(node, known)
+
+    monkeypatch.setattr(bounds_module, "evaluate", count)
+    call = {"timestep": torch.tensor([3]), "x": torch.randn(1, 2)}
+    case = bound_one(Model(), Model(), (), call)
+    silus = [name for name in computed if name.startswith("silu")]
+    assert len(silus) == 2
+    scales = [
+        x for name, x in case.bounds.values.items() if name.startswith("mul_") and x is not None
+    ]
+    assert scales[-1].largest > 64
+
+
 def test_two_timesteps_are_not_taken_for_one() -> None:
     """A difference of two timesteps is bounded for every pair, not for equal ones alone."""
 

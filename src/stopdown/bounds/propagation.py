@@ -165,6 +165,7 @@ class Propagation:
         self._last: tuple[str, torch.Tensor] | None = None
         self._shares: dict[Node, tuple[Node, float]] = {}
         self.held: dict[Node, Any] = {}
+        self._evaluated: dict[Node, dict[tuple[Any, ...], Any]] = {}
         self.rows: dict[Node, AffineRows] = {}
         self.found = Bounds()
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
@@ -190,6 +191,7 @@ class Propagation:
         if isinstance(self.held.get(node), (Interval, list)):
             del self.held[node]
         self.rows.pop(node, None)
+        self._evaluated.pop(node, None)
 
     # what rules ask
 
@@ -368,10 +370,15 @@ class Propagation:
             return None
         if not sources and node.all_input_nodes:
             return None
-        try:
-            return evaluate(node, self)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            return None  # bounded like any other value then
+        key, same = (node.target, repr(node.args), repr(node.kwargs)), dict[Any, Any]()
+        if len(sources) == len(node.all_input_nodes) == 1:  # each block has the time's SiLU anew
+            same = self._evaluated.setdefault(sources[0], same)
+        if key not in same:
+            try:
+                same[key] = evaluate(node, self)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                same[key] = None  # bounded like any other value then
+        return same[key]
 
     def _apply_rule(self, node: Node) -> None:
         found, op = find_operation(operation(node)), Operands(node, self)
