@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,20 +129,80 @@ def test_the_first_sign_comes_before_pytorch() -> None:
         assert re.fullmatch(r"Loading PyTorch…: elapsed \S+\nIMPORTED", done.stderr), done.stderr
 
 
-def test_lines_tell_each_stage_and_tenth() -> None:
-    """Without a terminal: a line when a stage begins and at each tenth, with labelled times."""
-    times = iter([0.0, 1.0, 4.0, *range(5, 200)])
-    console = Console(file=io.StringIO(), width=200)
-    display = Lines(console, clock=lambda: next(times))
-    display.progress("import", "PyTorch", 0, 0)
-    display.progress("load", "loading vae", 0, 100)
+class Log:
+    """Lines of progress, with a clock that stands until it is set."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.now = 0.0
+        self.console = Console(file=io.StringIO(), width=200)
+        self.display = Lines(self.console, quiet=quiet, clock=lambda: self.now)
+
+    def progress(self, now: float, stage: str, what: str, done: int = 0, total: int = 0) -> None:
+        """Report progress at a time."""
+        self.now = now
+        self.display.progress(stage, what, done, total)
+
+    def tick(self, now: float) -> None:
+        """Let time pass without progress."""
+        self.now = now
+        self.display.tick()
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what was printed."""
+        return self.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
+    """Each stage begins with a line; 40 quick components add none, slow steps one in ten seconds."""
+    log = Log()
+    log.progress(1, "import", "PyTorch")
+    log.progress(4, "load", "loading vae", 0, 100)
+    for number in range(40):
+        log.progress(5 + number / 10, "certify", f"part {number}", number, 40)
     for step in range(1, 41):
-        display.progress("denoise", "transformer", step, 40)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[:2] == ["Loading PyTorch…: elapsed 0:00:01", "Loading vae: elapsed 0:00:04"]
-    assert lines[2] == "Denoising step 1 of 40: elapsed 0:00:05"
-    assert lines[3] == "Denoising step 4 of 40: elapsed 0:00:08, left 0:00:27"
-    assert len(lines) == 3 + 10
+        log.progress(10 + step, "denoise", "transformer", step, 40)
+    assert log.lines == [
+        "Loading PyTorch…: elapsed 0:00:01",
+        "Loading vae: elapsed 0:00:04",
+        "Certifying part 0: elapsed 0:00:05",
+        "Denoising step 1 of 40: elapsed 0:00:11",
+        "Denoising step 11 of 40: elapsed 0:00:21, left 0:00:26",
+        "Denoising step 21 of 40: elapsed 0:00:31, left 0:00:18",
+        "Denoising step 31 of 40: elapsed 0:00:41, left 0:00:08",
+    ]
+
+
+def test_stages_in_turns_fill_no_log() -> None:
+    """`compare` encodes, denoises and decodes for each picture: later turns print a line in ten seconds."""
+    log = Log()
+    for turn in range(20):
+        for stage in ("encode", "denoise", "decode"):
+            log.progress(turn, stage, "part", 1, 1)
+    assert len(log.lines) == 3 + 1
+
+
+def test_a_log_is_never_silent_for_minutes() -> None:
+    """Without progress the stage that goes on is printed again after half a minute, and not before."""
+    log = Log()
+    log.progress(1, "certify", "transformer", 0, 9)
+    for second in range(2, 95):
+        log.tick(second)
+    assert log.lines == [
+        f"Certifying transformer: elapsed 0:0{minutes}:{seconds:02}"
+        for minutes, seconds in ((0, 1), (0, 31), (1, 1), (1, 31))
+    ]
+
+
+def test_the_thread_of_a_log_ends_with_it() -> None:
+    """Silence is ended by a thread, which is there inside of the block alone; none with --quiet."""
+    for quiet, expected in ((False, 1), (True, 0)):
+        before = set(threading.enumerate())
+        with Log(quiet=quiet).display:
+            made = set(threading.enumerate()) - before
+        for thread in made:
+            thread.join(10.0)
+        assert [len(made), *(x.is_alive() for x in made)] == [expected, *[False] * expected]
 
 
 def test_quiet_lines_tell_no_progress() -> None:

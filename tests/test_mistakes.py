@@ -89,7 +89,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes --precision fp61", 2, "The precision 'fp61' is unknown. .*autocast, clamp"),
     ("check shapes --precision fp61", 2, "'fp61' is unknown. .* Write for example --precision fp16"),
     ("plan shapes --precision text=fp32", 2, "The model has no component 'text'. It has .*text_enc"),
-    ("plan shapes --precision bf16", 2, "A plan for bf16 was asked for. .* Use --precision fp16;"),
+    ("plan shapes --precision bf16", 2, "A plan for bf16 was requested. .* Use --precision fp16;"),
     ("generate shapes a --precision =bf16", 2, "'=bf16' of a precision does not say for which"),
     ("generate shapes a --precision p.png", 2, "p.png is no precision, and a plan ends in .json."),
     ("generate shapes a --precision none.json", 2, "The plan none.json .*: stopdown plan shapes -o"),

@@ -176,7 +176,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def as_device(self) -> Device:
         """The profile in the place of a device of this machine."""
-        reason = f"The profile {self.name} was asked for; it need not be in this machine."
+        reason = f"The profile {self.name} was requested; this machine may have another device."
         return Device(self.kind, 0, self.title, self.number, self.memory_bytes, reason)
 
 

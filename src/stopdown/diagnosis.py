@@ -629,8 +629,8 @@ def _describe_healthy(path: Path) -> Diagnosis:
         fault=NONE,
         meaning="no fault that frames can show",
         title=f"{make_printable(path.name)} looks healthy.",
-        why="It is not black, grey, flat, frozen or noise. Whether it shows what was asked, and how "
-        "near it is to fp32, its frames alone cannot say.",
+        why="It is not black, grey, flat, frozen or noise. The frames alone do not show whether "
+        "it matches the prompt, or how close it is to fp32.",
         remedy=("Compare it with the same seed in fp32.",),
         run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
     )

@@ -124,7 +124,9 @@ def _list_formats(
         state, support = profile.formats[name].state, supports.get(name)
         if tried and support is not None and (support.native or not support.works):
             state = "native" if support.works else "missing"
-        reason = support.reason if support and tried else profile.describe_format(name)
+        reason = profile.describe_format(name)
+        if support and tried:
+            reason = f"{support.reason} {support.measured}".rstrip()
         yield FormatHealth(name, state, support.time_ratio if support else None, reason)
 
 

@@ -432,7 +432,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
     usable = [x for x in matches if x.missing is None and x.type != "cpu"]
     chosen = (usable or matches)[0]  # of several cards one with kernels; never the CPU in silence
     reason = (
-        f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices, chosen)
+        f"{chosen.torch_name} was requested." if asked != "auto" else _explain_auto(devices, chosen)
     )
     return dataclasses.replace(chosen, reason=reason)
 
@@ -640,13 +640,20 @@ class Support:
         works: a matmul and a convolution ran in it and gave finite values.
         time_ratio: their time over that of fp32 (geometric mean; 2.0 is twice as slow), None when
             they did not run, or when the machine was too busy to tell.
-        reason: what is known and what was measured, in whole sentences.
+        reason: why a precision is chosen by it, in whole sentences. It has no figures that were measured:
+            it stays the same from run to run on one machine.
+        measured: the figures that were measured here, a whole sentence; "" for none.
     """
 
     native: bool
     works: bool
     time_ratio: float | None
     reason: str
+    measured: str = ""
+
+
+SLOW = 1.5
+"""A format that takes more than this many times as long as fp32 is not chosen for its speed."""
 
 
 def probe_formats(device: Device) -> dict[str, Support]:
@@ -737,13 +744,14 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     ratio, noise = math.sqrt(matmul * convolution), timing.noise * reference.noise
     is_noisy = noise > MOST_NOISE and ratio / noise < CLEARLY_SLOW
     if is_noisy or min(matmul, convolution) < LEAST_RATIO:
-        busy = "It was timed here, but the times are too noisy to tell how fast it is."
-        return Support(verdict.native, True, None, f"{verdict.reason} {busy}")
+        busy = "The times measured here are too noisy to show how fast it is."
+        return Support(verdict.native, True, None, verdict.reason, busy)
+    slow = f" Here it takes more than {SLOW} times as long as fp32." if ratio > SLOW else ""
     measured = (
         f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
         f"the time of fp32: {_describe_speed(ratio)}."
     )
-    return Support(verdict.native, True, round(ratio, 3), f"{verdict.reason} {measured}")
+    return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured)
 
 
 def _describe_speed(ratio: float) -> str:
@@ -760,7 +768,7 @@ _Operation = Callable[[], Any]
 
 
 def _time_formats(device: Device) -> dict[str, Timing]:
-    """The times of all formats, taken in turns, so that what else runs here meets all of them alike."""
+    """Time all formats in alternation, so that other load affects all of them equally."""
     import torch
 
     failures: dict[str, str] = {}

@@ -76,12 +76,25 @@ class StopdownError(Exception):
         self.what, self.expected, self.remedy = parts
         super().__init__(str(self))
 
+    @property
+    def parts(self) -> list[str]:
+        """What was found, what was expected and the remedy, without empty ones.
+
+        A text of another program may lack its full stop: it is added if a part follows.
+        """
+        parts = [part for part in (self.what, self.expected, self.remedy) if part]
+        return [*map(_end_sentence, parts[:-1]), *parts[-1:]]
+
     def __str__(self) -> str:
-        return " ".join(part for part in (self.what, self.expected, self.remedy) if part)
+        return " ".join(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """All parts and the exit code reach another process."""
         return _remake, (type(self), self.what, self.expected, self.remedy, self.exit_code)
+
+
+def _end_sentence(text: str) -> str:
+    return f"{text}." if text[-1].isalnum() or text[-1] in "`'\")]}%" else text
 
 
 def _remake(

@@ -158,7 +158,7 @@ def test_only_fp16_is_certified(save_tiny: SaveTiny) -> None:
     """Another precision needs no certificate, and the message says so."""
     with pytest.raises(OptionError) as caught:
         certify_plan(save_tiny("cogvideox"), precision="bf16")
-    assert caught.value.what == "A certificate for bf16 was asked for."
+    assert caught.value.what == "A certificate for bf16 was requested."
 
 
 def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny) -> None:

@@ -249,7 +249,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     decision = next(d for d in record.decisions if d.component == "text_encoder")
     call = next(c for c in record.calls if c.component == "text_encoder")
     assert (decision.kept_fp32, call.precisions) == (("wo",), ("fp16", "fp32"))
-    assert decision.reason == "Requested. Its authors keep wo in fp32."
+    assert decision.reason == "Requested. The model's authors keep `wo` in fp32."
 
 
 @pytest.mark.parametrize(

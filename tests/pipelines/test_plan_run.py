@@ -247,7 +247,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
     assert planned["transformer"].scaling.exponents == {}
     assert planned["vae"].reasons == (
         "1 of its tensors hold NaN or Inf: encoder.conv_in.bias (1 of 8).",
-        "fp32 is always right.",
+        "fp32 is the reference.",
     )
     with assert_untouched(pipe), apply_plan(pipe, plan):
         assert pipe.transformer.proj_out.weight.dtype == torch.float16

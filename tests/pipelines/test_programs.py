@@ -202,7 +202,7 @@ def test_inference_with_gradients_is_repaired(mode: str) -> None:
         output = program.unet(x, torch.ones(1))
         assert [repair.action for repair in handle.repairs] == ["rescaled"]
         assert torch.equal(output, expected)
-        with pytest.raises(InputError, match="A gradient of a parameter of UNet was asked for"):
+        with pytest.raises(InputError, match="A gradient of a parameter of UNet was requested"):
             output.sum().backward()
     assert handle.record.unwatched == ()
     assert torch.isfinite(output).all()
@@ -280,9 +280,9 @@ def test_a_module_that_is_called_inside_of_another_is_said() -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (object(), "There is no module in what was given, a object."),
-        ({}, "There is no module in an empty dict."),
-        ({"unet": "weights.pt"}, "There is no module in a name, 'weights.pt': load it first."),
+        (object(), "The argument (object) holds no module."),
+        ({}, "An empty dict holds no module."),
+        ({"unet": "weights.pt"}, "'weights.pt' is a name, not a model: load it first."),
         (
             {"vae.decode": (nn.Linear(1, 1), "decode")},
             "`vae.decode`: a Linear has no method decode.",
@@ -302,7 +302,7 @@ def test_what_holds_no_module_is_refused(given: Any, what: str) -> None:
 
 def test_a_journal_needs_a_pipeline(tmp_path: Path) -> None:
     """The calls of other programs have no order that could be known."""
-    with pytest.raises(InputError, match="A journal was asked for"):
+    with pytest.raises(InputError, match="A journal was requested"):
         guard(make_program("module").given, journal=tmp_path / "journal")
 
 

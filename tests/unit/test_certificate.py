@@ -174,7 +174,7 @@ def test_unknown_ranges_are_refused() -> None:
     """A word that is none of the three is refused by name, before anything is run."""
     with pytest.raises(OptionError) as caught:
         rescale_(nn.Linear(2, 2), (torch.randn(1, 2),), ranges="certain")
-    assert caught.value.what == "Ranges were asked for as 'certain'."
+    assert caught.value.what == "The mode of ranges 'certain' is unknown."
     assert "measured, bound, auto" in (caught.value.expected or "")
 
 

@@ -120,7 +120,7 @@ def test_a_plan_is_judged_as_if_it_were_on(save_tiny: SaveTiny, tmp_path: Path) 
         assert set(checked.precisions.values()) == {"fp16"}
     with pytest.raises(PlanError, match="transformer was a CogView3PlusTransformer2DModel"):
         check(save_tiny("cogvideox"), precision=str(path))
-    with pytest.raises(OptionError, match="Sums were asked for with the plan"):
+    with pytest.raises(OptionError, match="Sums were requested with the plan"):
         check(folder, precision=str(path), sums=True)
 
 

@@ -302,9 +302,12 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     variants = [dataclasses.replace(v, time_ratios={"all": times[v.name]}) for v in made.variants]
     best, headline = recommend(variants, "cpu")
     assert best == "fp16"
-    assert headline == "Use fp16 on cpu: the reference's pictures at 0.25 of its time."
+    assert (
+        headline
+        == "Use fp16 on cpu: it gives the same pictures as the reference, in 0.25 of its time."
+    )
     headline = recommend(variants, "cpu", prompts=2)[1]
-    assert headline == "Use fp16 on cpu: the reference's pictures."
+    assert headline == "Use fp16 on cpu: it gives the same pictures as the reference."
     none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
     assert none is None
     assert said.startswith("None of these precisions")

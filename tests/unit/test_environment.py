@@ -157,10 +157,10 @@ def test_the_cpu_is_always_there() -> None:
             CPU,
             "cpu (a CPU) is the only device that this build of PyTorch finds here.",
         ),
-        ("cuda", [V100, T4, CPU], V100, "cuda:0 was asked for."),
-        ("CUDA:1", [V100, T4, CPU], T4, "cuda:1 was asked for."),
-        ("cpu", [V100, T4, CPU], CPU, "cpu was asked for."),
-        ("mps", [MPS, CPU], MPS, "mps was asked for."),
+        ("cuda", [V100, T4, CPU], V100, "cuda:0 was requested."),
+        ("CUDA:1", [V100, T4, CPU], T4, "cuda:1 was requested."),
+        ("cpu", [V100, T4, CPU], CPU, "cpu was requested."),
+        ("mps", [MPS, CPU], MPS, "mps was requested."),
     ],
 )
 def test_a_device_is_chosen_with_its_reason(
@@ -209,7 +209,7 @@ def test_this_machine_chooses_a_device() -> None:
     """`auto` takes the first device of this machine, and the CPU can be asked for by name."""
     first = list_devices()[0]
     assert (choose_device().type, choose_device().index) == (first.type, first.index)
-    assert choose_device("cpu").reason == "cpu was asked for."
+    assert choose_device("cpu").reason == "cpu was requested."
 
 
 @pytest.fixture
@@ -247,9 +247,9 @@ def test_emulated_bf16_is_not_called_native(monkeypatch: pytest.MonkeyPatch) -> 
     environment._probe_once.cache_clear()
     assert (formats["bf16"].native, formats["bf16"].time_ratio) == (False, 1.6)
     assert (formats["fp16"].native, formats["fp16"].time_ratio) == (True, 0.15)
-    assert formats["fp16"].reason == (
-        "Compute capability 7.0 has fp16 arithmetic at full rate. Measured here, a matmul takes "
-        "0.15 and a convolution 0.15 times the time of fp32: it is faster."
+    assert formats["fp16"].reason == ("Compute capability 7.0 has fp16 arithmetic at full rate.")
+    assert formats["fp16"].measured == (
+        "Measured here, a matmul takes 0.15 and a convolution 0.15 times the time of fp32: it is faster."
     )
 
 
@@ -447,8 +447,9 @@ def test_measurements_join_the_verdict() -> None:
         "native": False,
         "works": True,
         "time_ratio": 2.0,
-        "reason": "Emulated. Measured here, a matmul takes 4 and a convolution 1 times the time of "
-        "fp32: it saves memory but is slower.",
+        "reason": "Emulated. Here it takes more than 1.5 times as long as fp32.",
+        "measured": "Measured here, a matmul takes 4 and a convolution 1 times the time of fp32: it saves "
+        "memory but is slower.",
     }
 
 
@@ -464,7 +465,19 @@ def test_speed_is_said_in_words(seconds: float, words: str) -> None:
     """A ratio below 0.9 is faster, one above 1.1 slower."""
     timing = Timing(seconds, seconds)
     support = weigh_support("fp16", Verdict(True, "Native."), timing, Timing(1.0, 1.0))
-    assert words in support.reason
+    assert words in support.measured
+    assert support.reason == "Native."
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.61, 0.93), (1.02, 1.44), (1.9, 2.6)])
+def test_a_reason_stays_from_run_to_run(first: float, second: float) -> None:
+    """Two measurements that decide the same give the same reason: figures stand beside it."""
+    supports = [
+        weigh_support("bf16", Verdict(True, "Native."), Timing(x, x), Timing(1.0, 1.0))
+        for x in (first, second)
+    ]
+    assert supports[0].reason == supports[1].reason
+    assert supports[0].measured != supports[1].measured
 
 
 def test_what_fails_when_tried_does_not_work() -> None:
@@ -485,9 +498,9 @@ def test_the_probe_answers_for_this_cpu() -> None:
         assert support.works
         assert support.time_ratio is None or support.time_ratio > 0
         assert support.native == judge_cpu(read_cpu_flags())[name].native
-        is_told = "Measured here" in support.reason
+        is_told = "Measured here" in support.measured
         assert is_told is (support.time_ratio is not None)
-        assert is_told or "too noisy to tell" in support.reason
+        assert is_told or "too noisy to show" in support.measured
     json.dumps({name: asdict(support) for name, support in formats.items()})
 
 
@@ -590,9 +603,8 @@ def test_a_machine_that_is_too_busy_says_so(monkeypatch: pytest.MonkeyPatch, see
     machine.delays = iter(lambda: 10 ** chance.uniform(-4, 0), None)
     support = machine.probe()["bf16"]
     assert (support.native, support.works, support.time_ratio) == (True, True, None)
-    assert support.reason == (
-        "Native. It was timed here, but the times are too noisy to tell how fast it is."
-    )
+    assert support.reason == "Native."
+    assert support.measured == "The times measured here are too noisy to show how fast it is."
 
 
 @pytest.mark.parametrize(

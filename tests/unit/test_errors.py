@@ -39,6 +39,13 @@ def test_absent_parts_leave_no_gap() -> None:
     )
 
 
+def test_a_foreign_text_gets_its_full_stop() -> None:
+    """What another program said often ends without a stop; ours are joined as they are."""
+    error = StopdownError("It ran out of memory: 8 GiB (CUDA)", expected="Why?", remedy="Use -v")
+    assert str(error) == "It ran out of memory: 8 GiB (CUDA). Why? Use -v"
+    assert error.what == "It ran out of memory: 8 GiB (CUDA)"
+
+
 @pytest.mark.parametrize("kind", EXCEPTIONS)
 def test_every_exception_has_the_root(kind: type[Exception]) -> None:
     """Whoever catches StopdownError catches all exceptions; the warning is a UserWarning."""

@@ -134,11 +134,11 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     show(("\nWhat to do", "bold"))
     for remedy in diagnosis.remedy:
         show(f"  - {remedy}")
-    show(("\nWhat tells more", "bold"))
+    show(("\nTo find out more", "bold"))
     for command in diagnosis.run_next:
         show(f"  $ {command}")
     if diagnosis.alternatives:
-        show(("\nThe same can come from", "bold"))
+        show(("\nOther possible causes", "bold"))
     for other in diagnosis.alternatives:
         show(f"  {other.fault} ({other.meaning}): {other.run_next}")
     if diagnosis.reports:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
@@ -95,8 +96,18 @@ def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None
         console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
 
 
+SECONDS_BETWEEN_LINES = 10.0
+"""At most one line of progress in this time, except for the first of each stage."""
+
+LONGEST_SILENCE_S = 30.0
+"""After this time without a line, the stage that goes on is printed again."""
+
+
 class Lines(Display):
-    """A display of plain lines, for logs: each stage when it begins, and at each tenth of its way.
+    """Print progress as plain lines, for logs; as a context manager.
+
+    Each stage has a line when it first begins. After that a line comes if there is progress and ten
+    seconds have passed, or if nothing was printed for half a minute.
 
     Args:
         console: on standard error.
@@ -116,26 +127,46 @@ class Lines(Display):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._quiet, self._verbose, self._clock = console, quiet, verbose, clock
-        self._begun = clock()
-        self._stage, self._since, self._tenths = "", 0.0, 0
+        self._begun = self._printed = clock()
+        self._stages: set[str] = set()
+        self._current, self._since, self._shown = "", 0.0, ""
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        if not self._quiet:
+            threading.Thread(target=self._repeat, name="stopdown-progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(1.0):
+            self.tick()
+
+    def tick(self) -> None:
+        """Print the stage that goes on again if nothing was printed for `LONGEST_SILENCE_S`."""
+        now = self._clock()
+        if self._shown and now - self._printed >= LONGEST_SILENCE_S:
+            self._print(self._shown, now)
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
         """A stage has come this far; `total` 0 when its end is unknown."""
-        now, tenths = self._clock(), 10 * done // total if total else 0
-        is_new = (stage if stage != "import" else what) != self._stage
-        if is_new:
-            self._stage, self._since = stage if stage != "import" else what, now
-        if self._quiet or (not is_new and tenths <= self._tenths):
+        now, key = self._clock(), what if stage == "import" else stage
+        if key != self._current:
+            self._current, self._since = key, now
+        self._shown = f"{STAGES.get(stage, stage)} {_word(stage, what, done, total)}"
+        is_new = key not in self._stages
+        if self._quiet or (not is_new and now - self._printed < SECONDS_BETWEEN_LINES):
             return
-        self._tenths = tenths
-        share = done / total if total else 0.0
-        spent = now - self._since
+        self._stages.add(key)
+        share, spent = done / total if total else 0.0, now - self._since
         left = f", left {_show_time(spent / share - spent)}" if spent and 0 < share < 1 else ""
-        label = STAGES.get(stage, stage)
-        print_prose(
-            self._console,
-            f"{label} {_word(stage, what, done, total)}: elapsed {_show_time(now - self._begun)}{left}",
-        )
+        self._print(self._shown, now, left)
+
+    def _print(self, shown: str, now: float, left: str = "") -> None:
+        self._printed = now
+        print_prose(self._console, f"{shown}: elapsed {_show_time(now - self._begun)}{left}")
 
     def announce(self, text: str) -> None:
         """A line of its own."""

@@ -110,7 +110,7 @@ def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int |
     count = workers or fitting
     if not 0 < count <= fitting:
         raise InputError(
-            f"{count} workers were asked for, and the Ray cluster has room for {fitting}: "
+            f"{count} workers were requested, but the Ray cluster has room for {fitting}: "
             f"{gpus} GPUs and {all_cpus} CPUs on {len(nodes)} machines.",
             expected=f"Each takes {'a GPU' if gpus else f'{each} CPUs of one machine'}.",
             remedy="Use fewer `workers`, or fewer `cpus_per_worker`.",

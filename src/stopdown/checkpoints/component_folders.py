@@ -86,8 +86,8 @@ def describe_component(
 def describe_effect(found: Expressed) -> str:
     """Why exponents whose eps no configuration sets are refused, as the part of a sentence."""
     return (
-        f"no configuration sets {list_some(sorted(found.left))}, and without that its output is "
-        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+        f"no configuration field sets {list_some(sorted(found.left))}, and without it the output is "
+        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} is accepted."
     )
 
 
@@ -95,9 +95,9 @@ def describe_left(found: Expressed) -> str:
     """What the eps change that no configuration sets, as sentences."""
     change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
     return (
-        f"{len(found.left)} of its norms have an eps that no configuration sets by itself: it stays as it "
-        f"was, beside values that are scaled. With that its output {change} in {found.calls} calls; a "
-        f"change of up to {EFFECT_LIMIT:.1e} passes."
+        f"{len(found.left)} of its norms have an eps that no configuration field sets separately. It "
+        f"stays unchanged although their inputs are scaled. With this, the output {change} in "
+        f"{found.calls} calls. A change of up to {EFFECT_LIMIT:.1e} is accepted."
     )
 
 

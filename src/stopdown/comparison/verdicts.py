@@ -61,7 +61,7 @@ def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, li
     if broken := list(_list_breaks(cell, reference)):
         return "broken", broken
     if cell.precision == reference.precision:
-        return "reference", ["The others are compared with it."]
+        return "reference", ["Reference."]
     if cell.measures is None:
         return "other", ["There is no reference to compare it with."]
     misses = list(_list_misses(cell.measures, thresholds))
@@ -137,7 +137,7 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
 def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
     count = len(cells)
     if verdict == "reference":
-        yield "The others are compared with it."
+        yield "Reference."
         return
     counts = {word: sum(cell.verdict == word for cell in cells) for word in WORST_FIRST}
     words = {
@@ -188,15 +188,18 @@ def recommend(
     """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
-        return None, "None of these precisions gives the reference's pictures on every prompt."
+        return (
+            None,
+            "None of these precisions gives the same pictures as the reference on every prompt.",
+        )
     best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
     ratio = best.time_ratios.get("all")
     is_known = ratio is not None and prompts >= FEWEST_TIMED
-    speed = f" at {ratio:.2g} of its time" if is_known else ""
+    speed = f", in {ratio:.2g} of its time" if is_known else ""
     headline = f"Use {best.name} on {device}: " + (
-        "it is the reference, and nothing that gives the same pictures is faster."
+        "it is the reference, and no faster precision gives the same pictures."
         if best.verdict == "reference"
-        else f"the reference's pictures{speed}."
+        else f"it gives the same pictures as the reference{speed}."
     )
     return best.name, headline
 

@@ -159,8 +159,8 @@ def inspect_pipeline(
     asked = request if request.plan is None else read_plan(request.plan)
     if sums and isinstance(asked, Plan):
         raise OptionError(
-            f"Sums were asked for with the plan {request.plan}.",
-            expected="Sums are looked at in fp32 and without a plan, which changes them.",
+            f"Sums were requested with the plan {request.plan}.",
+            expected="Sums are examined in fp32 and without a plan, because a plan changes them.",
             remedy='Use precision="fp16" with sums, or leave sums out.',
         )
     if isinstance(pipe_or_source, (str, Path, Source)):

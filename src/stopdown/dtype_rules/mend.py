@@ -186,8 +186,8 @@ def _restore_kept(case: _Case) -> str:
     if not names:
         return ""
     return (
-        f"{case.name}: {len(names)} parameters that its authors keep in fp32 are fp32 again; the bits "
-        "that the cast took are not back."
+        f"{case.name}: {len(names)} parameters that the model's authors keep in fp32 are fp32 again. The "
+        "bits that the cast removed are still lost."
     )
 
 

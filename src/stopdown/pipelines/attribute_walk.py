@@ -59,7 +59,7 @@ def find_parts(program: Any) -> Parts:
     for name, (owner, method) in methods.items():
         _check_method(name, owner, method)
     if not held:
-        raise _make_error("There is no module in an empty dict.")
+        raise _make_error("An empty dict holds no module.")
     return Parts(modules, methods)
 
 
@@ -91,9 +91,9 @@ def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
     outermost = find_modules(value)
     if not outermost:
         if isinstance(value, (str, Path)):
-            raise _make_error(f"There is no module in a name, {str(value)[:60]!r}: load it first.")
-        what = f"`{name}`, which is" if name else "what was given,"
-        raise _make_error(f"There is no module in {what} a {type(value).__name__}.")
+            raise _make_error(f"{str(value)[:60]!r} is a name, not a model: load it first.")
+        what = f"`{name}`" if name else "The argument"
+        raise _make_error(f"{what} ({type(value).__name__}) holds no module.")
     named: dict[str, torch.nn.Module] = {}
     known: set[int] = set()
     for path, module in outermost.items():

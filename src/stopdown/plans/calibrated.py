@@ -337,7 +337,7 @@ def _fall_back(opened: _Opened, bare: ComponentPlan, why: str) -> ComponentPlan:
     """The component in bf16 where its weights are stored so and the device is quick at it."""
     stored = opened.stored.get(bare.component, opened.stored.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), stored)
-    precision, reason = "fp32", "fp32 is always right."
+    precision, reason = "fp32", "fp32 is the reference."
     if facts.stored_mostly == "bf16":
         precision, reason = choose_precision(facts, probe_formats(opened.device))
     return dataclasses.replace(bare, precision=precision, reasons=(why, reason))

@@ -42,7 +42,7 @@ def choose_sums(plan: Plan, mode: str) -> Plan:
     """
     if mode not in MODES:
         raise OptionError(
-            f"Sums were asked for as {mode!r}.",
+            f"The mode of sums {mode!r} is unknown.",
             expected=f"Known values are {', '.join(MODES)}.",
             remedy='Use "auto".',
         )

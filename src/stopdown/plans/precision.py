@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.component_call_names import split_call
-from stopdown.environment import Support
+from stopdown.environment import SLOW, Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
 from stopdown.records import ComponentPlan, Decision
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 PLAIN_FP16 = "fp16-plain"
 """fp16 as libraries load it, without exponents: it can overflow, and exists for comparing."""
-
-SLOW = 1.5
-"""A 16-bit format that takes this many times as long as fp32 is not chosen for speed."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +186,8 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
     others = {name: x for name, x in asked.parts.items() if name and not split_call(name)[1]}
     if asked.everywhere not in ("fp16", "auto") and (not others or len(others) < len(asked.parts)):
         raise OptionError(
-            f"{what} for {text.strip()} was asked for.",
-            expected="Only fp16 needs one, for all components: bf16 and fp32 hold the values as they "
-            "are.",
+            f"{what} for {text.strip()} was requested.",
+            expected="Only fp16 needs one: bf16 and fp32 hold the values unscaled.",
             remedy=f'Use precision="fp16"; a run in {text.strip()} needs no plan.',
         )
     return {name: x for name, x in others.items() if x not in ("fp16", "auto")}
@@ -279,7 +275,9 @@ def decide_precisions(
                 precision, reason = choose_precision(facts, supports)
             kept = facts.kept_fp32.get(precision, ())
             if kept:
-                reason += f" Its authors keep {', '.join(kept)} in fp32."
+                reason += (
+                    f" The model's authors keep {', '.join(f'`{name}`' for name in kept)} in fp32."
+                )
             decisions.append(Decision(call, precision, reason, facts.stored_mostly, kept))
     return tuple(decisions)
 
@@ -298,7 +296,10 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
     """The precision for a component that nobody asked for, and the reason as whole sentences."""
     stored = facts.stored_mostly
     if stored is None:
-        return "fp32", "The format of its weights on disk is unknown; fp32 is always right."
+        return (
+            "fp32",
+            "The format of its weights on disk is unknown, so it runs in fp32, the reference.",
+        )
     if stored not in ("bf16", "fp16"):
         return "fp32", f"Its weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
@@ -332,5 +333,5 @@ def _is_good(support: Support) -> bool:
 def _why_not_other(stored: str) -> str:
     if stored == "bf16":
         largest = FP16.largest
-        return f"In fp16, which ends at {largest:.0f}, values of bf16-trained models may overflow."
+        return f"In fp16 (maximum {largest:.0f}), values of bf16-trained models may overflow."
     return "fp32 holds every fp16 value exactly."

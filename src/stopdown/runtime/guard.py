@@ -277,8 +277,8 @@ class Guard:
         journal = self.options.journal
         if journal is not None and not self.adapter.is_pipeline:
             raise InputError(
-                f"A journal was asked for, and a {type(self.pipe).__name__} is no pipeline.",
-                expected="A journal answers calls by their order in the run of a pipeline.",
+                f"A journal was requested, but a {type(self.pipe).__name__} is not a pipeline.",
+                expected="A journal identifies calls by their order in a pipeline's run.",
                 remedy="Leave the journal out.",
             )
         if isinstance(journal, str | Path):

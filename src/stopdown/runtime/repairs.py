@@ -206,10 +206,10 @@ class ComponentState:
 
         def refuse(gradient: torch.Tensor) -> None:
             raise InputError(
-                f"A gradient of a parameter of {kind} was asked for, and the guard repaired {kind}.",
-                expected="A repair changes weights for inference: their gradients have another scale.",
-                remedy="For training, make the optimizer before the first call, or call it without the "
-                "guard; to differentiate by an input alone, use module.requires_grad_(False).",
+                f"A gradient of a parameter of {kind} was requested, but the guard has repaired {kind}.",
+                expected="A repair scales weights for inference, so their gradients have another scale.",
+                remedy="For training, create the optimizer before the first call, or call it without the "
+                "guard. To differentiate only by an input, use module.requires_grad_(False).",
             )
 
         for tensor in self.module.parameters():

@@ -55,7 +55,7 @@ def check_ranges(ranges: str | None) -> str:
     if ranges is None or ranges in RANGES:
         return ranges or "measured"
     raise OptionError(
-        f"Ranges were asked for as {ranges!r}.",
+        f"The mode of ranges {ranges!r} is unknown.",
         expected=f"Known values are {', '.join(RANGES)}.",
         remedy='Use ranges="auto", or leave it out.',
     )

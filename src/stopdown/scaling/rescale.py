@@ -64,7 +64,7 @@ def rescale_(
     Called under `torch.autocast` to fp16, or where the module's own code enters that, it leaves the module
     in fp32, to run there. Where parts of it have to stay in fp32, which autocast would undo, it is cast as
     well, and its calls leave autocast.
-    `.half()` does not do where the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
+    `.half()` is not enough if the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
     next call refuses a module that was cast so.
 
     Args:
@@ -200,7 +200,7 @@ def check_residual(residual: str | None) -> str:
     if residual is None or residual in RESIDUALS:
         return residual or "native"
     raise OptionError(
-        f"The residual stream was asked for in {residual!r}.",
+        f"The precision {residual!r} of the residual stream is unknown.",
         expected=f"Known values are {', '.join(RESIDUALS)}.",
         remedy='Use residual="fp32", or leave it out.',
     )
