@@ -208,13 +208,19 @@ class FaultHandler:
         )
         return True
 
-    def _repeat_in(self, fault: Fault, precision: str) -> Any:
-        """The output of the same call with all weights in another precision."""
+    def _repeat_in(self, fault: Fault, precision: str, *, uncached: bool = False) -> Any:
+        """Run the same call with all weights in another precision.
+
+        Args:
+            uncached: without what step caches kept, as a repaired call runs.
+        """
         state = fault.guarded.state
         before = state.applied
         try:
             state.put_on((Adjustment("cast", precision),))
             fault.guarded.latest.restore()
+            if uncached:
+                clear_caches(fault.guarded.module)
             return fault.repeat()
         finally:
             state.put_on(before)
@@ -303,7 +309,7 @@ class FaultHandler:
         try:
             if vars(guarded.module).get(WAITING, False):
                 return _Reference()
-            wide = self._repeat_in(fault, "fp32")
+            wide = self._repeat_in(fault, "fp32", uncached=True)
         except Exception as error:  # weights that cannot be cast, or do not fit: nothing is known
             self._end_if_lost(error)
             return _Reference()
@@ -311,7 +317,7 @@ class FaultHandler:
         if not all(torch.equal(source.read(), state) for source, state in pairs):
             return _Reference()
         try:
-            bf16_error = measure_error(self._repeat_in(fault, "bf16"), wide)
+            bf16_error = measure_error(self._repeat_in(fault, "bf16", uncached=True), wide)
         except Exception as error:  # whatever a model's code does in bf16
             self._end_if_lost(error)
             return _Reference(wide)
