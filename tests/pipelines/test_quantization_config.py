@@ -249,3 +249,290 @@ def test_a_saved_model_loads_again_by_itself(cogvideox: Path, tmp_path: Path, na
     assert again.hf_quantizer.applied_plan.components[0].scaling.exponents
     said = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
     assert said["quantization_config"]["quant_method"] == "stopdown"
+
+
+# Traps of the two libraries
+
+
+@pytest.fixture
+def planned(cogvideox: Path) -> Any:
+    """A pipeline that was loaded by a config."""
+    return load_pipeline(cogvideox, quantization_config=stopdown.quantization(cogvideox))
+
+
+@pytest.fixture(scope="module")
+def pixels(cogvideox: Path) -> Any:
+    """What such a pipeline makes."""
+    pipe = load_pipeline(cogvideox, quantization_config=stopdown.quantization(cogvideox))
+    return call_pipeline(pipe, "cogvideox")
+
+
+def makes(pipe: Any, pixels: Any) -> bool:
+    """Whether a pipeline makes these pixels, bit for bit."""
+    return np.array_equal(call_pipeline(pipe, "cogvideox"), pixels)
+
+
+def test_the_config_says_its_method_as_an_enum_and_prints() -> None:
+    """Diffusers asks for `quant_method.value`, and `repr` for `to_diff_dict`."""
+    config = stopdown.StopdownConfig()
+    assert config.quant_method.value == config.quant_method == "stopdown"
+    assert '"quant_method": "stopdown"' in repr(config)
+
+
+def test_a_pipeline_takes_configs_by_component(cogvideox: Path) -> None:
+    """`quantization` gives Diffusers' own mapping; a single config is refused by Diffusers itself."""
+    from diffusers import PipelineQuantizationConfig
+
+    config = stopdown.quantization(cogvideox)
+    assert isinstance(config, PipelineQuantizationConfig)
+    assert {*config.quant_mapping} == {"transformer", "text_encoder", "vae"}
+    with pytest.raises(ValueError, match="PipelineQuantizationConfig"):
+        load_pipeline(cogvideox, quantization_config=stopdown.StopdownConfig())
+
+
+def test_a_component_may_be_left_to_another_method(cogvideox: Path) -> None:
+    """An entry of the mapping may be taken out: that component is loaded as ever."""
+    config = stopdown.quantization(cogvideox)
+    del config.quant_mapping["text_encoder"]
+    pipe = load_pipeline(cogvideox, quantization_config=config)
+    assert not getattr(pipe.text_encoder, "is_quantized", False)
+    assert pipe.transformer.is_quantized
+
+
+def test_what_authors_keep_in_fp32_fits_fp16(cogvideox: Path) -> None:
+    """Both libraries ignore `_keep_in_fp32_modules` beside a config; the exponents make T5's `wo` fit."""
+    encoder = load_encoder(cogvideox / "text_encoder")
+    kept = encoder.hf_quantizer.applied_plan.components[0].scaling
+    assert "wo" in type(encoder)._keep_in_fp32_modules
+    for name, parameter in encoder.named_parameters():
+        if ".wo." in name and not any(name in x for x in (kept.stream.kept, kept.fp32_modules)):
+            assert parameter.dtype == FP16
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "balanced", "auto"])
+def test_a_device_map_places_folded_weights(cogvideox: Path, pixels: Any, device_map: str) -> None:
+    """Weights are folded when they arrive, so it does not matter who moves them afterwards."""
+    if device_map == "auto":
+        wanted = load_transformer(cogvideox)
+        assert have_same_weights(load_transformer(cogvideox, device_map="auto"), wanted)
+    else:
+        config = stopdown.quantization(cogvideox)
+        pipe = load_pipeline(cogvideox, quantization_config=config, device_map=device_map)
+        assert makes(pipe, pixels)
+
+
+@pytest.mark.parametrize(
+    "load", [load_transformer, lambda x, **y: load_encoder(x / "text_encoder", **y)]
+)
+def test_weights_on_the_disk_are_refused(
+    cogvideox: Path, tmp_path: Path, load: Callable[..., Any]
+) -> None:
+    """They would be written there without their exponents."""
+    with pytest.raises(OptionError, match="weights on the disk"):
+        load(cogvideox, device_map={"": "disk"}, offload_folder=str(tmp_path))
+
+
+def test_casting_a_loaded_model_is_refused(planned: Any, pixels: Any) -> None:
+    """Each cast raises before it changes anything, in both libraries; moving is no cast."""
+    for cast in (
+        planned.transformer.half,
+        lambda: planned.transformer.to(torch.float32),
+        planned.text_encoder.half,
+    ):
+        with pytest.raises(ValueError, match="quantized model"):
+            cast()
+    for cast in (
+        lambda: planned.text_encoder.to(torch.float32),
+        lambda: planned.text_encoder.to("cpu", dtype=torch.float32),
+        lambda: planned.to(torch.float32),
+    ):
+        with pytest.raises((OptionError, ValueError), match="cannot be cast|quantized model"):
+            cast()
+    planned.to("cpu")
+    assert makes(planned, pixels)
+
+
+def test_a_cast_by_parameters_is_found(planned: Any) -> None:
+    """What no library looks at: the next call stops with the reason."""
+    for parameter in planned.text_encoder.parameters():
+        parameter.data = parameter.data.float()
+    with pytest.raises(PlanError, match="text_encoder was cast after its plan was put on"):
+        call_pipeline(planned, "cogvideox")
+
+
+def test_an_unknown_method_is_named_by_both_libraries(cogvideox: Path, tmp_path: Path) -> None:
+    """Without Stopdown Diffusers stops; Transformers says so, and its weights are right without it."""
+    transformer, encoder = load_transformer(cogvideox), load_encoder(cogvideox / "text_encoder")
+    transformer.save_pretrained(tmp_path / "transformer")
+    encoder.save_pretrained(tmp_path / "text_encoder")
+    said = run_fresh(
+        "import io, logging, torch, transformers, diffusers\n"
+        "heard = io.StringIO()\n"
+        "logging.getLogger('transformers').addHandler(logging.StreamHandler(heard))\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "model = transformers.T5EncoderModel.from_pretrained(folder + '/text_encoder')\n"
+        "output = model.float()(torch.tensor([[5, 6, 7, 1]]))[0]\n"
+        "try:\n    diffusers.CogVideoXTransformer3DModel.from_pretrained(folder + '/transformer')\n"
+        "    text = ''\nexcept ValueError as error:\n    text = str(error)\n"
+        "print(json.dumps(['stopdown' in sys.modules, heard.getvalue(), text, output.tolist()]))"
+    )
+    is_loaded, heard, text, output = said
+    assert not is_loaded
+    assert "Unknown quantization type, got stopdown" in heard
+    assert "Unknown quantization type, got stopdown" in text
+    with torch.no_grad():
+        wanted = load_encoder(cogvideox / "text_encoder", quantization_config=None).float()
+        assert is_near(output, wanted(torch.tensor([[5, 6, 7, 1]]))[0])
+
+
+def test_a_saved_model_loads_after_importing_stopdown_alone(
+    cogvideox: Path, tmp_path: Path
+) -> None:
+    """`import stopdown` and the library's own class: nothing else has to be named."""
+    load_transformer(cogvideox).save_pretrained(tmp_path / "transformer")
+    method = run_fresh(
+        "import stopdown\nfrom diffusers import CogVideoXTransformer3DModel\n"
+        f"model = CogVideoXTransformer3DModel.from_pretrained({str(tmp_path / 'transformer')!r})\n"
+        "print(json.dumps(model.quantization_method))"
+    )
+    assert method == "stopdown"
+
+
+def test_other_weights_in_a_saved_folder_are_found(cogvideox: Path, tmp_path: Path) -> None:
+    """The plan that a `config.json` carries belongs to the weights beside it."""
+    import safetensors.torch
+
+    load_transformer(cogvideox).save_pretrained(tmp_path / "transformer")
+    (path,) = (tmp_path / "transformer").glob("*.safetensors")
+    weights = safetensors.torch.load_file(path)
+    weights["proj_out.weight"] += 1
+    safetensors.torch.save_file(weights, path)
+    with pytest.raises(PlanError, match="other weights"):
+        load_transformer(tmp_path, quantization_config=None)
+
+
+def test_an_edited_plan_in_a_saved_folder_is_refused(cogvideox: Path, tmp_path: Path) -> None:
+    """Its seal does not depend on the order of keys, and no number in it can be changed."""
+    load_transformer(cogvideox).save_pretrained(tmp_path / "transformer")
+    path = tmp_path / "transformer" / "config.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    exponents = said["quantization_config"]["plan"]["components"][0]["scaling"]["exponents"]
+    exponents[next(iter(exponents))] += 1
+    path.write_text(json.dumps(said), encoding="utf-8")
+    with pytest.raises(PlanError, match="was edited"):
+        load_transformer(tmp_path, quantization_config=None)
+
+
+def test_a_carried_plan_of_other_versions_is_taken_and_said(
+    cogvideox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published folder outlives a version of the libraries; a plan that is given does not."""
+    from stopdown.plans import applier
+
+    first = load_transformer(cogvideox)
+    first.save_pretrained(tmp_path / "transformer")
+    plan = stopdown.make_plan(cogvideox)
+    monkeypatch.setattr(applier, "read_class_versions", lambda: {"diffusers": "9"})
+    with pytest.warns(StopdownWarning, match="made with other versions.*diffusers"):
+        again = load_transformer(tmp_path, quantization_config=None)
+    assert have_same_weights(first, again)
+    with pytest.raises(PlanError, match="made with diffusers"):
+        load_transformer(cogvideox, quantization_config=stopdown.StopdownConfig(plan))
+
+
+# Beside other things
+
+
+def test_a_saved_pipeline_makes_the_same_pixels(planned: Any, pixels: Any, tmp_path: Path) -> None:
+    """Saved and loaded without an argument."""
+    planned.save_pretrained(tmp_path / "saved")
+    assert makes(load_pipeline(tmp_path / "saved"), pixels)
+
+
+def test_the_plan_comes_off(cogvideox: Path, planned: Any) -> None:
+    """`dequantize`, of both libraries, gives the model in fp32, as near as fp16 weights hold it."""
+    for name in ("transformer", "text_encoder", "vae"):
+        getattr(planned, name).dequantize()
+        assert getattr(planned, name).dtype == torch.float32
+    wanted = call_pipeline(load_pipeline(cogvideox, torch.float32), "cogvideox")
+    assert is_near(call_pipeline(planned, "cogvideox"), wanted, 1e-3)
+
+
+def test_a_guard_can_come_with_it(cogvideox: Path, pixels: Any) -> None:
+    """`guard=True` watches each component; a guard may lie around the pipeline as well."""
+    config = stopdown.quantization(cogvideox, guard=True)
+    pipe = load_pipeline(cogvideox, quantization_config=config)
+    assert makes(pipe, pixels)
+    (call,) = pipe.transformer.stopdown_guard.record.calls
+    assert call.calls == 2
+    with stopdown.guard(pipe) as handle:
+        assert makes(pipe, pixels)
+    assert len(handle.record.calls) == 3
+    for name in ("transformer", "text_encoder", "vae"):
+        getattr(pipe, name).stopdown_guard.remove()
+
+
+def test_layerwise_casting_is_refused(planned: Any) -> None:
+    """fp8 holds too few sizes for weights with exponents."""
+    with pytest.raises(OptionError, match=r"Layerwise casting.*many of them would vanish"):
+        planned.transformer.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=FP16
+        )
+
+
+def test_groups_are_offloaded(planned: Any, pixels: Any) -> None:
+    """Weights come and go by leaves."""
+    host = torch.device("cpu")
+    planned.transformer.enable_group_offload(
+        onload_device=host, offload_device=host, offload_type="leaf_level"
+    )
+    assert makes(planned, pixels)
+
+
+@pytest.mark.parametrize("kind", ["in place", "whole"])
+def test_compiled_models_make_the_same(planned: Any, pixels: Any, kind: str) -> None:
+    """`torch.compile(module)` and `module.compile()`, both after the model was loaded."""
+    torch.compiler.reset()
+    if kind == "whole":
+        planned.transformer = torch.compile(planned.transformer, backend="eager")
+    else:
+        planned.transformer.compile(backend="eager")
+    assert makes(planned, pixels)
+    torch.compiler.reset()
+
+
+def test_two_pipelines_share_components(planned: Any, pixels: Any) -> None:
+    """Another class around the same components; each makes what it makes alone."""
+    from diffusers import CogVideoXVideoToVideoPipeline
+
+    other = CogVideoXVideoToVideoPipeline(**planned.components)
+    other.set_progress_bar_config(disable=True)
+    assert np.isfinite(call_pipeline(other, "cogvideox-video")).all()
+    assert makes(planned, pixels)
+
+
+def test_a_copy_is_a_model_of_its_own(planned: Any, pixels: Any) -> None:
+    """`copy.deepcopy` keeps exponents and hooks."""
+    import copy
+
+    planned.transformer = copy.deepcopy(planned.transformer)
+    assert makes(planned, pixels)
+
+
+@pytest.mark.filterwarnings("ignore:transformer is not quite")
+def test_loras_come_and_go(cogvideox: Path, planned: Any, pixels: Any, tmp_path: Path) -> None:
+    """They take the exponents of the weights that they add to, loaded and fused, and leave nothing."""
+    from lora_cases import draw_lora, load_lora, name_lora
+
+    wide = load_pipeline(cogvideox, torch.float32)
+    tensors = name_lora(draw_lora(wide, "cogvideox"), "peft", "cogvideox")
+    for pipe in (wide, planned):
+        load_lora(pipe, tensors, tmp_path, "style")
+    wanted = call_pipeline(wide, "cogvideox")
+    assert not is_near(pixels, wanted)
+    assert is_near(call_pipeline(planned, "cogvideox"), wanted, 0.005)
+    planned.fuse_lora()
+    assert is_near(call_pipeline(planned, "cogvideox"), wanted, 0.005)
+    planned.unfuse_lora()
+    planned.unload_lora_weights()
+    assert is_near(call_pipeline(planned, "cogvideox"), pixels, 0.005)

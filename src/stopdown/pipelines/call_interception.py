@@ -98,6 +98,7 @@ class _StackCall:
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)
         self.stopdown_stack = stack
+        self.__code__ = type(self).__call__.__code__  # `module.compile()` asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = self.stopdown_stack

@@ -71,6 +71,12 @@ class StopdownQuantizer(DiffusersQuantizer):
         model.register_to_config(quantization_config=carried)
         return model
 
+    def _dequantize(self, model: Any) -> Any:
+        self._loading.undo()
+        kept = {name: x for name, x in model.config.items() if name != "quantization_config"}
+        model._internal_dict = type(model.config)(kept)
+        return model
+
     @property
     def is_serializable(self) -> bool:
         """Return True: weights are saved with their exponents, and `config.json` carries the plan."""

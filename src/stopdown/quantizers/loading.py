@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,6 +124,10 @@ class Loading:
 
         self._off = load_entry(module, self.entry, put, ("diffusers", "transformers"))
 
+    def __deepcopy__(self, memo: object) -> Loading:
+        """Return itself: a copy of the model has hooks of its own."""
+        return self
+
     def __contains__(self, name: str) -> bool:
         """Return whether a weight changes when it arrives."""
         return name in self._wanted
@@ -159,6 +164,10 @@ class Loading:
         program = SimpleNamespace(components={component: module})
         put_boundaries(program, plan, self._off, is_mixed=True)
         watch_adapters(program, plan, self._off)
+        if is_of_transformers(type(module)):  # Diffusers refuses it itself
+            self._off.set_attribute(module, "to", functools.partial(_move, module))
+        if hasattr(module, "enable_layerwise_casting"):
+            self._off.set_attribute(module, "enable_layerwise_casting", _refuse_casting)
         if self.config.guard:
             options = GuardOptions(loaded_plan=LoadedPlan(plan, {component: self._off}))
             vars(module)["stopdown_guard"] = Guard(program, options).put_on()
@@ -211,6 +220,10 @@ class Loading:
         )
         made.is_carried = True
         return made
+
+    def undo(self) -> None:
+        """Take the plan off: the weights are in fp32 then, as near to the stored ones as it holds them."""
+        self._off.undo()
 
     def unfold_weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the weights of a model without their exponents, in fp32 where they have any.
@@ -267,6 +280,31 @@ class Loading:
         lone = Source(str(folder), folder.parent, "component", components=named)
         calls = {folder.name: list_calls(module, states=True, lengths=(_TOKENS,))}
         return find_or_certify(lone, device, calls=calls), folder.name
+
+
+def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    """Move a model; it cannot be cast.
+
+    Raises:
+        OptionError: a dtype is asked for.
+    """
+    dtype = next((x for x in (*args, *options.values()) if isinstance(x, torch.dtype)), None)
+    if dtype is not None:
+        raise OptionError(
+            f"{type(module).__name__} was loaded by a StopdownConfig and cannot be cast to {dtype}.",
+            expected="Its weights have exponents for fp16.",
+            remedy="Leave the cast out, or load the model without the config.",
+        )
+    return type(module).to(module, *args, **options)
+
+
+def _refuse_casting(*_: Any, **__: Any) -> None:
+    raise OptionError(
+        "Layerwise casting was asked for on a model that was loaded by a StopdownConfig.",
+        expected="Its weights have exponents for fp16. In fp8, which holds far fewer sizes, many of them "
+        "would vanish, and what is kept in fp32 would be cast as well.",
+        remedy="Leave the quantization_config out, load the model in bf16, and cast that.",
+    )
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:

@@ -61,6 +61,13 @@ class StopdownQuantizer(HfQuantizer):
         """Return the weights without exponents: Transformers loads a method that it does not know."""
         return self._loading.unfold_weights(model), {}
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Take the plan off. The weights are in fp32, whatever the dtype that the model was loaded in."""
+        self._loading.undo()
+        for config in (model.config, *_list_parts(model.config)):
+            config.dtype = model.dtype
+        return model
+
     def is_serializable(self) -> bool:
         """Return True: `config.json` carries the plan."""
         return True
