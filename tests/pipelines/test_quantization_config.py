@@ -346,7 +346,7 @@ def test_casting_a_loaded_model_is_refused(planned: Any, pixels: Any) -> None:
         lambda: planned.text_encoder.to("cpu", dtype=torch.float32),
         lambda: planned.to(torch.float32),
     ):
-        with pytest.raises((OptionError, ValueError), match="cannot be cast|quantized model"):
+        with pytest.raises((OptionError, ValueError), match=r"cannot be cast|quantized model"):
             cast()
     planned.to("cpu")
     assert makes(planned, pixels)
