@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+QUANT_METHOD = "stopdown"
+"""What `quant_method` is in a `config.json` that carries a plan."""
+
 
 def name_call(component: str, method: str = "") -> str:
     """`vae.decode`; the component alone for its `forward`, or for no method."""

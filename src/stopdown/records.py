@@ -706,7 +706,8 @@ class ConvertedComponent(Displayed):
 
     Attributes:
         component: name in the pipeline: `transformer`, `vae`.
-        precision: `fp16`, or `as stored` for what was left as it was.
+        precision: `fp16`, or `as stored` for what was left as it was; `as stored, with its plan` where the
+            configuration carries that.
         folded: tensors that were multiplied by powers of two.
         solved_anew: True when the exponents are not the plan's, because a file cannot hold those.
         fields: what was written into its configuration.

@@ -21,14 +21,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
+import stopdown
 from conversions import assert_right, convert_made, run_plain
+from pipeline_calls import call_pipeline
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import Expressed, express_component
+from stopdown.checkpoints.output_places import Target
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
+from stopdown.numerics import relative_l2
 from stopdown.patches import Patches
 from stopdown.pipelines import folders, single_files
 from stopdown.pipelines.call_interception import Rank, put_layer
@@ -617,22 +621,52 @@ def count_left(plan: Plan) -> int:
 # Refusals
 
 
-@pytest.mark.slow
-def test_what_folds_cannot_do_is_refused(
+def test_what_folds_cannot_do_is_carried(
     save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
-    """CogView3-Plus adds a table that is in no file to its stream: its plan needs Stopdown."""
+    """CogView3-Plus adds a table that is in no file to its stream: its config carries its plan.
+
+    Plain `from_pretrained` gives the pixels of the plan itself, and so does our own loader.
+    """
     folder, plan = save_planned("cogview3plus")
     assert next(e for e in plan.components if e.component == "transformer").scaling.multiplies
+    record = convert_made("cogview3plus", folder, tmp_path / "out", plan)
+    (carried,) = (x for x in record.components if x.precision == "as stored, with its plan")
+    assert carried.component == "transformer"
+    assert "its plan has 3 multiplies and fp32 sums inside patch_embed." in carried.reasons[0]
+    assert record.load.startswith("import stopdown; ")
+    with stopdown.apply_plan(load_plain(folder, torch.float32), plan) as applied:
+        wanted = call_pipeline(applied.pipe, "cogview3plus")
+    found = load_plain(tmp_path / "out", torch.float16)
+    assert found.transformer.quantization_method == "stopdown"
+    assert (
+        relative_l2(*map(torch.from_numpy, (call_pipeline(found, "cogview3plus"), wanted))) < 5e-3
+    )
+    wide = stopdown.load(tmp_path / "out", precision="transformer=fp32", device="cpu", guard=False)
+    original = load_plain(folder, torch.float32)
+    for name, tensor in original.transformer.state_dict().items():
+        assert torch.equal(wide.transformer.state_dict()[name], tensor)
+
+
+def load_plain(folder: Path, dtype: torch.dtype) -> Any:
+    """A pipeline as a script loads it, without its bars."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.slow
+def test_what_folds_cannot_do_is_refused_as_one_file(
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A single file has no configuration that could carry a plan."""
+    folder, plan = save_planned("cogview3plus")
     with pytest.raises(OptionError) as caught:
-        convert_made("cogview3plus", folder, tmp_path / "out", plan)
-    assert str(caught.value) == (
-        f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
-        "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
-        "fp32 sums inside patch_embed. Files can only contain weights and configs, but no multiplications, "
-        "fp32 modules or casts. Write unchanged what cannot be converted: "
-        'leave="transformer". Or run the plan '
-        f"itself: stopdown generate {folder} --precision PLAN."
+        convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
+    assert "transformer: Powers of two in its weights alone do not keep it in fp16's range" in str(
+        caught.value
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -245,6 +245,6 @@ def _describe_row(entry: ConvertedComponent) -> tuple[str, ...]:
     return (
         entry.component,
         entry.precision,
-        "" if entry.precision == "as stored" else str(entry.folded),
+        "" if entry.precision.startswith("as stored") else str(entry.folded),
         ", ".join(f"{name}={_shorten(value)}" for name, value in entry.fields.items()),
     )

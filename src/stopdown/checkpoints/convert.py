@@ -1,7 +1,9 @@
 """`convert`: a plan written into weights and configurations, for programs that know nothing of plans.
 
 The checkpoint is loaded in fp32, each component's exponents are brought into a form that files hold
-(`expressing`), folded in, cast to fp16 and written with the descriptions of the original beside them.
+(`file_exponents`), folded in, cast to fp16 and written with the descriptions of the original beside them.
+In a folder, a component that needs more than files hold (multiplies, fp32 layers, an fp32 residual stream)
+keeps its weights, and its `config.json` carries its plan.
 A single file is written again row by row, with its own names. Everything is written beside its place
 and renamed at the end.
 
@@ -42,6 +44,7 @@ from stopdown.checkpoints.file_exponents import (
 )
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.checkpoints.quantised_files import fold_file
+from stopdown.component_call_names import QUANT_METHOD
 from stopdown.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
@@ -53,6 +56,7 @@ from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
     copy_descriptions,
     copy_weights,
+    edit_config,
     told_as_oserror,
     write_weights,
 )
@@ -91,7 +95,7 @@ from stopdown.plans.call_recorder import RecordedCall, record_calls, record_run
 from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
-from stopdown.plans.plan_files import take_plan
+from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import cast_
@@ -111,6 +115,7 @@ class _Work:
         quantised_rows: of a single file of codes and scales.
         expressed: component to its exponents as files hold them.
         problems: component to why it cannot be written.
+        carried: component to why its plan goes into its configuration.
     """
 
     source: Source
@@ -121,6 +126,7 @@ class _Work:
     quantised_rows: Rows | None = None
     expressed: dict[str, Expressed] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_quantised(self) -> bool:
@@ -246,7 +252,8 @@ def _tell(progress: Progress | None, stage: str, what: str, done: int, total: in
 
 
 def _is_left(work: _Work, entry: ComponentPlan) -> bool:
-    return entry.component in work.leave or entry.precision == "as loaded"
+    names = (*work.leave, *work.carried)
+    return entry.component in names or entry.precision == "as loaded"
 
 
 def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progress | None) -> None:
@@ -282,7 +289,8 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
                 has_config=work.has_config,
             )
         except (CaptureError, ScalingError) as error:
-            work.problems[name] = describe_failure(error)
+            told = work.carried if work.has_config else work.problems
+            told[name] = describe_failure(error)
             continue
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
@@ -336,6 +344,10 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
             copy_weights(work.source.path / name, part / name, work.source.variant)
         else:
             write_weights(_restore(work, name), part / name)
+        if name in work.carried:
+            alone = dataclasses.replace(work.plan, components=(entry,), fingerprint="")
+            method = {"quant_method": QUANT_METHOD, "plan": carry_plan(alone)}
+            edit_config(part / name / "config.json", {"quantization_config": method})
     _tell(progress, "write", "done", len(work.plan.components), len(work.plan.components))
     return ()
 
@@ -517,6 +529,9 @@ def _describe(work: _Work, output: Path, unread: tuple[str, ...], elapsed_s: flo
 
 def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent:
     name = entry.component
+    if name in work.carried:
+        said = (f"{work.carried[name]}.".replace("..", "."), _CARRIED)
+        return ConvertedComponent(name, "as stored, with its plan", reasons=said)
     if _is_left(work, entry):
         why = "It was left as it is stored."
         if entry.precision == "as loaded":
@@ -531,6 +546,13 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
         fields=_list_fields(work, name) if work.has_config else {},
         precision="as quantised" if work.is_quantised else "fp16",
     )
+
+
+_CARRIED = (
+    "So its weights are those of the original, and its `config.json` carries the plan: after `import "
+    "stopdown` it is loaded in fp16, exponents and all. Without Stopdown, Diffusers refuses it, and "
+    "Transformers loads the original."
+)
 
 
 def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
@@ -574,10 +596,11 @@ def _describe_load(work: _Work, output: Path) -> str:
     if dtypes:
         listed = [f'"{name}": {dtype}' for name, dtype in dtypes.items()]
         wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
+    first = "import stopdown; " if work.carried else ""
     method = "from_single_file" if work.form == "single" else "from_pretrained"
     if work.source.parts:
         return _describe_load_of_part(work, output, method)
-    return f'{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'
+    return f'{first}{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'
 
 
 def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:

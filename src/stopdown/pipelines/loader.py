@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stopdown.component_call_names import QUANT_METHOD
 from stopdown.device_memory import describing_out_of_memory
 from stopdown.environment import Device, choose_device
 from stopdown.errors import SourceError
@@ -222,6 +223,13 @@ def load_component(
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
     module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
+        if _carries_plan(folder):  # whoever calls this has a plan, or wants none
+            module = map_component(module_class, folder, None, stored)
+            if module is None:
+                raise describe_misfit(
+                    folder, class_name, "their names or shapes are not those of the class"
+                )
+            return module if dtype is None else cast_component_(module, dtype)
         if mapped is not None or dtype is None:
             module = map_component(module_class, folder, dtype, stored, mapped)
             if module is not None:
@@ -237,6 +245,24 @@ def load_component(
     _check_report(folder, model, report, tensors)
     _check_stored_dtypes(folder, model, tensors)
     return model.eval()
+
+
+def _carries_plan(folder: Path) -> bool:
+    """Whether a component's configuration carries a plan for its weights as they are.
+
+    Raises:
+        SourceError: the weights have their exponents already.
+    """
+    method = read_description(folder / "config.json").get("quantization_config") or {}
+    if method.get("quant_method") != QUANT_METHOD:
+        return False
+    if method.get("folded"):
+        raise SourceError(
+            f"The weights in {folder} have exponents: they were saved from a model under a plan.",
+            expected="Other precisions and plans begin with the weights of the original.",
+            remedy="Load it by from_pretrained after `import stopdown`, or give the original.",
+        )
+    return True
 
 
 def _check_report(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from stopdown.component_call_names import QUANT_METHOD
 from stopdown.mapped_weights import map_copy
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.pipelines.components import build_module, find_kept_fp32
@@ -48,7 +49,8 @@ def map_component(
     files = {key: path for path, tensors in stored.items() for key in tensors}
     dtypes = {entry.dtype for tensors in stored.values() for entry in tensors.values()}
     description = read_description(config / "config.json")
-    if not dtypes <= FORMATS.keys() or "quantization_config" in description:
+    method = description.get("quantization_config") or {"quant_method": QUANT_METHOD}
+    if not dtypes <= FORMATS.keys() or method.get("quant_method") != QUANT_METHOD:
         return None
     with init_empty_weights(include_buffers=False):
         module = build_module(module_class, config)

@@ -10,16 +10,16 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from stopdown.argument_types import check_type
+from stopdown.component_call_names import QUANT_METHOD
 from stopdown.errors import PlanError
 from stopdown.plans.plan_files import carry_plan, read_carried_plan, take_plan
-from stopdown.quantizers.registration import METHOD
 from stopdown.records import ComponentPlan, Plan
 
 
 class StopdownMethod(enum.StrEnum):
     """The name of the method. Both libraries ask for its `value`, and compare it with texts."""
 
-    STOPDOWN = METHOD
+    STOPDOWN = QUANT_METHOD
 
 
 class StopdownConfig(QuantizationConfigMixin):
@@ -49,7 +49,7 @@ class StopdownConfig(QuantizationConfigMixin):
         guard: bool = False,
         component: str = "",
         folded: bool = False,
-        quant_method: str = METHOD,
+        quant_method: str = QUANT_METHOD,
     ) -> None:
         check_type(
             "StopdownConfig(guard=...)", guard, bool, "It is True or False.", "Use guard=True."
@@ -68,7 +68,7 @@ class StopdownConfig(QuantizationConfigMixin):
         plan = {"plan": carry_plan(self.plan)} if self.plan is not None else {}
         flags = {name: True for name in ("guard", "folded") if getattr(self, name)}
         component = {"component": self.component} if self.component else {}
-        return {"quant_method": METHOD, **component, **flags, **plan}
+        return {"quant_method": QUANT_METHOD, **component, **flags, **plan}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return `to_dict`: Diffusers asks for it, and its own base class does not have it."""

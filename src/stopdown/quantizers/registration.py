@@ -15,8 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-METHOD = "stopdown"
-"""What `quant_method` is in a `config.json`."""
+from stopdown.component_call_names import QUANT_METHOD
 
 _QUANTIZERS = {
     "diffusers.quantizers.auto": "stopdown.quantizers.diffusers_quantizer",
@@ -46,8 +45,10 @@ def _run(execute: Any, module: ModuleType) -> None:
 def _fill(module: Any) -> None:
     """Add the method to the two tables of a library; the quantizer is imported when it is used."""
     config = importlib.import_module("stopdown.quantizers.config").StopdownConfig
-    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, config)
-    module.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, functools.partial(_make, module.__name__))
+    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, config)
+    module.AUTO_QUANTIZER_MAPPING.setdefault(
+        QUANT_METHOD, functools.partial(_make, module.__name__)
+    )
 
 
 def _make(tables: str, config: Any, **options: Any) -> Any:
