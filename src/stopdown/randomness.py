@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 
 Restore = Callable[[], None]
 
@@ -36,7 +38,7 @@ def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSo
     return sources
 
 
-def save_random(device: torch.device, arguments: dict[str, Any]) -> Restore:
+def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
     """Brings back the numbers of today: those of the CPU, of the device, and of given generators.
 
     Cost: a copy of about 5 KB on the host; no operation on the device.
@@ -48,3 +50,21 @@ def save_random(device: torch.device, arguments: dict[str, Any]) -> Restore:
             put(state)
 
     return restore
+
+
+@contextlib.contextmanager
+def kept_random(
+    module: torch.nn.Module, args: Iterable[object], kwargs: Mapping[str, object]
+) -> Iterator[None]:
+    """Put back the random numbers that a call draws: of the CPU, of the device, of given generators.
+
+    Cost: a copy of about 5 KB on the host.
+    """
+    weight = next(module.parameters(), None)
+    is_here = weight is not None and not isinstance(weight, FakeTensor)
+    device = weight.device if is_here else torch.device("cpu")  # type: ignore[union-attr]
+    restore = save_random(device, {**dict(enumerate(args)), **kwargs})
+    try:
+        yield
+    finally:
+        restore()

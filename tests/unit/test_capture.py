@@ -20,6 +20,7 @@ from stopdown.graph.capture import (
     find_kept_buffers,
     flatten_call,
     module_path,
+    note_answers,
 )
 from stopdown.graph.nodes import operation
 from stopdown.graph.operations import read_calls
@@ -308,3 +309,27 @@ def test_what_is_no_module_is_refused() -> None:
     """A plain function has no parameters to scale."""
     with pytest.raises(CaptureError, match="is neither a module nor a bound method of one"):
         capture_call(torch.sin, (torch.ones(1),), dtype=torch.float16)
+
+
+class Drawing(nn.Module):
+    """Adds noise of a generator that it is given and of the global one; reads a value on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        x = self.linear(x) + torch.randn(x.shape, generator=generator) + torch.randn(x.shape)
+        return x * 2 if x.mean().item() > 9 else x
+
+
+def test_a_capture_draws_no_numbers_of_its_caller() -> None:
+    """Generators that are given, and the global one, are where they were: the next call draws the same."""
+    generator, module = torch.Generator().manual_seed(1), Drawing()
+    before = generator.get_state(), torch.get_rng_state()
+    kwargs = {"generator": generator}
+    with contextlib.suppress(CaptureError):
+        capture_call(module, (torch.zeros(2, 4),), kwargs, dtype=torch.float16)
+    note_answers(module, (torch.zeros(2, 4),), kwargs)
+    after = generator.get_state(), torch.get_rng_state()
+    assert all(map(torch.equal, before, after))

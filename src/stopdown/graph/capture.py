@@ -50,6 +50,7 @@ from stopdown.module_paths import list_parts
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.randomness import kept_random
 from stopdown.records import Operands
 from stopdown.tracing import CALLS_REPLACED
 
@@ -131,7 +132,8 @@ def capture_call(
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
-    with WARNINGS_IGNORED:  # and captures of two threads at once disturb each other
+    drawn = kept_random(first.owner, args, kwargs or {})
+    with WARNINGS_IGNORED, drawn:  # and captures of two threads at once disturb each other
         for attempt in _list_attempts(first, answers):
             try:
                 return _export(attempt)
@@ -177,7 +179,7 @@ def note_answers(
     Cost: one forward of the module as it is.
     """
     notes = _Notes()
-    with torch.no_grad(), notes:
+    with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
         call(*args, **kwargs)
     return tuple(notes.found)
 
@@ -190,7 +192,7 @@ def clamps_in_fp32(
     Cost: one forward of the module as it is.
     """
     notes = _RangeClamps()
-    with torch.no_grad(), notes:
+    with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
         call(*args, **kwargs)
     return notes.found
 
