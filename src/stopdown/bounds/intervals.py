@@ -259,6 +259,8 @@ def _move(node: Node, values: Mapping[Node, Interval]) -> Any:
         for one, largest in zip(made, peak, strict=True):
             vars(one)["largest"] = largest
         return made
+    if any(x.batched for x in values.values()):
+        center = _find_repeated(drop_repeated(center)).expand(center.shape)
     made = _wrap(values, center, radius.abs())
     vars(made)["largest"] = peak.abs()
     return made
