@@ -536,3 +536,78 @@ def test_loras_come_and_go(cogvideox: Path, planned: Any, pixels: Any, tmp_path:
     planned.unfuse_lora()
     planned.unload_lora_weights()
     assert is_near(call_pipeline(planned, "cogvideox"), pixels, 0.005)
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Stable Diffusion whose UNet overflows."""
+    return save_pipeline("sd", tmp_path_factory.mktemp("models") / "sd", overflow="unet")
+
+
+@pytest.mark.filterwarnings("ignore:unet was called")
+def test_a_controlnet_adds_to_it(sd: Path) -> None:
+    """Calls with its residuals are of another signature: they are right, with exponents or without."""
+    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+    from PIL import Image
+
+    torch.manual_seed(0)
+    made = testing.make_pipeline("sd").unet
+    control = ControlNetModel.from_unet(made)
+    for parameter in control.controlnet_down_blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.01)
+    picture = Image.new("RGB", (32, 32), "red")
+
+    def run(dtype: torch.dtype, **options: Any) -> Any:
+        pipe = StableDiffusionControlNetPipeline.from_pretrained(
+            sd, dtype=dtype, controlnet=control.to(dtype), **options
+        )
+        pipe.set_progress_bar_config(disable=True)
+        seed = torch.Generator().manual_seed(0)
+        given = {"image": picture, "height": 32, "width": 32, "num_inference_steps": 2}
+        return pipe("a", generator=seed, output_type="np", **given).images
+
+    wanted = run(torch.float32)
+    assert is_near(run(FP16, quantization_config=stopdown.quantization(sd)), wanted)
+
+
+def test_an_ip_adapter_is_refused(sd: Path) -> None:
+    """Its layers would add to scaled values; the error says what to do instead."""
+    pipe = load_pipeline(sd, quantization_config=stopdown.quantization(sd))
+    weights = {
+        "image_proj": {"proj.weight": torch.zeros(8, 8)},
+        "ip_adapter": {"1.to_k_ip.weight": torch.zeros(8, 8)},
+    }
+    with pytest.raises(OptionError, match=r"An IP-Adapter.*stopdown\.guard\(pipe\)"):
+        pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
+
+
+def test_a_modular_pipeline_loads_its_components_by_it(tmp_path: Path) -> None:
+    """`load_components` takes the configs by component."""
+    from diffusers import ModularPipeline
+
+    folder = save_pipeline("flux", tmp_path / "flux", overflow="transformer")
+    config = stopdown.quantization(folder)
+    pipe = ModularPipeline.from_pretrained(str(folder))
+    pipe.load_components(dtype=FP16, quantization_config=config.quant_mapping)
+    for name in config.quant_mapping:
+        assert pipe.components[name].quantization_method == "stopdown"
+
+
+def test_a_single_file_takes_a_plan(sd: Path) -> None:
+    """`from_single_file` tells nobody where the weights come from: without a plan that is said."""
+    from diffusers import UNet2DConditionModel
+
+    (path,) = (sd / "unet").glob("*.safetensors")
+    options = {"config": str(sd / "unet"), "dtype": FP16}
+    with pytest.raises(SourceError, match=r"not from a folder.*stopdown plan"):
+        UNet2DConditionModel.from_single_file(
+            str(path), quantization_config=stopdown.StopdownConfig(), **options
+        )
+    planned = stopdown.quantization(sd).quant_mapping["unet"]
+    model = UNet2DConditionModel.from_single_file(
+        str(path), quantization_config=stopdown.StopdownConfig(planned.plan), **options
+    )
+    other = UNet2DConditionModel.from_pretrained(
+        sd / "unet", dtype=FP16, quantization_config=planned
+    )
+    assert have_same_weights(model, other)

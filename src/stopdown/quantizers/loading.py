@@ -166,8 +166,9 @@ class Loading:
         watch_adapters(program, plan, self._off)
         if is_of_transformers(type(module)):  # Diffusers refuses it itself
             self._off.set_attribute(module, "to", functools.partial(_move, module))
-        if hasattr(module, "enable_layerwise_casting"):
-            self._off.set_attribute(module, "enable_layerwise_casting", _refuse_casting)
+        for name, refuse in _REFUSED.items():
+            if hasattr(module, name):
+                self._off.set_attribute(module, name, refuse)
         if self.config.guard:
             options = GuardOptions(loaded_plan=LoadedPlan(plan, {component: self._off}))
             vars(module)["stopdown_guard"] = Guard(program, options).put_on()
@@ -305,6 +306,22 @@ def _refuse_casting(*_: Any, **__: Any) -> None:
         "would vanish, and what is kept in fp32 would be cast as well.",
         remedy="Leave the quantization_config out, load the model in bf16, and cast that.",
     )
+
+
+def _refuse_pictures(*_: Any, **__: Any) -> None:
+    raise OptionError(
+        "An IP-Adapter was given to a model that was loaded by a StopdownConfig.",
+        expected="Its layers add to values that have exponents, and have none themselves.",
+        remedy="Load the model without the config and the IP-Adapter into it, and guard the pipeline: "
+        "stopdown.guard(pipe).",
+    )
+
+
+_REFUSED = {
+    "enable_layerwise_casting": _refuse_casting,
+    "_load_ip_adapter_weights": _refuse_pictures,
+}
+"""What Diffusers does with a model that exponents do not stand, by its methods."""
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
