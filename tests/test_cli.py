@@ -182,7 +182,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     assert re.fullmatch(
         r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
-        r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Requested\.\" Use "
+        r"\(largest [\d.]+; fp16's maximum is 65504\)\. fp16 was chosen for it: \"Requested\.\" Use "
         r"`--precision transformer=(?:bf16|fp32)`, or load the model with "
         r"`--precision fp16`, which scales its values into range\. Or let the run repair it: "
         r"`--on-fault repair`\.",
@@ -565,7 +565,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("stopdown.app.generate_command.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
     said = "stopdown: Stopped by Ctrl-C; no output is half-written."
-    with_journal = f"{said} With --journal DIR it could continue where it stopped.\n"
+    with_journal = f"{said} To continue an interrupted run next time, use --journal FOLDER.\n"
     assert (code, out, err) == (130, "", with_journal)
     code, out, _ = run("generate", "shapes", "a", "--json")
     assert (code, json.loads(out)["error"]) == (130, "KeyboardInterrupt")
@@ -616,8 +616,8 @@ def test_a_signal_is_one_message(
     monkeypatch.setattr("stopdown.app.generate_command.generate", end)
     found, out, err = run("generate", "shapes", "a", "--json")
     said = (
-        f"Stopped by {name}; no output is half-written. With --journal DIR it could continue where it "
-        "stopped."
+        f"Stopped by {name}; no output is half-written. To continue an interrupted run next time, use "
+        "--journal FOLDER."
     )
     assert (found, err) == (code, f"stopdown: {said}\n")
     assert json.loads(out) == {"error": name, "message": said}

@@ -432,11 +432,11 @@ def test_a_hook_that_stays_is_found() -> None:
 
 @pytest.mark.parametrize("text", ["a = 65504", "x < -65504.0", "a = 6e4", "a = 64504.0"])
 def test_an_end_of_fp16_is_found(text: str) -> None:
-    """A number near the end of fp16 is found in every spelling; in a message it is text."""
+    """A number near fp16's maximum is found in every spelling; in a message it is text."""
     (found,) = list_ends_of_fp16(parse(media=text))
     assert found.startswith("media writes 6")
     assert list_ends_of_fp16(parse(number_formats=text)) == []
-    assert list_ends_of_fp16(parse(media="say = 'fp16 ends at 65504'")) == []
+    assert list_ends_of_fp16(parse(media="say = 'fp16's maximum is 65504'")) == []
 
 
 @pytest.mark.parametrize(

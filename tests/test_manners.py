@@ -497,7 +497,7 @@ def test_a_scheduler_or_lora_that_is_not_there(run: Any, here: Path) -> None:
     _, _, err = run("generate", "shapes", "a", "--scheduler", "eular")
     assert re.search(r"Diffusers has no scheduler 'eular'\. .*Euler.* Use --scheduler Euler", err)
     _, _, err = run("generate", "shapes", "a", "--lora", "none.safetensors:0.5")
-    assert "The LoRA none.safetensors is not a .safetensors file that is here." in err
+    assert "There is no .safetensors file none.safetensors for the LoRA." in err
 
 
 def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any) -> None:
@@ -563,7 +563,7 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
         refuse_too_large(source, request, device, Display())
     found = re.search(r"Use height=(\d+) and width=(\d+)\.", caught.value.remedy)
     assert found is not None
-    assert "To make 9 frames of 512x512 takes at least " in caught.value.what
+    assert "Making 9 frames of 512x512 needs at least " in caught.value.what
     assert caught.value.what.endswith("and cpu (a small CPU) has 64.0 MiB.")
     smaller = {"height": int(found[1]), "width": int(found[2])}
     refuse_too_large(source, dataclasses.replace(request, **smaller), device, Display())
@@ -581,7 +581,7 @@ def test_each_command_refuses_a_size_that_does_not_fit(
     sizes = ("--frames", 9, "--height", 96000, "--width", 96000, "--steps", 1)
     code, out, err = run(command, save_tiny("cogvideox"), *words, *sizes)
     assert (code, out) == (2, "")
-    assert re.search(r"To make 9 frames of 96000x96000 takes at least .*iB", err)
+    assert re.search(r"Making 9 frames of 96000x96000 needs at least .*iB", err)
     assert re.search(r"Use --height \d+ and --width \d+\.", err)
     assert "--memory" not in err
     assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]

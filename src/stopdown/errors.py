@@ -94,7 +94,8 @@ class StopdownError(Exception):
 
 
 def _end_sentence(text: str) -> str:
-    return f"{text}." if text[-1].isalnum() or text[-1] in "`'\")]}%" else text
+    is_ended = text.rstrip("`'\")]}").endswith((".", "!", "?", ":", "…"))
+    return text if is_ended else f"{text}."
 
 
 def _remake(

@@ -18,7 +18,7 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reason: why.
         source: who says so.
         remedy: what to type.
-        keeps_clamps: its clamp at the end of fp16 is part of the model.
+        keeps_clamps: its clamp at fp16's maximum is part of the model.
     """
 
     begins: str
@@ -36,5 +36,5 @@ def read_needs() -> tuple[Need, ...]:
 
 
 def keeps_clamps(class_name: str) -> bool:
-    """Whether the clamp at the end of fp16 is part of a model, by the name of its class."""
+    """Whether the clamp at fp16's maximum is part of a model, by the name of its class."""
     return any(need.keeps_clamps and class_name.startswith(need.begins) for need in read_needs())

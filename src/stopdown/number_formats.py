@@ -63,7 +63,7 @@ FORMATS = {
 FP16 = FORMATS["fp16"]
 
 NEAR_FP16_END = FP16.largest // 1e4 * 1e4
-"""A bound or mask of at least this magnitude stands for the end of fp16: 6e4, 65000 or 65504 in code."""
+"""A bound or mask of at least this magnitude stands for fp16's maximum: 6e4, 65000 or 65504 in code."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 """The formats that a component can be asked to run in."""

@@ -153,7 +153,7 @@ class CallSummary(Displayed):
         elapsed_s: seconds in those calls.
         precisions: formats that its floating parameters really had, most of them first.
         non_finite: calls whose output held NaN or Inf.
-        headroom_bits: least between what it returned in fp16 and the end of fp16; None without fp16.
+        headroom_bits: least between what it returned in fp16 and fp16's maximum; None without fp16.
     """
 
     component: str

@@ -144,7 +144,7 @@ def test_no_block_harms_the_shell_it_is_pasted_into() -> None:
 def test_the_flowchart_is_told_in_words() -> None:
     """Whoever cannot see the diagram finds each of its commands in the text below it."""
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")
-    diagram, words = page.split("## The same in words")
+    diagram, words = page.split("## The steps in words")
     assert diagram.count("```mermaid") == 1
     drawn = set(find_commands(diagram))
     assert len(drawn) >= 10

@@ -253,7 +253,7 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
         (("--prompts", "prompts.txt", "-o", "prompts.txt"), "The output"),
         (
             ("--prompts", "prompts.txt", "-o", "."),
-            "holds prompts.txt, and no batch was made there.",
+            "is not empty (it holds prompts.txt), and is not from a batch.",
         ),
         (
             ("--prompts", "prompts.txt", "-o", "out", "--workers", "0"),

@@ -273,9 +273,9 @@ def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> Non
     with pytest.raises(OptionError) as caught:
         measure_plan(save("unet"))
     assert str(caught.value) == (
-        f"The file {save('unet').path} holds no pipeline but what is called as unet. A plan rests on "
-        "calls, and nothing makes them. Bound every call from the weights: `certify`. Or give a recorded "
-        'one: call="FILE".'
+        f"The file {save('unet').path} holds only unet, not a whole pipeline. To measure values, "
+        "Stopdown needs recorded calls of it. Compute bounds from the weights: `certify`. Or give a "
+        'recorded call: call="FILE".'
     )
     with pytest.raises(OptionError, match="is called as unet, and the prompt 'a ball' was given"):
         measure_plan(save("unet"), prompts=["a ball"])

@@ -275,7 +275,11 @@ def test_overflow_in_fp16_stops_the_run(
     named = f"{component}.decode" if component == "vae" else component
     assert error.what.startswith(f"`{named}` gave ")
     assert error.what.endswith(f" values{place}, in fp16.")
-    given = "It was given integers alone" if named == "text_encoder" else "; fp16 ends at 65504)"
+    given = (
+        "All of its inputs were integers"
+        if named == "text_encoder"
+        else "; fp16's maximum is 65504)"
+    )
     assert f"{given}. fp16 was chosen for it: " in error.expected
     assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or load the model with ')
     assert error.exit_code == 1
@@ -506,8 +510,8 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
         run("cogvideox")
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
-        "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more A run "
-        'needs room for the weights and for the largest layer\'s values. Leave memory="none" out if you '
+        "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more. A run "
+        'needs memory for the weights and for the largest layer\'s values. Leave memory="none" out if you '
         "gave it, or use a smaller `height` and `width`, fewer `frames`, or a 16-bit `precision`."
     )
 

@@ -359,7 +359,7 @@ def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyP
     (repair,) = run_offloaded(monkeypatch).repairs
     assert repair.action == "bf16"
     assert repair.tried[0] == (
-        "rescaled: Its weights wait elsewhere between calls; no exponents are folded there."
+        "rescaled: Its weights are stored elsewhere between calls, so no exponents can be folded into them."
     )
 
 

@@ -204,10 +204,9 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"script": __file__, "precision": "vae=fp16"},
             OptionError,
-            "--precision vae=fp16 was given for a script. For a script, give a plan, or one "
-            "precision for everything that it loads in a 16-bit "
-            "format. Use --precision "
-            "fp16, --precision plan.json, or --components to guard some alone.",
+            "--precision vae=fp16 was given for a script. A script takes a plan, or a single precision for "
+            "all that it loads in 16 bits. Use --precision fp16 or --precision plan.json. To guard "
+            "only some components, use --components.",
         ),
     ],
 )
@@ -254,8 +253,8 @@ def test_an_error_of_dtypes_is_named(run: Run, capsys: Any) -> None:
     assert not record.unrepaired
     assert said == []
     assert (
-        "Stopdown: UNet:time_embed.0, whose weights are fp16, refused operands of two dtypes. Run a script "
-        "with stopdown run --precision fp32" in capsys.readouterr().err
+        "Stopdown: UNet:time_embed.0, whose weights are fp16, rejected operands of different dtypes. If "
+        "you run a script, use stopdown run --precision fp32" in capsys.readouterr().err
     )
     assert record.modules is not None
     assert record.modules.unwatched == ("A call of UNet ended with RuntimeError.",)
@@ -495,7 +494,10 @@ def test_options_behind_the_script_are_hinted_at(
     """Ours, which the script got: said with where they belong."""
     (said,) = run(text, *arguments)[1]
     first = named.partition(",")[0]
-    assert said.startswith(f"{named} went to the script, because it stands behind it. ")
+    verb = "were" if "," in named else "was"
+    assert said.startswith(
+        f"{named} {verb} passed to the script, because options after the script's name "
+    )
     assert f"stopdown run {first} … " in said
 
 
@@ -670,7 +672,7 @@ def test_components_can_be_chosen(run: Run) -> None:
     record, said = run(*given, components="unet")
     assert record.modules is None
     assert said == [
-        "No component that was called is named unet: nothing was guarded. Called were "
+        "No component named unet was called, so nothing was guarded. The script called "
         "FirstStage.decode, Wrapper."
     ]
 

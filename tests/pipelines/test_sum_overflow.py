@@ -103,7 +103,7 @@ def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Pa
     named = [f for f in json.loads(out)["findings"] if f["kind"] == "product-overflows"]
     assert named
     assert all(f["module_path"].startswith("text_encoder:encoder.block.") for f in named)
-    assert "fp16 ends at 65504" in named[0]["evidence"]
+    assert "fp16's maximum is 65504" in named[0]["evidence"]
     assert f"stopdown generate {folder} PROMPT --precision fp16" in named[0]["remedy"]
     _, out, _ = run(*words, *sizes)
     assert "product-overflows" not in {f["kind"] for f in json.loads(out)["findings"]}

@@ -68,7 +68,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
     assert f" {word} in " in error.what
     assert error.what.endswith(" values at step 2 of 2, in bf16.")
     assert error.expected.startswith("Its inputs were finite (largest ")
-    assert error.expected.endswith("; bf16 ends at 3.3895e+38).")
+    assert error.expected.endswith("; bf16's maximum is 3.3895e+38).")
     assert error.remedy == (
         f'Use `precision="{component}=fp32"`. Or let the run repair it: `on_fault="repair"`.'
     )
@@ -132,7 +132,9 @@ def test_the_whole_message() -> None:
     error = run_checked(pipe, "cogvideox", decisions=decisions)
     assert error.what == "`transformer` gave 256 NaN in 256 values at step 1 of 2, in fp16."
     assert error.expected.startswith("Its inputs were finite (largest ")
-    assert error.expected.endswith(f'; fp16 ends at 65504). fp16 was chosen for it: "{reason}"')
+    assert error.expected.endswith(
+        f'; fp16\'s maximum is 65504). fp16 was chosen for it: "{reason}"'
+    )
     assert error.remedy in {
         f'Use `precision="transformer={wider}"`{RESCALED} Or let the run repair it: `on_fault="repair"`.'
         for wider in ("bf16", "fp32")  # of this device
@@ -246,7 +248,7 @@ def test_the_remedy_is_what_to_type(precision: str, has_bf16: bool, remedy: str)
 
 
 class Clamping(torch.nn.Module):
-    """Clamps at a round number below the end of fp16, as some authors write it."""
+    """Clamps at a round number below fp16's maximum, as some authors write it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clamp(-65000.0, 65000.0)

@@ -313,6 +313,11 @@ FAMILIES = [
         "session-and-not-model",
     ),
     (
+        "vae.decode: The same call, repeated with the same arguments and weights, gave different values.",
+        "unattributed",
+        "session-and-not-model",
+    ),
+    (
         "vae.decode: Run again on the same arguments and weights, the same call gave other values.",
         "unattributed",
         "session-and-not-model",

@@ -44,6 +44,9 @@ def test_a_foreign_text_gets_its_full_stop() -> None:
     error = StopdownError("It ran out of memory: 8 GiB (CUDA)", expected="Why?", remedy="Use -v")
     assert str(error) == "It ran out of memory: 8 GiB (CUDA). Why? Use -v"
     assert error.what == "It ran out of memory: 8 GiB (CUDA)"
+    assert (
+        str(StopdownError('It was "calibrated."', remedy="Use -v")) == 'It was "calibrated." Use -v'
+    )
 
 
 @pytest.mark.parametrize("kind", EXCEPTIONS)

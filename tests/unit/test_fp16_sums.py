@@ -81,8 +81,8 @@ def test_sums_in_fp16_need_bounds_on_the_command_line(
     """Refused before anything is measured."""
     code, _, said = run("plan", "shapes", "--measure", "--accumulate", "auto")
     assert code == 2
-    assert "--accumulate auto was given, and ranges are measured." in said
-    assert "Add --ranges auto, or leave out what makes it measure" in said
+    assert "--accumulate auto was given, but the ranges are measured." in said
+    assert "Add --ranges auto, or leave out what measures runs" in said
 
 
 def test_roundings_that_all_go_up_stay_below_the_bound() -> None:
@@ -129,7 +129,7 @@ def certified(save_tiny: Callable[..., Path]) -> tuple[Path, Plan]:
 def test_inputs_at_the_bound_never_overflow_a_certified_layer(certified: tuple[Path, Plan]) -> None:
     """Of each row of each layer the input that makes its sum as large as the bound: finite.
 
-    At twice the end of fp16 the same input is Inf, so the search can fail.
+    At twice fp16's maximum the same input is Inf, so the search can fail.
     """
     folder, plan = certified
     pipe = load(str(folder), precision="fp32", device="cpu")

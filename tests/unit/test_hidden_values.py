@@ -80,7 +80,7 @@ def test_what_is_hidden_is_found_and_repaired(name: str) -> None:
         found = module(large)
     (repair,) = handle.repairs
     assert repair.kind == "clamped"
-    assert "() made finite values of Inf" in repair.evidence
+    assert "() turned Inf into finite values" in repair.evidence
     assert (found.float() - right).norm() <= allowed
     assert torch.equal(module(x), healthy)
 
@@ -119,7 +119,7 @@ def test_infinities_that_are_meant_are_left(hide: Callable[[torch.Tensor], torch
     left = handle.record.unwatched
     assert len(left) <= 1
     assert all(
-        "made finite values of Inf; its results are as near to those in fp32" in x for x in left
+        "turned Inf into finite values; its results are as near to those in fp32" in x for x in left
     )
 
 

@@ -229,7 +229,7 @@ class Cleaned(nn.Module):
 
 
 def test_a_clamp_of_infinities_does_not_pin_the_stream() -> None:
-    """It is the end of fp16's range: the value before it is scaled, and nothing stays in fp32."""
+    """It is fp16's maximum: the value before it is scaled, and nothing stays in fp32."""
     torch.manual_seed(0)
     module = Cleaned().eval().requires_grad_(False)
     module.second.weight.mul_(LARGE)

@@ -231,7 +231,7 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     )
     assert answer.endswith("on the device, about 1 s")
     assert command == f"Use it: stopdown generate {folder} PROMPT --memory 1024KiB --steps 4"
-    assert more == "What other strategies take: -v."
+    assert more == "Add -v to see the other strategies."
     assert list(made.bits) == ["fp16 rescaled"]
 
 

@@ -157,7 +157,7 @@ def test_a_weight_that_arrives_late_is_named(pipe: Any) -> None:
     (repair,) = handle.repairs
     assert (repair.kind, repair.action) == ("intermittent", "replayed")
     assert repair.session == "weights-late"
-    assert "they arrived late, or were overwritten for that time" in repair.evidence
+    assert "they were copied too late, or were overwritten for that time" in repair.evidence
 
 
 def test_a_kernel_that_is_wrong_every_tenth_time_is_named() -> None:
@@ -174,7 +174,7 @@ def test_a_kernel_that_is_wrong_every_tenth_time_is_named() -> None:
     assert [float(x.mean()) for x in outputs] == list(range(40))
     assert [x.session for x in handle.repairs] == ["results-differ"] * len(handle.repairs)
     assert len(handle.repairs) == 4
-    assert "Run again on the same arguments and weights" in handle.repairs[0].evidence
+    assert "repeated with the same arguments and weights" in handle.repairs[0].evidence
 
 
 def test_a_black_picture_of_a_call_that_does_not_come_again_is_named(pipe: Any) -> None:

@@ -420,7 +420,7 @@ def _refuse_other_folder(store: Store) -> None:
         if json.loads(store.read(SUMMARY)).get("kind") == "batch":
             return
     raise InputError(
-        f"The output {store.place} holds {min(names)}, and no batch was made there.",
+        f"The output folder {store.place} is not empty (it holds {min(names)}), and is not from a batch.",
         expected="The folder must be new, empty, or that of an earlier batch.",
         remedy="Name another folder with -o.",
     )

@@ -151,8 +151,8 @@ def is_weight_file(options: CheckOptions) -> bool:
     ]
     if asked and suffix == ".gguf":
         raise OptionError(
-            f"--{asked[0]} was given, and {options.source} is a GGUF file.",
-            expected="A GGUF file is checked without a model.",
+            f"--{asked[0]} cannot be used with the GGUF file {options.source}.",
+            expected="GGUF files are checked on their own, without the model.",
             remedy=f"Leave --{asked[0]} out.",
         )
     return not asked

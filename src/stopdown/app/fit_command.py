@@ -437,7 +437,7 @@ def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) 
             console.print(f"Make its plan: {plan}", soft_wrap=True)
         console.print(f"Use it: {made.command}", soft_wrap=True)
     if not verbose:
-        console.print("What other strategies take: -v.", soft_wrap=True)
+        console.print("Add -v to see the other strategies.", soft_wrap=True)
 
 
 def _print_tables(plan: MemoryForecast, console: Console) -> None:

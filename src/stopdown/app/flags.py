@@ -59,7 +59,7 @@ class SourceOptions(CommandOptions):
 
 ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
 StrengthOption = Annotated[
-    float | None, typer.Option(help="How much of --image is made anew: above 0, up to 1.")
+    float | None, typer.Option(help="How much of --image is changed: above 0, up to 1.")
 ]
 
 
@@ -70,7 +70,7 @@ class MediaOptions(SourceOptions):
     image: ImageOption = None
     video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None
     mask: Annotated[
-        Path | None, typer.Option(help="Mask of --image: white areas are made anew.")
+        Path | None, typer.Option(help="Mask of --image: white areas are replaced.")
     ] = None
     control_image: Annotated[
         Path | None,

@@ -76,7 +76,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     if command in ("batch", "bench", "compare") or (command == "generate" and "--journal" in given):
         said.append("The same command continues where it stopped.")
     elif command == "generate":
-        said.append("With --journal DIR it could continue where it stopped.")
+        said.append("To continue an interrupted run next time, use --journal FOLDER.")
     return said
 
 

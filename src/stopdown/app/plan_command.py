@@ -203,8 +203,8 @@ def _refuse_memory(options: PlanOptions) -> None:
     if options.memory is not None:
         device = f" --device {options.device}" if options.device is not None else ""
         raise OptionError(
-            f"--memory {options.memory} was given, and a plan has no limit of memory.",
-            expected="What a run takes is predicted by a command of its own.",
+            f"--memory {options.memory} was given, but a plan has no memory limit.",
+            expected="Another command predicts the memory of a run.",
             remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
         )
 
@@ -218,9 +218,9 @@ def _check_accumulate(options: PlanOptions) -> None:
     is_bounded = not options.measures or options.ranges in ("bound", "auto")
     if options.accumulate in ("auto", "fp16") and not is_bounded:
         raise OptionError(
-            f"--accumulate {options.accumulate} was given, and ranges are measured.",
+            f"--accumulate {options.accumulate} was given, but the ranges are measured.",
             expected="Sums in fp16 are only safe with bounds that hold for every input.",
-            remedy="Add --ranges auto, or leave out what makes it measure: --measure, --steps, --prompt.",
+            remedy="Add --ranges auto, or leave out what measures runs: --measure, --steps, --prompt.",
         )
 
 

@@ -227,9 +227,9 @@ def _check_options(options: ScriptOptions) -> str | None:
     if any(asked.parts):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
-            expected="For a script, give a plan, or one precision for everything that it loads in a 16-bit "
-            "format.",
-            remedy="Use --precision fp16, --precision plan.json, or --components to guard some alone.",
+            expected="A script takes a plan, or a single precision for all that it loads in 16 bits.",
+            remedy="Use --precision fp16 or --precision plan.json. To guard only some components, use "
+            "--components.",
         )
     if options.keep_repairs and asked.plan is None:
         raise OptionError(
@@ -254,8 +254,9 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
     ours = [word for word in words if word in _OWN]
     if ours and (code == _REFUSED or "--on-fault" in ours or "--keep-repairs" in ours):
         remark(
-            f"{', '.join(ours)} went to the script, because it stands behind it. Options of Stopdown stand "
-            f"before the script: stopdown run {ours[0]} … {options.target}"
+            f"{', '.join(ours)} {'was' if len(ours) == 1 else 'were'} passed to the script, because "
+            "options after the script's name are the script's. Put Stopdown's options before it: "
+            f"stopdown run {ours[0]} … {options.target}"
         )
 
 
@@ -267,8 +268,8 @@ def _hint_at_components(
     is_guarded = guarding.modules.calls or any(run.calls for run in guarding.runs)
     if unwanted and not is_guarded:
         remark(
-            f"No component that was called is named {options.components}: nothing was guarded. Called "
-            f"were {', '.join(unwanted[:_MOST_NAMED])}."
+            f"No component named {options.components} was called, so nothing was guarded. The script "
+            f"called {', '.join(unwanted[:_MOST_NAMED])}."
         )
 
 

@@ -48,7 +48,7 @@ class SignalTrap:
 
     Attributes:
         leave: told the name of a signal that comes during a long import, before the process is left; None
-            raises all the same, for programs of others that may run for hours inside of an import.
+            still raises, for programs of others that may run for hours inside of an import.
         number: of the signal that was raised; 0 before.
     """
 

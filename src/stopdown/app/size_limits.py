@@ -96,13 +96,21 @@ def refuse_too_large(
         return
     found = find_largest(_list_sizes(asked, source, limit), predict, limit)
     raise OptionError(
-        f"To make {asked} takes at least {format_bytes(least)}, and "
-        + (f"{device} has {format_bytes(limit)}." if memory is None else "that is the limit."),
-        expected=f"Of the sizes that were tried {found[0]} fits, with {format_bytes(_find_peak(found[1]))}."
+        f"Making {asked} needs at least {format_bytes(least)}, and "
+        + (
+            f"{device} has {format_bytes(limit)}."
+            if memory is None
+            else f"the memory limit is {format_bytes(limit)}."
+        ),
+        expected=f"The largest size tried that fits is {found[0]}: {format_bytes(_find_peak(found[1]))}."
         if found
         else "No size that was tried fits.",
         remedy=(f"Use height={found[0].height} and width={found[0].width}." if found else "")
-        + (' Without memory="none" less is held at a time.' if memory is None and offloads else ""),
+        + (
+            ' Without memory="none", fewer weights are on the device at once.'
+            if memory is None and offloads
+            else ""
+        ),
     )
 
 

@@ -144,7 +144,7 @@ def subtract_from(op: Operands) -> Bound:
 
 
 def clamp(op: Operands) -> Bound:
-    """Between two numbers nothing is larger than the larger one; at the end of fp16 it never bites."""
+    """Between two numbers nothing is larger than the larger one; at fp16's maximum it never bites."""
     if is_range_clamp(op.node):
         return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]

@@ -107,7 +107,7 @@ class Cell(Displayed):
         elapsed_s: seconds in all.
         peak_bytes: highest memory.
         non_finite: NaN and Inf in what the components returned and in the frames.
-        saturated: values at the outputs of blocks that stand at the end of fp16, in fp16.
+        saturated: values at the outputs of blocks that stand at fp16's maximum, in fp16.
         clamped: values that a clamp brought back.
         headroom_bits: bits between the largest magnitude at a block's output and 65504, the end of
             fp16, whatever the precision; negative where fp16 would overflow. None when not finite.
@@ -207,7 +207,7 @@ class Heat(Displayed):
     Attributes:
         component: `transformer`, `vae.decode`.
         module_paths: paths of the blocks, in the order of the module.
-        bits: for each module path one value for each step: bits to the end of fp16; None when it was not
+        bits: for each module path one value for each step: bits to fp16's maximum; None when it was not
             called, -1000 when a value was not finite.
     """
 

@@ -24,7 +24,7 @@ def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
     """Precisions from the most to the least precise that is valid for a model.
 
     Args:
-        needs_clamp: a clamp at the end of fp16 is part of the model, so fp16 is what it was made
+        needs_clamp: a clamp at fp16's maximum is part of the model, so fp16 is what it was made
             in, and unclamped arithmetic is another function.
     """
     clamped = ("fp16-plain", "clamp", "fp16", "autocast", "bf16", "auto", "fp32")

@@ -258,7 +258,7 @@ def _upcast(case: _Case) -> str:
 def _renew_scheduler(case: _Case) -> str:
     kind = type(case.pipe.scheduler)
     case.patches.set_attribute(case.pipe, "scheduler", kind.from_config(case.pipe.scheduler.config))
-    return f"scheduler: made anew from its config, its tables in fp32 ({kind.__name__})."
+    return f"scheduler: created again from its config, with its tables in fp32 ({kind.__name__})."
 
 
 _REMEDIES: dict[str, Callable[[_Case], str]] = {

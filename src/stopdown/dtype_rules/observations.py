@@ -6,7 +6,7 @@ the component, and where it got that dtype says what is: an argument (the compon
 parameter (a partial load, fp32 that is not cast back), or the code in between.
 
 **Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
-that hide a whole row, clamps at the end of fp16, casts that autocast takes back.
+that hide a whole row, clamps at fp16's maximum, casts that autocast takes back.
 **Does not catch** what depends on the values of weights; fp64 on MPS in a file that asks for MPS, as
 authors do who take fp32 there.
 """

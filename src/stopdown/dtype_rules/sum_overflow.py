@@ -167,4 +167,4 @@ def _tell(worst: Sum, group: list[Sum]) -> str:
     what = "The sums of its scores" if worst.operation == "attention scores" else "Its sums"
     ends = "" if worst.operation == "attention scores" else f" and end at {worst.result:.4g}"
     more = f" So do {len(group) - 1} more places." if len(group) > 1 else ""
-    return f"{what} ({worst.operation}) reach {worst.largest:.4g}{ends}; fp16 ends at 65504.{more}"
+    return f"{what} ({worst.operation}) reach {worst.largest:.4g}{ends}; fp16's maximum is 65504.{more}"

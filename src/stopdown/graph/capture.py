@@ -86,7 +86,7 @@ class Capture:
         replaceable: buffers that the code computes anew, and does not read, at another size.
         operands: what was cast, or kept in fp32, because the code mixes dtypes.
         signature: of the call, as `sign_call` writes it.
-        keeps_clamps: the code clamps at the end of fp16's range in fp32 as well.
+        keeps_clamps: the code clamps at fp16's maximum in fp32 as well.
     """
 
     graph: GraphModule
@@ -187,7 +187,7 @@ def note_answers(
 def clamps_in_fp32(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a call clamps fp32 values at the end of fp16's range: then that is part of what it computes.
+    """Whether a call clamps fp32 values at fp16's maximum: then that is part of what it computes.
 
     Cost: one forward of the module as it is.
     """
@@ -354,7 +354,7 @@ class _Notes(TorchFunctionMode):
 
 
 class _RangeClamps(TorchFunctionMode):
-    """Notes whether an fp32 value is clamped at the end of fp16's range."""
+    """Notes whether an fp32 value is clamped at fp16's maximum."""
 
     def __init__(self) -> None:
         super().__init__()

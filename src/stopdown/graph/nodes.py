@@ -1,4 +1,4 @@
-"""Readers of a captured graph's nodes: operation, arguments, shape, and clamps at the end of fp16."""
+"""Readers of a captured graph's nodes: operation, arguments, shape, and clamps at fp16's maximum."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def strip_casts(node: Any) -> Any:
 
 
 def is_range_clamp(node: Node) -> bool:
-    """True for a clamp whose bounds stand for the end of fp16's range, also of infinities alone."""
+    """True for a clamp whose bounds stand for fp16's maximum, also of infinities alone."""
     found = find_operation(operation(node))
     if found is None or found.kind not in ("clamp", "nan_to_num"):
         return False

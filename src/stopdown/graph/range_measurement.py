@@ -85,7 +85,7 @@ def run_capture(
     fp32 where code that runs in fp16 alone is part of the model: a kept clamp.
 
     Args:
-        kept_clamps: clamps at the end of fp16's range that are part of what the model computes.
+        kept_clamps: clamps at fp16's maximum that are part of what the model computes.
         known: of an earlier call; the weights are not measured again.
 
     Raises:

@@ -1,5 +1,5 @@
 """A run that stays below a limit: a strategy for each component call, and a smaller one after a
-call that ran out of memory all the same.
+call that still ran out of memory.
 
 The call that failed is run again with the same arguments; what came before it is kept. The strategy
 stays for the rest of the run.

@@ -111,8 +111,8 @@ def parse_lora(text: str) -> tuple[str, float]:
     file = Path(path).expanduser()
     if file.suffix.lower() != ".safetensors" or not file.is_file():
         raise OptionError(
-            f"The LoRA {path} is not a .safetensors file that is here.",
-            expected="A LoRA is one file, with a weight after a colon where that is not 1.",
+            f"There is no .safetensors file {path} for the LoRA.",
+            expected="A LoRA is one file. For a weight other than 1, add it after a colon.",
             remedy='Write for example lora="style.safetensors:0.8".',
         )
     try:

@@ -67,7 +67,7 @@ class Request:
         video: `[T, H, W, 3]` uint8.
         mask: `[H, W]` or `[H, W, 3]` uint8, white where something new is to be made.
         control_image: `[H, W, 3]` uint8, what a ControlNet follows.
-        strength: how much of the picture to start from is made anew, above 0 and up to 1.
+        strength: how much of the picture to start from is changed, above 0 and up to 1.
         frames: of the output.
         height: of the output, in pixels.
         width: of the output, in pixels.
@@ -250,7 +250,7 @@ def explain_refusal(
     names = ", ".join(absent)
     return OptionError(
         f"{pipeline_class.__name__} did not start: {type(error).__name__}: {reason}",
-        expected=f"Of what it takes it was not given {names}." if absent else "",
+        expected=f"Missing inputs: {names}." if absent else "",
         remedy=_say_how(pipeline_class, absent)
         if absent
         else "Look at the arguments that its call takes: give them by arguments=, from Python.",

@@ -168,8 +168,9 @@ class _Post:
         added = list(list_new(self.known, now, module))
         if added and (scaling.exponents or scaling.multiplies):
             raise PlanError(
-                f"{name} is not what its plan was put on: {'; '.join(added)}.",
-                expected="Its weights are scaled by powers of two that what is added must share.",
+                f"{name} has changed since its plan was applied: {'; '.join(added)}.",
+                expected="Its weights are scaled by powers of two, and whatever is added to them must be "
+                "scaled in the same way.",
                 remedy=_REMEDY,
             )
         others = now.adapters.keys() - self.planned

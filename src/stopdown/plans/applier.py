@@ -147,7 +147,7 @@ def _refuse_waiting(pipe: Any, plan: Plan) -> None:
         if away and entry.precision != "as loaded":
             raise PlanError(
                 f"{entry.component} has no values in {len(away)} of its weights, {away[0]} is the first: "
-                "they wait elsewhere between calls, or were never loaded.",
+                "they are stored elsewhere between calls, or were never loaded.",
                 expected="A plan is written into the weights.",
                 remedy="Put the plan on first, and offload the pipeline afterwards.",
             )

@@ -191,9 +191,9 @@ def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable
     if not given:
         held = " and ".join(list_part_calls(opened.pipe))
         raise OptionError(
-            f"The file {opened.name} holds no pipeline but what is called as {held}.",
-            expected="A plan rests on calls, and nothing makes them.",
-            remedy='Bound every call from the weights: `certify`. Or give a recorded one: call="FILE".',
+            f"The file {opened.name} holds only {held}, not a whole pipeline.",
+            expected="To measure values, Stopdown needs recorded calls of it.",
+            remedy='Compute bounds from the weights: `certify`. Or give a recorded call: call="FILE".',
         )
     return functools.partial(play_calls, opened.pipe, given)
 
@@ -391,9 +391,9 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         )
     if scaling.outputs:
         numbers = ", ".join(map(str, scaling.outputs))
-        reasons.append(f"What it returns as number {numbers} is beyond fp16, and is fp32.")
+        reasons.append(f"Its output {numbers} exceeds fp16's maximum and stays in fp32.")
     if scaling.stream is not None and scaling.stream.cast_output_down:
-        share = f", but for {100 * scaling.fp32_flops:.1f} % of that work"
+        share = f", except for {100 * scaling.fp32_flops:.1f} % of that work"
         reasons.append(
             f"Inside {', '.join(scaling.stream.cast_output_down)} sums are fp32, because nothing "
             "there can be scaled; matrix products run in "

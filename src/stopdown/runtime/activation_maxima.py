@@ -34,7 +34,7 @@ class Notes(threading.local):
     """What the modules of one component noted during its call, for each thread that makes one.
 
     Attributes:
-        clamping: path of a module that clamps at the end of fp16, and the bounds of its output; `tanh()`
+        clamping: path of a module that clamps at fp16's maximum, and the bounds of its output; `tanh()`
             and what says whether that operation hid something (`hidden_values`).
         meant: operations that hide what is to be hidden.
         blocks: path and dtype of a block's output, and its bounds.

@@ -2,7 +2,7 @@
 
 Of each output the smallest and the largest value are found on the device and read once; NaN and Inf
 travel, so the output of a call is the only cut that is needed to know that they exist. Where the authors
-of a class clamp its values at the end of fp16's range (T5, CogView3-Plus, Flux), the outputs of those
+of a class clamp its values at fp16's maximum (T5, CogView3-Plus, Flux), the outputs of those
 modules are bounded as well, because a clamp hides an overflow; they are read with the same transfer, and
 so are the arguments, and those of every block where that is asked for (`activation_maxima`).
 
@@ -38,7 +38,7 @@ class CallCheck:
         host_reads: how often the host waited for values.
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
-        headroom_bits: least between a finite output in fp16 and the end of fp16; None without one.
+        headroom_bits: least between a finite output in fp16 and fp16's maximum; None without one.
         ends: smallest and largest value of each tensor that it returned, in turn.
     """
 

@@ -1,4 +1,4 @@
-"""Which modules clamp their values at the end of fp16's range, read from the source of their class.
+"""Which modules clamp their values at fp16's maximum, read from the source of their class.
 
 Transformers' T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504.
 What comes out is finite and wrong. Such modules are known by their code alone: a `clamp`, `clip` or
@@ -29,11 +29,11 @@ CLAMPED_FROM = FP16.largest - 1000
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
 _END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\b|\b6\.5e\+?4\b")
-"""How code writes the end of fp16: `finfo`, 65504, 65000.0, 6.5e4; from 64500 to 65504."""
+"""How code writes fp16's maximum: `finfo`, 65504, 65000.0, 6.5e4; from 64500 to 65504."""
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the modules of a component that clamp at the end of fp16's range."""
+    """Paths of the modules of a component that clamp at fp16's maximum."""
     kinds: set[Any] = {type(part) for part in list_parts(component)}
     if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):
         return ()

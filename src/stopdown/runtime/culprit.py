@@ -54,7 +54,7 @@ class Culprit:
         operands: largest finite magnitude of each floating operand, with dtype and shape.
         reached: what it reaches in fp32; NaN when that is unknown.
         around: the modules that it happened in, innermost first, without those that do no more
-            than hand its value on: in fp32 these would give what does not fit all the same.
+            than hand its value on: in fp32 these would give what still does not fit.
         order: which operation of the call it is; that of an exchange between ranks comes last, because
             the value came from another rank.
         session: what is the session's and not the model's.
@@ -86,7 +86,7 @@ class Culprit:
         if self.kind == "weight":
             return f"The weight {module_path} is not finite."
         if not self.operation:
-            return "It could not be found where the fault began."
+            return "Stopdown could not find where the fault began."
         said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
             said += f": its operands are finite ({', '.join(self.operands)})"

@@ -50,8 +50,8 @@ def describe_refusal(error: Exception, component: str, module: torch.nn.Module) 
     formats = " and ".join(name_dtype(x) for x in read_precisions(part))
     return (
         f"{name_module_path(component, path)}{f', whose weights are {formats},' if formats else ''} "
-        "refused operands of two dtypes. Run a script with stopdown run --precision fp32, or cast what "
-        "differs with stopdown.mend in Python."
+        "rejected operands of different dtypes. If you run a script, use stopdown run --precision fp32. In "
+        "Python, cast with stopdown.mend."
     )
 
 

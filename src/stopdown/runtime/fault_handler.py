@@ -190,7 +190,7 @@ class FaultHandler:
         notes, names = fault.guarded.component.notes, ", ".join(dict.fromkeys(check.clamped))
         try:
             if waits:
-                raise ScalingError("Its weights wait elsewhere.")
+                raise ScalingError("Its weights are stored elsewhere.")
             wide = self._repeat_in(fault, "fp32")
             allowed = measure_error(self._repeat_in(fault, "bf16"), wide)
         except Exception:  # weights that cannot be cast: nothing is known, and the result is finite
@@ -202,7 +202,7 @@ class FaultHandler:
         notes.meant.update(check.clamped)
         self.log.leave(
             f"{fault.component}, {names}",
-            f"`{fault.component}`: {names} made finite values of Inf; its results {found}. What these "
+            f"`{fault.component}`: {names} turned Inf into finite values; its results {found}. What these "
             "operations hide there is not watched from now on.",
             is_fault=not is_known,
         )

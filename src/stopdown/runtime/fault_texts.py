@@ -74,10 +74,10 @@ def name_fault(fault: Fault) -> str:
         return fault.found
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
-        begun = f"`{fault.component}` gave a finite result of values that were not: "
+        begun = f"`{fault.component}` returned finite values although values inside it were not finite: "
         if fault.check.is_hidden:
             names = ", ".join(dict.fromkeys(clamped))
-            return f"{begun}{names} made finite values of Inf{place}"
+            return f"{begun}{names} turned Inf into finite values{place}"
         hits = [x for x in clamped if not is_operation(x)]
         return (
             f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
@@ -155,8 +155,8 @@ def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
         return f"Its inputs already held {spoilt} values that are not finite."
     floats = [tensor for tensor in inputs if tensor.is_floating_point()]
     if not floats:
-        return "It was given integers alone."
+        return "All of its inputs were integers."
     largest = max(measure_amax(tensor) for tensor in floats)
     found = find_format(precision)
-    ends = f"; {precision} ends at {found.largest:.5g}" if found else ""
+    ends = f"; {precision}'s maximum is {found.largest:.5g}" if found else ""
     return f"Its inputs were finite (largest {largest:.5g}{ends})."

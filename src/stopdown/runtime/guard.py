@@ -916,7 +916,7 @@ def guard(
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
     Cost: per call of a component an operation for each floating argument, two for its outputs and
-        one host read; one operation more for each module that clamps at the end of fp16, and with
+        one host read; one operation more for each module that clamps at fp16's maximum, and with
         `maxima` for each output of a block. Per call of the pipeline a pass over its result, and one
         host read for tensors. After a fault an instrumented replay, and one run of the call for each
         repair that is tried.

@@ -156,7 +156,7 @@ class ComponentState:
         """
         if remedy.action == "rescaled" and any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(
-                "Its weights wait elsewhere between calls; no exponents are folded there."
+                "Its weights are stored elsewhere between calls, so no exponents can be folded into them."
             )
         if remedy.action == "rescaled" and (path := _find_training_code(self.module)) is not None:
             raise ScalingError(

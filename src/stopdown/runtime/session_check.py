@@ -105,9 +105,9 @@ def examine_fault(
     if during:
         return SessionFault(
             "weights-late",
-            f"{_name_weights(history, during)} had other values while the call ran, and have those of the "
-            "first call again: they arrived late, or were overwritten for that time. Run again, the call "
-            "gave another result.",
+            f"{_name_weights(history, during)} had other values while the call ran, and now have those of "
+            "the first call again: they were copied too late, or were overwritten for that time. The "
+            "repeated call gave a different result.",
             _LATE,
             during[0],
         )
@@ -117,13 +117,13 @@ def examine_fault(
 def describe_difference(module: torch.nn.Module) -> SessionFault:
     """What to say of a call that gave something else when it was run again."""
     likely = (
-        "Its weights are offloaded, so a copy that came late is likely; else it is a kernel or the memory"
+        "Its weights are offloaded, so the likely cause is a copy that came too late"
         if _is_offloaded(module)
-        else "It is a race, a kernel that is not reliable, or the memory"
+        else "The cause is a race condition, an unreliable kernel or faulty memory"
     )
     return SessionFault(
         "results-differ",
-        "Run again on the same arguments and weights, the same call gave other values. "
+        "The same call, repeated with the same arguments and weights, gave different values. "
         f"{likely}, not the model.",
         _LATE,
     )

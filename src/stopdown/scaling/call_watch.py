@@ -321,7 +321,7 @@ class CallWatch:
                 f"{what}; its exponents were found for other calls, and {why}.",
                 expected="Its exponents stay on until they are taken off with .undo()."
                 if self._options.stays
-                else "Its weights wait elsewhere between calls, so its exponents stay on.",
+                else "Its weights are stored elsewhere between calls, so its exponents stay on.",
                 remedy=self._options.remedy,
             )
         self._verdicts[signature] = None

@@ -266,7 +266,7 @@ def compare(op: Operation) -> None:
 
 
 def clamp(op: Operation) -> None:
-    """A clamp at the end of fp16's range must not bite; at 0 it keeps signs; else it is pinned."""
+    """A clamp at fp16's maximum must not bite; at 0 it keeps signs; else it is pinned."""
     bounds = [op.given.get(name) for name in ("min", "max")]
     source = op.given["self"]
     if is_range_clamp(op.node):
@@ -280,7 +280,7 @@ def clamp(op: Operation) -> None:
 
 
 def clamp_infinities(op: Operation) -> None:
-    """`nan_to_num` at the end of fp16's range must not bite; with other numbers it is pinned."""
+    """`nan_to_num` at fp16's maximum must not bite; with other numbers it is pinned."""
     if is_range_clamp(op.node):
         clamp(op)
     else:

@@ -1,4 +1,4 @@
-"""How far below the end of fp16 values stay: each figure that the search for exponents is held to."""
+"""How far below fp16's maximum values stay: each figure that the search for exponents is held to."""
 
 FREE_BITS = 4.0
 """Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""

@@ -181,7 +181,7 @@ def _measure(capture: Capture, one: Call) -> Measured:
 
 
 def _clamps_anyway(one: Call) -> bool:
-    """Whether a call in fp32 clamps at the end of fp16's range; of one in fp16 it is not known."""
+    """Whether a call in fp32 clamps at fp16's maximum; of one in fp16 it is not known."""
     call, args, kwargs = one
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
     if any(x.dtype != torch.float32 for x in weights):

@@ -153,7 +153,7 @@ def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Clamps at the end of fp16's range that are part of what the model computes."""
+    """Clamps at fp16's maximum that are part of what the model computes."""
     return frozenset(
         node
         for node in capture.graph.graph.nodes
