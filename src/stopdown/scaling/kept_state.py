@@ -33,7 +33,7 @@ class KeptState:
         self._parts = dict(module.named_modules())
         self._attributes = {path: _read_attributes(part) for path, part in self._parts.items()}
         self._buffers = {
-            (path, name): (tensor, tensor.detach().clone())
+            (path, name): (tensor, tensor.detach().clone(), _count_writes(tensor))
             for path, part in self._parts.items()
             for name, tensor in part._buffers.items()
             if tensor is not None and has_values(tensor)
@@ -42,12 +42,12 @@ class KeptState:
     def list_changes(self) -> list[str]:
         """Return the names of what a call has written since.
 
-        Cost: a comparison of every buffer, and a host read each.
+        Cost: of each buffer that was written a comparison and a host read; of others none.
         """
         changed = [
             f"{path}.{name}".removeprefix(".")
-            for (path, name), (tensor, before) in self._buffers.items()
-            if not _is_same(self._parts[path]._buffers.get(name), tensor, before)
+            for (path, name), held in self._buffers.items()
+            if not _is_same(self._parts[path]._buffers.get(name), *held)
         ]
         for path, part in self._parts.items():
             before, now = self._attributes[path], _read_attributes(part)
@@ -66,7 +66,7 @@ class KeptState:
             path, _, name = full.rpartition(".")
             part = self._parts[path]
             if (path, name) in self._buffers:
-                tensor, before = self._buffers[path, name]
+                tensor, before, _ = self._buffers[path, name]
                 patches.write_tensor(tensor, before)
                 patches.set_item(part._buffers, name, tensor)
             elif name in self._attributes[path]:
@@ -83,8 +83,19 @@ def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
     return f"{type(module).__name__} keeps {named} from one call to the next."
 
 
-def _is_same(now: torch.Tensor | None, tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    return now is tensor and bool(((now == before) | (now.isnan() & before.isnan())).all())
+def _count_writes(tensor: torch.Tensor) -> int | None:
+    """Return how often PyTorch counted a write into a tensor; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_same(
+    now: torch.Tensor | None, tensor: torch.Tensor, before: torch.Tensor, writes: int | None
+) -> bool:
+    if now is not tensor:
+        return False
+    if writes is not None and _count_writes(now) == writes:
+        return True
+    return bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
 def _read_attributes(part: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
