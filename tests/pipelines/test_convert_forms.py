@@ -222,7 +222,7 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
         convert(source, tmp_path / "out.safetensors", plan, request=request)
     message = str(caught.value)
-    assert "text_encoder: no configuration sets encoder.block.0.layer.0.layer_norm" in message
+    assert "text_encoder: no configuration field sets encoder.block.0.layer.0.layer_norm" in message
     assert 'Or write a folder, whose config sets eps: to="diffusers".' in message
     assert not (tmp_path / "out.safetensors").exists()
     (entry,) = convert(source, tmp_path / "out", plan, request=request).components

@@ -276,7 +276,7 @@ def test_the_command_line_plans_and_generates(
     assert plan.fingerprint
     common = ["generate", str(source), "a ball", "--steps", "2", "-o", str(clip)]
     with pytest.raises(NonFiniteError):
-        _generate(source, clip, "fp16")
+        _generate(source, clip, "fp16-plain")
     with pytest.raises(SystemExit) as left:
         main([*common, "--precision", str(file)])
     assert left.value.code == 0

@@ -21,7 +21,7 @@ PLAN = stopdown.records.Plan("m", "", "P", "fp16", {}, (), (), 4, "cpu", 0.0)
 CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "guard of a name": (lambda pipe: stopdown.guard("shapes"), "load it first"),
     "guard of a path": (lambda pipe: stopdown.guard(Path("shapes")), "load it first"),
-    "guard of a number": (lambda pipe: stopdown.guard(3), "The argument (int) holds no module"),
+    "guard of a number": (lambda pipe: stopdown.guard(3), r"The argument \(int\) holds no module"),
     "plan for a name": (lambda pipe: stopdown.apply_plan("shapes", "p.json"), "load it first"),
     "plan that is no file": (lambda pipe: stopdown.apply_plan(pipe, "p.json"), "p.json"),
     "rescaling of a pipeline": (lambda pipe: stopdown.rescale_(pipe), "apply_plan"),
