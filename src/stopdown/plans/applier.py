@@ -248,7 +248,7 @@ def _watch_saving(
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         caller = str(sys._getframe(2).f_globals.get("__name__"))
-        known = ("accelerate", "diffusers.loaders", "peft", *savers)  # each call has its weights back
+        known = ("accelerate", "diffusers.loaders", "peft", *savers)  # they save nothing
         is_known = any(f"{caller}.".startswith(f"{name}.") for name in known)
         if owner is module and not (prefix or keep_vars or warned or is_known):
             warned.append(True)
