@@ -140,7 +140,7 @@ def test_the_slider_divides_two_precisions(visit: Visit) -> None:
     """Left of the line stands the one, right of it the other, moved by mouse and by keyboard."""
     page = visit.page
     page.locator("#left").select_option("fp32")
-    page.locator("#right").select_option("fp16")  # black
+    page.locator("#right").select_option("fp16-plain")  # black
     assert sum(visit.read_pixel("#wipe", 0.3, 0.9)) > 100
     assert sum(visit.read_pixel("#wipe", 0.7, 0.9)) == 0
     canvas = page.locator("#wipe")
@@ -163,9 +163,9 @@ def test_the_slider_divides_two_precisions(visit: Visit) -> None:
 def test_difference_maps_show_the_error(visit: Visit) -> None:
     """The map of black frames is bright, that of the plan dark, and eight times brighter on demand."""
     page = visit.page
-    page.locator("#mapped").select_option("fp16")
+    page.locator("#mapped").select_option("fp16-plain")
     bright = sum(visit.read_pixel("#map", 0.5, 0.5))
-    page.locator("#mapped").select_option("plan")
+    page.locator("#mapped").select_option("fp16")
     dark = sum(visit.read_pixel("#map", 0.5, 0.5))
     page.locator("#gain").click()
     assert page.locator("#gain").get_attribute("aria-pressed") == "true"

@@ -44,7 +44,7 @@ def test_the_page_says_what_the_record_says(made: Comparison) -> None:
     worst = min(cell.measures.psnr_db for cell in cells if cell.measures)
     for text in (
         made.headline,
-        "plan is nearer to the reference than bf16 on 2 of 2 prompts.",
+        "fp16 is nearer to the reference than bf16 on 2 of 2 prompts.",
         f"{worst:.1f}",
         "7 values are NaN or Inf",
         "block.0.weight",
@@ -102,10 +102,10 @@ def test_lines_end_where_values_are_lost(made: Comparison) -> None:
     assert chart is not None
     lines = {line.name: line for line in chart.lines}
     assert set(lines) == set(NAMES[1:])
-    assert lines["fp16"].lost is not None
-    assert lines["fp16"].path == ""
-    assert lines["plan"].lost is None
-    assert lines["plan"].end[1] > lines["bf16"].end[1]  # further down: a smaller error
+    assert lines["fp16-plain"].lost is not None
+    assert lines["fp16-plain"].path == ""
+    assert lines["fp16"].lost is None
+    assert lines["fp16"].end[1] > lines["bf16"].end[1]  # further down: a smaller error
     labels = sorted(line.label_y for line in chart.lines)
     assert all(b - a >= 14 for a, b in itertools.pairwise(labels))
 

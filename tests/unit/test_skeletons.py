@@ -54,6 +54,8 @@ def count_constants(module: nn.Module) -> int:
 @pytest.mark.usefixtures("no_copied_addresses")
 def test_a_stand_in_is_captured_without_copying_its_mode(skeleton: Any) -> None:
     """A capture copies the component, and leaves its mode and the addresses in it alone."""
+    with find_mode(skeleton.text_encoder):
+        skeleton.text_encoder.kept = torch.tensor(2.0)
     assert count_constants(skeleton.text_encoder)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     capture = capture_call(skeleton.text_encoder, (ids,), dtype=torch.float16)
