@@ -37,6 +37,7 @@ import encoders as encoder_table  # noqa: E402 (the path is set above)
 import stopdown  # noqa: E402
 from encoder_models import make_call, make_encoder, run_encoder  # noqa: E402
 from pipeline_calls import call_pipeline  # noqa: E402
+from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.quantizers.pipelines import join_plans  # noqa: E402
 from stopdown.records import Plan  # noqa: E402
@@ -226,6 +227,8 @@ def main() -> int:
                 rows = sorted([*others, row], key=lambda row: order.index(row["name"]))
                 record["rows"] = rows
                 path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            record |= {"command": "python benchmarks/dropin.py", "machine": describe_machine()}
+            path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     write_table(record, RESULTS / "dropin.md")
     return 0
 
