@@ -142,7 +142,7 @@ def test_a_guard_that_may_not_repair_leaves_the_error_with_a_note(on_fault: Any)
     with guard(block, on_fault=on_fault) as guarded, pytest.raises(RuntimeError) as found:
         block(torch.ones(2, 8).half())
     (note,) = found.value.__notes__
-    assert note.startswith("Stopdown: Block:embed, whose weights are fp16, refused")
+    assert note.startswith("Stopdown: Block:embed, whose weights are fp16, rejected")
     assert guarded.repairs == ()
 
 
