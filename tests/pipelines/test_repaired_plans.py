@@ -105,7 +105,9 @@ def test_a_repair_on_top_of_a_plan_with_fp32_modules(tmp_path: Any) -> None:
     found = {entry.component: entry for entry in kept.components}
     before = {entry.component: entry for entry in plan.components}
     assert found["transformer"] != before["transformer"]
-    assert any("A run repaired it: `transformer` returned" in x for x in found["transformer"].reasons)
+    assert any(
+        "A run repaired it: `transformer` returned" in x for x in found["transformer"].reasons
+    )
     assert {n: e for n, e in found.items() if n != "transformer"} == {
         n: e for n, e in before.items() if n != "transformer"
     }
