@@ -534,9 +534,8 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
     assert (process.returncode, printed) == (130, b"")
     assert "Loading" in shown
     assert " ".join(shown.split()).endswith(
-        "stopdown: Stopped by Ctrl-C; no output is half-written. With --journal DIR it could continue "
-        "where it "
-        "stopped."
+        "stopdown: Stopped by Ctrl-C; no output is half-written. To continue an interrupted run next "
+        "time, use --journal FOLDER."
     )
     assert "Traceback" not in shown
     assert list(here.iterdir()) == []
