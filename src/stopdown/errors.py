@@ -94,8 +94,8 @@ class StopdownError(Exception):
 
 
 def _end_sentence(text: str) -> str:
-    is_ended = text.rstrip("`'\")]}").endswith((".", "!", "?", ":", "…"))
-    return text if is_ended else f"{text}."
+    last = text.rstrip("`'\")]}")[-1:]
+    return f"{text}." if last.isalnum() or last == "%" else text
 
 
 def _remake(
