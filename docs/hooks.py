@@ -86,8 +86,8 @@ def _point(found: re.Match[str], page: str) -> str:
 
 
 def _is_beside(page: str) -> bool:
-    """Whether a page is no part of the documentation proper: the log tells what was, others are files."""
-    return page.startswith("repository/") or page == "log.md"
+    """Whether a page is a file of the repository, and no part of the documentation proper."""
+    return page.startswith("repository/")
 
 
 @functools.cache
@@ -108,7 +108,6 @@ def describe_commands() -> str:
 
 
 def _draw(found: re.Match[str]) -> str:
-    """A mermaid block as SVG; the options of a command stand on lines of their own."""
-    broken = re.sub(r" (--\w)", r"<br/>\1", found[1])
-    drawing = mmdr.render(broken).svg().replace("\n", " ")
+    """A mermaid block as SVG."""
+    drawing = mmdr.render(found[1]).svg().replace("\n", " ")
     return f'<div class="diagram">{drawing}</div>'

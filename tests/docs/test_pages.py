@@ -141,26 +141,47 @@ def test_no_block_harms_the_shell_it_is_pasted_into() -> None:
             assert not re.search(r"^\s*exit\b", block.text, re.MULTILINE)
 
 
-def test_the_flowchart_is_told_in_words() -> None:
-    """Whoever cannot see the diagram finds each of its commands in the text below it."""
+def test_the_flowcharts_are_told_in_words() -> None:
+    """Whoever cannot see the diagrams finds each of their commands in the text below them."""
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")
-    diagram, words = page.split("## The steps in words")
-    assert diagram.count("```mermaid") == 1
-    drawn = set(find_commands(diagram))
-    assert len(drawn) >= 10
+    diagrams, words = page.split("## The steps in words")
+    assert diagrams.count("```mermaid") == 2
+    drawn = set(find_commands(diagrams))
+    assert len(drawn) >= 8
     assert drawn <= set(find_commands(words))
 
 
 def test_every_branch_of_the_flowchart_ends() -> None:
     """Each node is drawn and reached, and whatever is no end leads on."""
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")
-    diagram = page.split("```mermaid")[1].split("```")[0]
-    edges = re.findall(r"^\s*(\w+)[^\n]*?-->\s*(\w+)", diagram, re.MULTILINE)
-    drawn = set(re.findall(r"(\w+)(?:\[\"|\{\"|\(\[\")", diagram))
-    named = {name for edge in edges for name in edge}
-    assert named == drawn
-    reached = {target for _, target in edges}
-    assert drawn - reached == {"start"}
+    for diagram, first in zip(page.split("```mermaid")[1:], ("start", "machine"), strict=True):
+        text = diagram.split("```")[0]
+        edges = re.findall(r"^\s*(\w+)[^\n]*?-->\s*(\w+)", text, re.MULTILINE)
+        drawn = set(re.findall(r"(\w+)(?:\[\"|\{\"|\(\[\")", text))
+        named = {name for edge in edges for name in edge}
+        assert named == drawn
+        reached = {target for _, target in edges}
+        assert drawn - reached == {first}
+
+
+def list_linked(page: Path) -> set[Path]:
+    """Pages of the documentation that a page links to."""
+    found = re.findall(r"\]\(([^)#\s:]+\.md)", page.read_text(encoding="utf-8"))
+    return {(page.parent / link).resolve() for link in found} & set(PAGES)
+
+
+def test_every_page_is_two_steps_from_the_quick_start() -> None:
+    """Whoever begins at the quick start finds each page in two links; others stand under *Internals*."""
+    docs = ROOT / "docs"
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Internals:")[2]
+    internals = {docs / name for name in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
+    assert internals
+    starts = {docs / "start.md", docs / "zh" / "start.md"}
+    near = set().union(*map(list_linked, starts))
+    found = near.union(*map(list_linked, near)) | starts | internals | {docs / "index.md"}
+    assert sorted(set(PAGES) - {ROOT / "README.md"} - found) == []
+    excluded = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("exclude_docs:")[2]
+    assert "  log.md\n" in excluded.partition("\nnot_in_nav")[0]
 
 
 def test_the_card_is_explained() -> None:

@@ -73,9 +73,14 @@ class Chart:
     top: ClassVar[int] = 18
     bottom: ClassVar[int] = 270
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there are more than two steps: fewer points are numbers, and no line."""
+        return self.count > 2
+
     def place_x(self, step: int) -> float:
-        """Where a step stands; the only one in the middle."""
-        share = step / (self.count - 1) if self.count > 1 else 0.5
+        """Where a step stands."""
+        share = step / max(self.count - 1, 1)
         return round(self.left + share * (self.right - self.left), 1)
 
     def place_y(self, error: float) -> float:
@@ -115,8 +120,6 @@ def _draw_line(chart: Chart, name: str, colour: int, values: tuple[float | None,
         is_down = step > 0 and values[step - 1] is not None
         end = (x, chart.place_y(value))
         path += f" {'L' if is_down else 'M'}{x} {end[1]}"
-    if end and chart.count == 1:
-        path += f" h0.1 M{end[0]} {end[1]}"
     place = end or lost or (float(chart.left), float(chart.top))
     return Line(name, colour, values, path.strip(), place, lost)
 
@@ -151,6 +154,9 @@ def choose_bin(bits: float) -> str:
     return next(name for name, _, limit in BINS[1:] if bits < limit or limit == math.inf)
 
 
+MOST_SHOWN = 10
+"""Blocks of a component that are shown at once, the tightest first; all others are folded."""
+
 Bits = Mapping[str, Sequence[float | None]]
 """Module path to the headroom of each step; None where it was not called."""
 
@@ -162,15 +168,35 @@ class HeatMap:
     Attributes:
         component: its name.
         heats: by precision.
+        rows: module paths in the order of the rows; empty for the order of the blocks.
     """
 
     component: str
     heats: Mapping[str, Bits]
+    rows: tuple[str, ...] = ()
 
     @property
     def module_paths(self) -> list[str]:
         """The rows."""
-        return list(dict.fromkeys(path for heat in self.heats.values() for path in heat))
+        found = dict.fromkeys(path for heat in self.heats.values() for path in heat)
+        return list(self.rows or found)
+
+    @property
+    def tightest(self) -> HeatMap:
+        """The map of the `MOST_SHOWN` blocks with the least headroom in any precision, the worst first."""
+        least = {
+            path: min(
+                (x for heat in self.heats.values() for x in heat.get(path, ()) if x is not None),
+                default=math.inf,
+            )
+            for path in self.module_paths
+        }
+        paths = sorted(least, key=lambda path: least[path])[:MOST_SHOWN]
+        heats = {
+            name: {path: heat[path] for path in paths if path in heat}
+            for name, heat in self.heats.items()
+        }
+        return HeatMap(self.component, heats, tuple(paths))
 
     @property
     def steps(self) -> int:
