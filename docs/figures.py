@@ -187,31 +187,6 @@ def rescale_table() -> str:
     return _make_table(headings, rows)
 
 
-_BY_STEP = (
-    "bf16",
-    "fp16",
-    "fp16, fp32 residual",
-    "fp16, fp32 latents",
-    "fp16, last 2 steps in fp32",
-    "denoiser alone in fp16",
-    "encoder alone in fp16",
-    "fp32, from fp16's first step",
-)
-
-
-@_figure
-def by_step_table() -> str:
-    rows = _read("error_by_step")["rows"]
-    groups = sorted({(x["kind"], x["guidance"]) for x in rows})
-    headings = [f"{kind}, {f'guidance {g:g}' if g > 1 else 'no guidance'}" for kind, g in groups]
-    lines = [[name] for name in _BY_STEP]
-    for line in lines:
-        for group in groups:
-            found = [x for x in rows if (x["kind"], x["guidance"]) == group]
-            line.append(_percent(statistics.median(x["errors"][line[0]][-1] for x in found)))
-    return _make_table(["what", *headings], lines)
-
-
 def _worst_words(name: str) -> float:
     """Error of the prompt that the model never saw, at guidance 6."""
     rows = _read("error_by_step")["rows"]

@@ -93,7 +93,8 @@ def find_commands(page: str) -> list[str]:
         line for block in read_blocks(page, "sh", "console", "") for line, _ in read_lines(block)
     ]
     diagrams = "".join(block.text for block in read_blocks(page, "mermaid"))
-    nodes = [part for label in re.findall(r'"([^"]*)"', diagrams) for part in label.split("<br/>")]
+    labels = [label.replace("<br/>", " ") for label in re.findall(r'"([^"]*)"', diagrams)]
+    nodes = [part.strip() for label in labels for part in re.split(r"(?=\bstopdown )", label)]
     return [found for found in (*spans, *lines, *nodes) if found.startswith("stopdown ")]
 
 

@@ -19,7 +19,7 @@ from stopdown.app.comparison_cards import strip_pictures
 from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError
-from stopdown.records import RunRecord, from_json, to_json
+from stopdown.records import BlockMaximum, RunRecord, from_json, to_json
 from stopdown.report import figures, formats
 from stopdown.report.comparison_table import list_notes, list_rows
 from stopdown.report.pages import render_comparison, render_run
@@ -108,6 +108,44 @@ def test_lines_end_where_values_are_lost(made: Comparison) -> None:
     assert lines["fp16"].end[1] > lines["bf16"].end[1]  # further down: a smaller error
     labels = sorted(line.label_y for line in chart.lines)
     assert all(b - a >= 14 for a, b in itertools.pairwise(labels))
+
+
+@pytest.mark.parametrize(("steps", "is_drawn"), [(2, False), (3, True)])
+def test_two_points_are_no_chart(made: Comparison, steps: int, is_drawn: bool) -> None:
+    """Up to two steps the numbers stand there open, with no line; from three on there is a chart."""
+    rows = [
+        dataclasses.replace(
+            row,
+            cells=tuple(
+                dataclasses.replace(cell, latents_rel_err=(0.1, 0.2, 0.3)[:steps])
+                for cell in row.cells
+            ),
+        )
+        for row in made.rows
+    ]
+    page = render_comparison(dataclasses.replace(made, rows=tuple(rows)))
+    assert ('<svg class="chart"' in page) is is_drawn
+    assert ("<details open><summary>The numbers" in page) is not is_drawn
+    assert "step 2" in page
+
+
+def test_the_tightest_blocks_come_first() -> None:
+    """Of 12 blocks the ten with the least headroom in any precision are shown, the worst first."""
+    rows = {f"blocks.{n}": (float(n), 20.0) for n in range(12)}
+    heat = figures.HeatMap("unet", {"bf16": rows, "fp16": {"blocks.11": (-3.0, None)}})
+    assert heat.tightest.module_paths == ["blocks.11", *(f"blocks.{n}" for n in range(9))]
+    assert heat.tightest.steps == 2
+    assert list(heat.tightest.heats["fp16"]) == ["blocks.11"]
+    few = figures.HeatMap("unet", {"bf16": {"a": (3.0,), "b": (1.0,)}})
+    assert few.tightest.module_paths == ["b", "a"]
+
+
+def test_other_blocks_are_folded() -> None:
+    """A run of 12 blocks has ten of them open and all of them in a fold; one of ten has no fold."""
+    for count, folds in ((12, 1), (10, 0)):
+        maxima = tuple(BlockMaximum("unet", f"blocks.{n}", 0, "bf16", 2.0**n) for n in range(count))
+        page = render_run(dataclasses.replace(RUN, maxima=maxima))
+        assert page.count("blocks in their order</summary>") == folds
 
 
 @pytest.mark.parametrize(
