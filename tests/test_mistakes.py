@@ -107,7 +107,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --memory 8", 2, "--memory 8 has no unit. .* Use --memory 8GiB."),
     ("fit shapes --memory lots", 2, "--memory lots is not an amount of memory."),
     ("fit shapes --host-memory 12", 2, "--host-memory 12 has no unit. .* Use --host-memory 12GiB."),
-    ("plan shapes --memory 8GiB", 2, "a plan has no memory limit. .* Use stopdown fit shapes --memory 8GiB"),
+    ("plan shapes --memory 8GiB", 2, "plan has no memory limit. .* Use stopdown fit shapes --memory 8GiB"),
     ("generate shapes a --memory none --allow smaller", 2, "--allow smaller was given with --memory none."),
     # many prompts
     ("batch shapes --prompts none.txt -o out", 2, "The prompts none.txt cannot be read: "),
