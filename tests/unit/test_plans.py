@@ -276,7 +276,9 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     assert entry.scaling == scaling
 
 
-@pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", except for 1.2 % of that work.")])
+@pytest.mark.parametrize(
+    ("share", "rest"), [(0.0, "."), (0.012, ", except for 1.2 % of that work.")]
+)
 def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_path: Path) -> None:
     """A stream that ends where a module does is no residual stream; the file keeps where it ends."""
     stream = ResidualStream(
