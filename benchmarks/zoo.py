@@ -70,6 +70,9 @@ class Subject:
         torch.manual_seed(seed)
         module = tester.model_class(**config).eval().requires_grad_(False)
         randomise(module)
+        for parameter in module.parameters():
+            if not bool(parameter.isfinite().all()):  # made by `torch.empty` (Lumina)
+                parameter.normal_(0, 0.02)
         shift = {
             k: v + 0.1 * torch.randn(v.shape) if _is_latent(v) else v for k, v in given.items()
         }
@@ -278,21 +281,23 @@ def main() -> None:
     drawn = list[Subject]()
     while subjects and len(drawn) < options.draws:
         drawn += order.sample(subjects, len(subjects))
-    known = RESULTS / "zoo.json"
+    known, text = RESULTS / "zoo.json", (options.checkout / "setup.py").read_text()
+    version = text.split('version="', 1)[1].partition('"')[0]
     rows = json.loads(known.read_text())["rows"] if options.first or options.only else []
     for number in options.only or range(options.first, options.draws):
         rows[number : number + 1] = [draw(drawn[number], options.seed + number)]
         print(json.dumps(rows[number]), flush=True)
         if not options.print:
-            store(rows, options.seed)
+            store(rows, options.seed, version)
 
 
-def store(rows: list[dict[str, Any]], seed: int) -> None:
-    """Write the rows as JSON and as a table."""
+def store(rows: list[dict[str, Any]], seed: int, checkout: str) -> None:
+    """Write the rows as JSON and as a table, with the version that the tests say they are of."""
     import diffusers
 
     found = {
         "command": f"python benchmarks/zoo.py CHECKOUT --draws {len(rows)} --seed {seed}",
+        "checkout": checkout,
         "machine": describe_machine(),
         "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
         "rows": rows,
