@@ -7,7 +7,7 @@ cast: there the result must be the same to the last bit. Import times are those 
 median of five.
 
     python benchmarks/dropin.py                  # everything (some minutes)
-    python benchmarks/dropin.py --only sdxl      # some rows; the others are kept
+    python benchmarks/dropin.py --only sdxl sd   # some rows; the others are kept
     python benchmarks/dropin.py --table          # only write the table anew
 """
 
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,11 +168,11 @@ def measure_imports() -> dict[str, Any]:
     return {"import_s": statistics.median(x for x, _ in runs), "loads": runs[0][1]}
 
 
-def measure(only: str) -> Iterator[dict[str, Any]]:
+def measure(only: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows, one after the other."""
     for names, function in ((PIPELINE_NAMES, measure_pipeline), (ENCODERS, measure_encoder)):
         for name in names:
-            if only in ("", name):
+            if not only or name in only:
                 with tempfile.TemporaryDirectory() as folder:
                     yield function(name, Path(folder) / "model")
 
@@ -210,7 +210,7 @@ def write_table(record: dict[str, Any], path: Path) -> None:
 def main() -> int:
     """Measure, and write the record and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="one row; the others are kept")
+    parser.add_argument("--only", nargs="*", default=(), help="some rows; the others are kept")
     parser.add_argument("--table", action="store_true", help="only write the table anew")
     options = parser.parse_args()
     path = RESULTS / "dropin.json"

@@ -97,17 +97,27 @@ def test_a_pipeline_that_overflows_runs_in_fp16(cogvideox: Path) -> None:
     assert is_near(call_pipeline(pipe, "cogvideox"), wanted, 0.003)
 
 
-def test_it_gives_what_apply_plan_gives(cogvideox: Path) -> None:
+SLOW = ("sd", "sdxl", "flux", "wan")
+
+
+@pytest.mark.parametrize(
+    "name", ["cogvideox", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+)
+def test_it_gives_what_apply_plan_gives(cogvideox: Path, tmp_path: Path, name: str) -> None:
     """Weights and pixels are bit for bit those of the same plan on a pipeline that was loaded before."""
-    config = stopdown.quantization(cogvideox)
-    pipe = load_pipeline(cogvideox, quantization_config=config)
-    other = load_pipeline(cogvideox, torch.float32)
-    apply_plan(other, join_plans(config))
-    for name in ("transformer", "text_encoder", "vae"):
-        assert have_same_weights(getattr(pipe, name), getattr(other, name))
-    np.testing.assert_array_equal(
-        call_pipeline(pipe, "cogvideox"), call_pipeline(other, "cogvideox")
+    folder = cogvideox
+    if name != "cogvideox":
+        denoiser = "unet" if name.startswith("sd") else "transformer"
+        folder = save_pipeline(name, tmp_path / name, overflow=denoiser)
+    config = stopdown.quantization(folder)
+    pipe, other = (
+        load_pipeline(folder, quantization_config=config),
+        load_pipeline(folder, torch.float32),
     )
+    apply_plan(other, join_plans(config))
+    for part in config.quant_mapping:
+        assert have_same_weights(getattr(pipe, part), getattr(other, part))
+    np.testing.assert_array_equal(call_pipeline(pipe, name), call_pipeline(other, name))
 
 
 def test_the_plan_is_made_once(cogvideox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
