@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from stopdown.pipelines.call_interception import UNPLANNED
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
+from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling import call_watch, cast_, rescale_
 from stopdown.scaling.call_exponents import CallEnds
@@ -263,6 +264,60 @@ def test_other_signatures_in_threads_under_a_guard() -> None:
         errors = list(pool.map(work, range(6)))
     assert max(errors) < 2e-3
     assert len(said) == len(set(said))
+
+
+def call_while_exponents_are_found_anew() -> float:
+    """Error of a call whose outputs are multiplied back, while another thread's call needs new exponents.
+
+    The first call waits, its values computed, for the exponents to be replaced, or for half a second.
+    """
+    module, first = make_encoder()
+    hidden, late = {**first, "hidden": True}, {**first, "late": torch.full((32,), 300.0)}
+    wanted = run(module, hidden)
+    plan = plan_module(module, first)
+    is_computed, is_replaced = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        is_computed.set()
+        is_replaced.wait(0.5)
+
+    def disturb() -> None:
+        is_computed.wait()
+        run(module, late)
+        is_replaced.set()
+
+    with guard({"part": module}, plan, announce=lambda text: None), ThreadPoolExecutor(1) as pool:
+        run(module, hidden)  # what it needs is known from now on
+        module.register_forward_hook(wait)
+        other = pool.submit(disturb)
+        found = run(module, hidden)
+        is_replaced.set()
+        other.result()
+    return measure_error(found, wanted)
+
+
+def test_exponents_stay_until_a_call_is_over() -> None:
+    """Another thread's call does not take the exponents away before outputs are multiplied back."""
+    assert call_while_exponents_are_found_anew() < 2e-3
+
+
+def test_exponents_that_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock around whole calls the same call is wrong by far."""
+    monkeypatch.setattr(ComponentLock, "calling", lambda self: nullcontext())
+    assert call_while_exponents_are_found_anew() > 0.5
+
+
+def test_a_planned_module_is_compiled_under_the_guard() -> None:
+    """Calls of code that is compiled after the plan was put on are asked for their signature as well."""
+    module, first = make_encoder()
+    calls = [first, {**first, "hidden": True}]
+    wanted = [run(module, x) for x in calls]
+    with guard({"part": module}, plan_module(module, first)):
+        before = run(module, first)
+        module.compile(backend="eager")
+        found = [run(module, x) for x in calls]
+    assert torch.equal(found[0], before)
+    assert max(measure_error(*pair) for pair in zip(found, wanted, strict=True)) < 2e-3
 
 
 def test_weights_that_wait_elsewhere_are_refused() -> None:

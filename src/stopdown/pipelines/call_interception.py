@@ -59,7 +59,8 @@ class Rank(enum.IntEnum):
     RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
     BRANCHES = 7  # makes calls that come one after the other on several devices at once
     JOURNAL = 8  # answers a call from a file, or writes it there
-    EXPONENTS = 9  # takes exponents off for calls that they do not hold for
+    TURN = 9  # keeps other threads from changing the module during a call
+    EXPONENTS = 10  # takes exponents off for calls that they do not hold for
 
 
 class _Stack:

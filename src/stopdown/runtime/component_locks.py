@@ -56,25 +56,34 @@ class ComponentLock:
                     del self._calls[own]
                     self._turn.notify_all()
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether this thread is inside of a call of the module."""
+        return threading.get_ident() in self._calls
+
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
         """While no other thread calls the module.
 
-        Inside of a call that this thread makes of it nothing is waited for: the others may be there too.
+        Inside of a call of this thread the call rests meanwhile: others that wait in theirs come first.
         """
         own = threading.get_ident()
         with self._turn:
             is_inside = self._owner == own
+            resting = 0 if is_inside else self._calls.pop(own, 0)
+            if resting:
+                self._turn.notify_all()
             while self._owner not in (None, own):
                 self._turn.wait()
             self._owner = own
+            while not is_inside and self._calls:
+                self._turn.wait()
         try:
-            with self._turn:
-                while own not in self._calls and self._calls:
-                    self._turn.wait()
             yield
         finally:
             with self._turn:
+                if resting:
+                    self._calls[own] = resting
                 self._owner = own if is_inside else None
                 self._turn.notify_all()
 

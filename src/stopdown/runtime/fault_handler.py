@@ -40,7 +40,7 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import Adjustment
 from stopdown.runtime.session_check import examine_fault
-from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
 from stopdown.scaling.kept_state import describe_kept
 from stopdown.scaling.trial import describe_excess, measure_error
 
@@ -108,6 +108,7 @@ class FaultHandler:
 
         Raises:
             NonFiniteError: there is none.
+            ReplacedError: another thread put exponents on meanwhile that this call has to ask for.
         """
         with find_lock(fault.guarded.module).changing():
             if self.ranks is not None:
@@ -172,8 +173,15 @@ class FaultHandler:
         return self._repair(case)
 
     def _look_again(self, fault: Fault) -> Fault:
-        """The same call after a repair that another thread made meanwhile."""
-        fault.guarded.latest.restore()
+        """The same call after a repair that another thread made meanwhile.
+
+        Raises:
+            ReplacedError: exponents are on that were not found for such calls.
+        """
+        guarded = fault.guarded
+        guarded.latest.restore()
+        if not holds_for(guarded.module, guarded.callee.method, fault.args, dict(fault.kwargs)):
+            raise ReplacedError
         output = fault.repeat()
         return replace(fault, output=output, check=self.check(fault.guarded, output))
 

@@ -54,7 +54,14 @@ from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, find_module, find_slot, intercept
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    find_module,
+    find_slot,
+    intercept,
+    put_layer,
+)
 from stopdown.pipelines.components import (
     GENERAL,
     GENERAL_KEEPS,
@@ -109,7 +116,7 @@ from stopdown.runtime.repairs import ComponentState
 from stopdown.runtime.results import collect_videos, count_bad
 from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 from stopdown.runtime.weight_history import WeightHistory
-from stopdown.scaling.call_watch import ReplacedError, has_passed
+from stopdown.scaling.call_watch import ReplacedError, find_watch, has_passed
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""
@@ -397,6 +404,9 @@ class Guard:
             (Rank.GUARD, self._call_checked),
         ):
             intercept(callee, functools.partial(layer, guarded), guarded.patches, rank)
+        whole = "_call_impl" if slot == "forward" else slot  # with the hooks of the module
+        begin = functools.partial(self._call_whole, guarded)
+        put_layer(callee.owner, whole, begin, guarded.patches, Rank.TURN)
 
     def _find_component(self, callee: Callee) -> GuardedComponent:
         return self._find_module(find_module(callee))
@@ -566,6 +576,21 @@ class Guard:
 
     # The layers around a component call
 
+    def _call_whole(
+        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Around a call with all hooks of its module: no other thread changes that meanwhile.
+
+        Where exponents are on, the layer that asks for them sees to it.
+        """
+        watch = find_watch(guarded.module)
+        if is_changing() or (watch is not None and watch.has_call_here):
+            return call(*args, **kwargs)
+        with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
+            if find_watch(guarded.module) is None:
+                return call(*args, **kwargs)
+        return guarded.callee.bind(guarded.module)(*args, **kwargs)  # other layers are there now
+
     def _call_component(
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -604,6 +629,8 @@ class Guard:
             with entered(owner, method):
                 return self._check_call(guarded, call, args, kwargs)
         except ReplacedError:  # the call that is made instead is the one that counts
+            if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
+                raise
             return guarded.callee.bind(guarded.module)(*args, **kwargs)
 
     def _check_call(

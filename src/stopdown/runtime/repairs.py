@@ -248,8 +248,10 @@ class ComponentState:
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         before, wanted = self.read_precisions()[:1], FORMATS[repair.precision].torch_dtype
-        changing = find_lock(self.module).changing
-        watch = WatchOptions(self.name, self._extend, self._announce_once, changing)
+        lock = find_lock(self.module)
+        watch = WatchOptions(
+            self.name, self._extend, self._announce_once, lock.changing, lock.calling
+        )
         apply_precision(self.module, repair.precision, repair.scaling, self._patches, watch=watch)
         if repair.scaling is None or before != (wanted,):
             self.dtype = wanted

@@ -81,6 +81,7 @@ class WatchOptions:
         extend: finds exponents for a further signature; None when nobody does.
         announce: told of each signature once that is run without exponents.
         changing: entered while the module is changed: no other thread computes with it.
+        calling: entered around each call, with all hooks of the module: none changes it.
         remedy: for calls that the exponents do not hold for.
         stays: the exponents are never taken off for a call: one that they do not hold for is refused.
     """
@@ -89,6 +90,7 @@ class WatchOptions:
     extend: Extend | None = None
     announce: Callable[[str], None] = warn_user
     changing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    calling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     remedy: str = (
         "Make the plan with such calls: make_plan(pipe, prompts=[{...}]), or stopdown plan SOURCE of the "
         "pipeline that makes them."
@@ -123,6 +125,7 @@ class CallWatch:
         self._name = options.name or type(module).__name__
         self._verdicts: dict[str, CallEnds | None] = dict.fromkeys(scaling.signatures, _PLAIN)
         self._own, self._on, self._off = Patches(), Patches(), Patches()
+        self._slots = set[str]()
         self._turn = threading.Condition(threading.RLock())
         self._users, self._is_on, self._is_removed = 0, True, False
         self._thread = threading.local()
@@ -136,12 +139,22 @@ class CallWatch:
         patches.defer(self._remove)
         self._switch_on()
         self._own.set_attribute(self.module, _WATCH, self)
+        self.follow()
+        for method in ("encode", "decode"):
+            if callable(getattr(self.module, method, None)):
+                self._put_layer(method, method)
+
+    def follow(self) -> None:
+        """Watch the code that calls go through now, if the module was compiled since."""
         slot = find_slot(Callee("", self.module, "forward", "call"))
-        slots = {"_call_impl" if slot == "forward" else slot: "forward"}
-        slots |= {x: x for x in ("encode", "decode") if callable(getattr(self.module, x, None))}
-        for slot, method in slots.items():
-            layer = partial(self._enter, method)
-            put_layer(self.module, slot, layer, self._own, Rank.EXPONENTS)
+        slot = "_call_impl" if slot == "forward" else slot
+        if slot not in self._slots:
+            self._put_layer(slot, "forward")
+
+    def _put_layer(self, slot: str, method: str) -> None:
+        self._slots.add(slot)
+        layer = partial(self._enter, method)
+        put_layer(self.module, slot, layer, self._own, Rank.EXPONENTS)
 
     def _remove(self) -> None:
         self._own.undo()
@@ -191,14 +204,21 @@ class CallWatch:
 
     @contextlib.contextmanager
     def _using(self, *, is_on: bool) -> Iterator[None]:
-        """A call with the exponents on, or off: calls that want the same run at once."""
+        """A call with the exponents on, or off: calls that want the same run at once.
+
+        Raises:
+            ReplacedError: other exponents were put on while this waited.
+        """
         while not self._begin(is_on=is_on):
             with self._options.changing(), self._turn:
                 if not (self._users or self._is_removed or self._is_on == is_on):
                     self._switch_on() if is_on else self._switch_off()
-        self._thread.is_inside = True
         try:
-            yield
+            with self._options.calling():
+                if self._is_removed:
+                    raise ReplacedError
+                self._thread.is_inside = True
+                yield
         finally:
             self._thread.is_inside = False
             with self._turn:
@@ -398,13 +418,29 @@ def note_weights(module: torch.nn.Module) -> None:
         watch._weights = list(_list_weights(module, watch.scaling))
 
 
-def has_passed(module: torch.nn.Module) -> bool:
-    """Whether the watch of now let the call through that this thread makes of a module.
+def find_watch(module: torch.nn.Module) -> CallWatch | None:
+    """The watch of now; another thread may have put other exponents on since a call began."""
+    watch: CallWatch | None = vars(module).get(_WATCH)
+    if watch is None or watch.module is not module:
+        return None
+    watch.follow()
+    return watch
 
-    Another thread may have put other exponents on since the call began.
-    """
-    watch = vars(module).get(_WATCH)
-    return watch is None or watch.module is not module or watch.has_call_here
+
+def has_passed(module: torch.nn.Module) -> bool:
+    """Whether the watch of now, if there is one, let the call through that this thread makes."""
+    watch = find_watch(module)
+    return watch is None or watch.has_call_here
+
+
+def holds_for(
+    module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call is right, as it is, with the exponents that are on a module now."""
+    watch = find_watch(module)
+    if watch is None or not watch._is_on:
+        return True
+    return watch._verdicts.get(sign_call(module, method, args, kwargs)) is _PLAIN
 
 
 @dataclass
