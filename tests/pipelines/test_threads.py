@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from guarded_threads import call_from_threads
+from guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.errors import NonFiniteError
+from stopdown.errors import InputError, NonFiniteError
 from stopdown.module_paths import ModulePaths
 from stopdown.patches import Patches
+from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
@@ -176,3 +178,94 @@ def test_a_change_waits_for_calls_of_other_threads() -> None:
         for job in jobs:
             job.result(timeout=120)
     assert order == ["called", "changed", "called again"]
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_guard_is_removed_while_threads_call(is_planned: bool) -> None:
+    """Calls of now are right with it or made again without it, and the weights are what they were."""
+    half, wide, _ = make_streams()
+    module = wide if is_planned else half
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) * 500.0
+    given = x.to(module.enter.weight.dtype)
+    expected, before = wide(given.float()), [x.clone() for x in module.parameters()]
+    plan = measure_plan({"part": module}, run=lambda: module(given)) if is_planned else None
+    is_over = Event()
+
+    def call() -> list[float]:
+        errors = []
+        while not is_over.is_set():
+            errors.append(float((module(given).float() - expected).norm() / expected.norm()))
+        return errors
+
+    for number in range(4):
+        handle = guard({"part": module}, plan, announce=quiet)
+        is_over.clear()
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(call) for _ in range(4)]
+            time.sleep(0.02 * number)
+            handle.remove()
+            is_over.set()
+            errors = [x for job in jobs for x in job.result(timeout=120)]
+        found = [
+            x for x in errors if x == x or is_planned
+        ]  # plain fp16 overflows, as it did before
+        assert max(found, default=0.0) < 0.01
+        assert all(map(torch.equal, before, module.parameters()))
+
+
+class Mixing(nn.Module):
+    """A norm that refuses a stream which an argument in fp32 has widened, and a product that overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """`[N, 4]`, the same again."""
+        return self.norm(self.enter(x) + more)
+
+
+def test_a_refused_call_is_made_again_after_another_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that refuses its dtypes while another thread's repair begins is asked for its exponents."""
+    torch.manual_seed(0)
+    module = Mixing().eval().requires_grad_(False)
+    module.enter.weight *= 60000
+    module.half()
+    x, more = torch.full((2, 4), 9.0).half(), torch.ones(2, 4)
+    wide = copy.deepcopy(module).float()
+    expected, lock = wide(x.float(), more), find_lock(module)
+    is_refused = Event()
+    answer, check = FaultHandler.answer_refusal, FaultHandler.answer
+
+    def wait(self: FaultHandler, fault: Fault, error: Exception) -> Any:
+        is_refused.set()
+        for _ in range(2000):
+            if lock._owner is None:
+                time.sleep(0.001)
+        return answer(self, fault, error)
+
+    def begin(self: FaultHandler, fault: Fault) -> Any:
+        assert is_refused.wait(120)
+        return check(self, fault)
+
+    monkeypatch.setattr(FaultHandler, "answer_refusal", wait)
+    monkeypatch.setattr(FaultHandler, "answer", begin)
+    with guard(module, announce=quiet) as handle, ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(module, x, more), pool.submit(module, x, more.half())]
+        found = [job.result(timeout=120) for job in jobs]
+    assert handle.repairs[0].action == "rescaled"
+    for one in found:
+        assert float((one.float() - expected).abs().max()) < 0.01
+
+
+def test_overlapping_guards_are_refused() -> None:
+    """Repairs of a module and of a part of it would multiply the same values: one message."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    with guard({"whole": module}):
+        with pytest.raises(InputError, match="requested for part, a Linear") as raised:
+            guard({"part": module[0]})
+        with guard({"same": module}), guard({"other": nn.Linear(2, 2)}):
+            pass
+    assert raised.value.remedy == "Guard the Sequential alone."
+    with guard({"part": module[0]}), pytest.raises(InputError, match="requested for whole"):
+        guard({"whole": module})

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -93,6 +93,7 @@ class FaultHandler:
         find_origin: where values came from that are not finite and that no component made.
         names_culprit: run a call that failed once more to find where the fault begins.
         ranks: that make the same output together, and answer alike.
+        is_over: the guard is removed, so a call at fault is made again without it.
     """
 
     pipe: Any
@@ -102,6 +103,7 @@ class FaultHandler:
     find_origin: Callable[[], Origin]
     names_culprit: bool = True
     ranks: Ranks | None = None
+    is_over: bool = False
 
     def answer(self, fault: Fault) -> Any:
         """The output to go on with after a fault.
@@ -111,6 +113,8 @@ class FaultHandler:
             ReplacedError: another thread put exponents on meanwhile that this call has to ask for.
         """
         with find_lock(fault.guarded.module).changing():
+            if self.is_over:
+                self._begin_again(fault)
             if self.ranks is not None:
                 fault = agree_on_fault(self.ranks, fault)
             elif fault.guarded.latest.applied != fault.guarded.state.applied:
@@ -124,10 +128,13 @@ class FaultHandler:
 
         Raises:
             Exception: the error as it came, where it cannot be repaired.
+            ReplacedError: another thread changed the component meanwhile.
         """
         repaired = None
         if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
             with find_lock(fault.guarded.module).changing():
+                if self.is_over or fault.guarded.latest.applied != fault.guarded.state.applied:
+                    self._begin_again(fault)
                 repaired = repair_refusal(fault, error)
         if repaired is None:
             add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
@@ -181,9 +188,14 @@ class FaultHandler:
         guarded = fault.guarded
         guarded.latest.restore()
         if not holds_for(guarded.module, guarded.callee.method, fault.args, dict(fault.kwargs)):
-            raise ReplacedError
+            self._begin_again(fault)
         output = fault.repeat()
         return replace(fault, output=output, check=self.check(fault.guarded, output))
+
+    def _begin_again(self, fault: Fault) -> NoReturn:
+        """Have a call made again as if it had not begun."""
+        fault.guarded.latest.restore()
+        raise ReplacedError
 
     def _is_meant(self, fault: Fault, output: Any, check: CallCheck) -> bool:
         """Whether what operations hid is no fault: the result is as near to fp32's as bf16's is.

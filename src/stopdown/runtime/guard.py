@@ -13,7 +13,8 @@ own arithmetic behind it, reaches no component. It is named where it began, and 
 
 **Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
 any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
-**Does not catch** arguments that a component changed in place before it failed. Faults outside of the
+**Does not catch** arguments that a component changed in place before it failed. Calls that another
+thread began before the guard was put on. Faults outside of the
 components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired. Components
 whose parameters' gradients are wanted are left alone, which is said once: in training mode their calls, in
 eval mode their faults.
@@ -350,18 +351,21 @@ class Guard:
             yield
             return
         with self._counting:
-            if name not in self._calls or not self._calls[name].users:
+            guarded = None if self._handler.is_over else self._calls.get(name)
+            if not (self._handler.is_over or (guarded is not None and guarded.users)):
                 self._guard_call(callee)
-                self._put_sensors(self._calls[name].component)
-            guarded = self._calls[name]
-            guarded.users += 1
+                guarded = self._calls[name]
+                self._put_sensors(guarded.component)
+            if guarded is not None:
+                guarded.users += 1
         try:
             yield
         finally:
             with self._counting:
-                guarded.users -= 1
-                if not guarded.users:
-                    guarded.patches.undo()
+                if guarded is not None:
+                    guarded.users -= 1
+                    if not guarded.users:
+                        guarded.patches.undo()
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
         """Whether a call of now is one of training, which is said once."""
@@ -541,8 +545,17 @@ class Guard:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
         LEFT_ON.discard(self)
         repair_cache, self._repair_cache = self._repair_cache, None
-        repaired = [x.state for x in self._components.values() if x.state.is_repaired]
-        found = [(state, state.applied) for state in repaired]
+        with self._counting:
+            self._handler.is_over = True
+            components = list(self._components.values())
+        found = []
+        for component in components:
+            with find_lock(component.state.module).changing():  # calls of other threads are over
+                if component.state.is_repaired:
+                    found.append((component.state, component.state.applied))
+                component.state.leave()
+                for call in component.calls:
+                    call.patches.undo()
         self._patches.undo()
         for call in self._calls.values():
             call.forget()
@@ -587,7 +600,7 @@ class Guard:
         if is_changing() or (watch is not None and watch.has_call_here):
             return call(*args, **kwargs)
         with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
-            if find_watch(guarded.module) is None:
+            if find_watch(guarded.module) is None and not self._handler.is_over:
                 return call(*args, **kwargs)
         return guarded.callee.bind(guarded.module)(*args, **kwargs)  # other layers are there now
 
@@ -939,7 +952,8 @@ def guard(
     Raises:
         OptionError: `on_fault` is none of the three.
         PlanError: the plan does not belong to this pipeline.
-        InputError: the journal belongs to another run, or is in use; the program holds no module.
+        InputError: the journal belongs to another run, or is in use; the program holds no module; it
+            holds a part of what another guard is on, or the reverse.
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
     Cost: per call of a component an operation for each floating argument, two for its outputs and
@@ -969,4 +983,28 @@ def guard(
     before = getattr(pipe, "stopdown_guard", None)
     if isinstance(before, Guard) and before.pipe is pipe and before.is_on:
         return before.give_way(options)
+    _refuse_overlap(pipe)
     return Guard(pipe, options).put_on()
+
+
+def _refuse_overlap(pipe: Any) -> None:
+    """Refuse a program if what one guard would repair is a part of what another guard does.
+
+    Raises:
+        InputError: with both names.
+    """
+    others = {id(x): x for guard in list(LEFT_ON) for x in find_components(guard.pipe).values()}
+    for name, module in find_components(pipe).items():
+        if id(module) in others:
+            continue
+        own = {id(part) for part in module.modules()}
+        for other in others.values():
+            if id(other) in own or any(part is module for part in other.modules()):
+                inner, outer = (other, module) if id(other) in own else (module, other)
+                raise InputError(
+                    f"A guard was requested for {name}, a {type(module).__name__}, and a guard is on a "
+                    f"{type(other).__name__} already.",
+                    expected=f"The {type(inner).__name__} is a part of the {type(outer).__name__}, and "
+                    "repairs of both would multiply the same values.",
+                    remedy=f"Guard the {type(outer).__name__} alone.",
+                )

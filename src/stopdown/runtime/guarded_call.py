@@ -213,7 +213,7 @@ class GuardedCall:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: its arguments are noted, nothing is read."""
         self.latest.kept = None if self.component.keeps is False else KeptState(self.module)
-        self.latest.changed = []
+        self.latest.changed, self.latest.applied = [], self.state.applied
         notes = self.component.notes
         notes.clear()
         names = find_argument_names(self.callee)
