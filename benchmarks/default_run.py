@@ -190,7 +190,7 @@ def main() -> None:
                    "--device", str(options.device), "--host", str(options.host)]  # fmt: skip
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         found = [x for x in done.stdout.splitlines() if x.startswith("ROW ")]
-        rows[stage] = json.loads(found[0][4:]) if found else {"error": done.stderr[-2000:]}
+        rows[stage] = json.loads(found[0][4:]) if found else {"error": done.stderr[-20000:]}
         print(stage, json.dumps(rows[stage])[:1500], flush=True)
     path = RESULTS / "default_run.json"
     stored = json.loads(path.read_text())["rows"] if path.exists() else {}

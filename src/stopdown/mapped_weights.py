@@ -176,6 +176,11 @@ def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
     return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
 
 
+def is_waiting(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter whose values are in a file."""
+    return isinstance(tensor, torch.nn.Parameter) and find_stored(tensor) is not None
+
+
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
     """Where weights of this size are mapped; None where they are small, or the disk has no room.
 

@@ -12,11 +12,16 @@ import PIL.Image
 import pytest
 import torch
 
-from stopdown.errors import NonFiniteError, PlanError
+import stopdown
+from stopdown.errors import NonFiniteError, PlanError, ScalingError
+from stopdown.mapped_weights import is_waiting
+from stopdown.pipelines.loader import load_component
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.tiny_pipelines import overflow_
+from stopdown.plans import calibrated
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import list_requests, measure_plan
+from stopdown.plans.call_recorder import record_calls
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
@@ -220,6 +225,67 @@ def test_every_difference_is_in_one_refusal(
     assert "transformer has other weights than those that were measured" in text
     assert "it has a vocoder, and the pipeline has none" in text
     assert "stopdown plan SOURCE" in text
+
+
+def save(tmp_path: Path) -> Path:
+    """A folder with bf16 weights whose transformer overflows in fp16."""
+    folder = tmp_path / "model"
+    make_pipeline("cogview3plus", overflow="transformer", dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_a_folder_is_measured_without_its_weights_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where fp32 does not fit, ranges are read one operation after the other: the same exponents."""
+    folder, seen = save(tmp_path), set[torch.dtype]()
+    ask: Any = {"measure": True, "prompts": "a ball", "request": Request(steps=1)}
+
+    def record(pipe: Any, *args: Any) -> Any:
+        layers = [x.attn1.to_q for x in pipe.transformer.transformer_blocks]
+        seen.update(x.weight.dtype for x in layers)
+        return record_calls(pipe, *args)
+
+    monkeypatch.setattr(calibrated, "record_calls", record)
+    whole = stopdown.make_plan(folder, **ask)
+    monkeypatch.setattr(calibrated, "find_host_bytes", lambda: 0)
+    loaded = list[torch.nn.Module]()
+
+    def load(*args: Any) -> Any:
+        loaded.append(load_component(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(calibrated, "load_component", load)
+    layered = stopdown.make_plan(folder, **ask)
+    assert seen == {torch.float16}
+    assert {x.component for x in whole.components if x.scaling.exponents} == {"transformer"}
+    for one, other in zip(whole.components, layered.components, strict=True):
+        assert one.precision == other.precision == "fp16"
+        assert one.weights == other.weights
+        assert dataclasses.replace(one.scaling, trial=None) == other.scaling
+        assert one.scaling.trial is not None
+        assert other.reasons[-1].startswith("Its ranges were measured layer by layer")
+    assert all(is_waiting(x) for module in loaded for x in module.parameters())
+
+
+def test_what_cannot_be_measured_keeps_its_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A component whose measurement fails runs by its bounds, and says why."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ScalingError("Nothing can be found today.")
+
+    monkeypatch.setattr(calibrated, "scale_component", fail)
+    plan = stopdown.make_plan(save(tmp_path), prompts="a ball", request=Request(steps=1))
+    assert {x.precision for x in plan.components} == {"fp16"}
+    assert all(
+        x.reasons[-1]
+        == "It was not measured, and keeps its certificate: Nothing can be found today."
+        for x in plan.components
+    )
 
 
 def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:

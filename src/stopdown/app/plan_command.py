@@ -40,7 +40,7 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Find how a model runs in fp16 without overflow.
 
     Computes bounds from the weights that hold for every prompt, and runs nothing. With --measure, or with
-    an option of runs such as --prompt or --steps, it runs the model in fp32 a few times instead.
+    an option of runs such as --prompt or --steps, it runs the model a few times and measures instead.
 
     Examples:
       stopdown plan zai-org/CogVideoX-5b -o plan.json
@@ -104,10 +104,10 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
         ),
     ] = None
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure a few runs in fp32 instead of bounding all.")
+        bool, typer.Option("--measure", help="Measure a few runs instead of bounding all values.")
     ] = False
     device: Annotated[
-        str | None, typer.Option(help="Device to measure on, in fp32: cuda, cuda:1, mps or cpu.")
+        str | None, typer.Option(help="Device to measure on: cuda, cuda:1, mps or cpu.")
     ] = None
     guidance: GuidanceOption = None
     certify: Annotated[bool, typer.Option("--certify", hidden=True)] = False
@@ -154,20 +154,21 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         check_components(others, source.components)
     load_libraries(display)
     from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.plans.calibrated import STEPS, measure_plan
+    from stopdown.plans.calibrated import STEPS
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
+    from stopdown.runtime.plan_maker import make_plan
 
     if options.measures:
-        refuse_unmeasurable(source, request, options.device, display, precision="fp32")
+        refuse_unmeasurable(source, request, options.device, display, precision="auto")
         with quiet_libraries():
-            made = measure_plan(
+            made = make_plan(
                 source,
+                measure=options.ranges or True,
                 device=options.device,
                 prompts=[*options.prompt, *map(read_call, options.call)],
                 residual=options.residual,
-                ranges=options.ranges,
                 request=dataclasses.replace(request, steps=options.steps or STEPS),
                 progress=display.progress,
             )

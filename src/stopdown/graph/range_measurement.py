@@ -33,6 +33,7 @@ from stopdown.graph.nodes import (
     is_range_clamp,
     operation,
 )
+from stopdown.mapped_weights import find_stored, is_waiting
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 
@@ -91,7 +92,8 @@ def run_capture(
     Raises:
         ScalingError: a weight or a value is NaN or Inf in fp32 already.
 
-    Cost: one forward in fp32, one pass and one host read for each value.
+    Cost: one forward in fp32, one pass and one host read for each value. Of weights that
+    wait in their files, one operation's are there at a time.
     """
     tensors = flatten_call(args, kwargs)
     if len(tensors) != len(capture.inputs):
@@ -165,6 +167,13 @@ def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> b
     return all(part.amax < FP16.largest for x in others for part in ranges.get(x.name, ()))
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter that waits in its file: it is read for each operation, and let go."""
+
+    node: Node
+
+
 class _Runner(torch.fx.Interpreter):
     """Runs a captured graph in fp32 and keeps the ranges of what passes."""
 
@@ -185,11 +194,19 @@ class _Runner(torch.fx.Interpreter):
         self.ranges: dict[str, tuple[Range, ...]] = {}
 
     def run_node(self, n: Node) -> Any:
+        is_known = n.op == "placeholder" and n.name not in self.tensors and n.name in self.known
+        if is_known and self._waits(n):
+            self.ranges[n.name] = self.known[n.name]
+            return _Weight(n)
         result = self._load(n) if n.op == "placeholder" else self._compute(n)
         if is_float(n) and isinstance(result, torch.Tensor):
-            is_known = n.op == "placeholder" and n.name not in self.tensors and n.name in self.known
             self.ranges[n.name] = self.known[n.name] if is_known else self._measure(n, result)
-        return result
+        return _Weight(n) if self._waits(n) else result
+
+    def _waits(self, node: Node) -> bool:
+        """Whether a value is a parameter that waits in its file."""
+        held = self.named.get(self.capture.parameters.get(node.name, ""))
+        return held is not None and is_waiting(held)
 
     def _load(self, node: Node) -> Any:
         if node.name in self.capture.parameters:
@@ -200,17 +217,20 @@ class _Runner(torch.fx.Interpreter):
             found = self.tensors[node.name].clone()  # some code adds into what it is given
         if isinstance(found, torch.Generator):
             return found.clone_state()  # the caller's own stays where it is
+        if is_waiting(found) and (stored := find_stored(found)) is not None:
+            found = stored.read(self.device or found.device)
         found = found.detach() if self.device is None else found.detach().to(self.device)
         return found.float() if found.dtype in HALVES else found
 
     def _compute(self, node: Node) -> Any:
         if is_kind(node, "assertion"):
             return None
-        if is_range_clamp(node) and node not in self.kept_clamps:
-            return self.env[node.args[0]]  # type: ignore[index]
-        if node.op != "call_function":
-            return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        args, kwargs = pytree.tree_map_only(_Weight, lambda x: self._load(x.node), (args, kwargs))
+        if is_range_clamp(node) and node not in self.kept_clamps:
+            return args[0]
+        if node.op != "call_function":
+            return getattr(self, node.op)(node.target, args, kwargs)
         args, kwargs = pytree.tree_map(_widen, (args, kwargs))
         if is_kind(node, "row_norm", "group_norm"):
             self._check_squares(node, args[0])

@@ -33,7 +33,12 @@ SHARE = 0.8
 
 
 def choose_size(
-    pipe: Any, arguments: Mapping[str, Any], *, memory_bytes: int, on_cpu: bool = True
+    pipe: Any,
+    arguments: Mapping[str, Any],
+    *,
+    memory_bytes: int,
+    on_cpu: bool = True,
+    has_weights: bool = True,
 ) -> tuple[dict[str, int], str]:
     """Sizes to add to the arguments of a pipeline's call, and why; nothing where sizes are among them.
 
@@ -42,6 +47,7 @@ def choose_size(
         arguments: of its call.
         memory_bytes: what the device has.
         on_cpu: whether it runs on the CPU.
+        has_weights: all of them are there in fp32; False where a layer's are at a time.
 
     Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.
     """
@@ -56,10 +62,19 @@ def choose_size(
         peak, made = forecast({**arguments, **own})
     except Exception:  # whatever a model's code does without values: there is no forecast
         return own, ""
-    limit = int(SHARE * memory_bytes)
-    if made is None or peak.predictions[0].peak_bytes <= limit:
+    limit, passing = int(SHARE * memory_bytes), 0
+    if not has_weights:
+        parameters = (x for m in find_components(pipe).values() for x in m.parameters())
+        passing = sum(4 * x.numel() for x in parameters)
+    needed = peak.predictions[0].peak_bytes - passing
+    if made is None or needed <= limit:
         return own, ""
-    return _shrink(pipe, names, {**arguments, **own}, made, limit, peak, forecast)
+    found, size = _shrink(pipe, names, {**arguments, **own}, made, limit + passing, forecast)
+    why = (
+        f"It was run at {size} and not at {made}, where a run in fp32 takes {needed / 2**30:.1f} GiB, "
+        f"and {limit / 2**30:.1f} GiB are there for it."
+    )
+    return found, why
 
 
 def _shrink(
@@ -68,9 +83,8 @@ def _shrink(
     arguments: Mapping[str, Any],
     size: Size,
     limit: int,
-    peak: Fit,
     forecast: Any,
-) -> tuple[dict[str, int], str]:
+) -> tuple[dict[str, int], Size]:
     def express(one: Size) -> dict[str, int]:
         sizes = dataclasses.asdict(one)
         return {target: sizes[name] for name, target in names.items() if target}
@@ -81,11 +95,7 @@ def _shrink(
     )
     found = find_largest(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
     made = found[0] if found else (sizes or [size])[-1]
-    why = (
-        f"It was run at {made} and not at {size}, where a run in fp32 takes "
-        f"{peak.predictions[0].peak_bytes / 2**30:.1f} GiB, and {limit / 2**30:.1f} GiB are there for it."
-    )
-    return express(made), why
+    return express(made), made
 
 
 def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:

@@ -16,20 +16,26 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_function
+from stopdown.device_memory import find_host_bytes
 from stopdown.environment import Device, choose_device, name_device, probe_formats
 from stopdown.errors import OptionError
+from stopdown.mapped_weights import wait_
 from stopdown.memory.affordable_size import choose_size
-from stopdown.number_formats import FP16, name_dtype
+from stopdown.number_formats import FORMATS, FP16, name_dtype
+from stopdown.numerics import HALVES
 from stopdown.patches import Patches
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.components import (
+    cast_component_,
     explain_run,
     find_adapter,
     find_component,
@@ -39,7 +45,12 @@ from stopdown.pipelines.components import (
 )
 from stopdown.pipelines.drawn_inputs import draw_inputs
 from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.loader import complete_source, load_program, move_program
+from stopdown.pipelines.loader import (
+    complete_source,
+    load_component,
+    load_program,
+    move_program,
+)
 from stopdown.pipelines.requests import (
     Request,
     build_arguments,
@@ -72,16 +83,35 @@ from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import describe_trial, read_headroom
 from stopdown.scaling.weight_checks import find_quantised
 
+WHOLE_SHARE = 3
+"""Copies in fp32 that a component takes while its exponents are tried: itself, and what its folds undo."""
+
+_UNTRIED = (
+    "Its ranges were measured layer by layer, because in fp32 its weights do not fit into memory, so it was "
+    "not tried as a whole."
+)
+
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""
 
 
+Prepare = Callable[[Any], list[Request]]
+"""The requests that a pipeline is to run, asked before its weights are placed."""
+
+RunSafely = Callable[
+    [Source, Device, Prepare, Progress | None],
+    AbstractContextManager[tuple[Any, Plan, list[Request]]],
+]
+"""Opens a checkpoint as it runs without overflow: the pipeline, the plan that it runs by, and requests."""
+
+
 @dataclass(frozen=True)
 class _Opened:
-    """A pipeline to measure, and what is known of it."""
+    """What is to be measured: the program, `None` for a checkpoint whose components come one by one."""
 
     pipe: Any
     name: str
+    pipeline: str
     fingerprint: str
     stored: Mapping[str, Mapping[str, int]]
     device: Device
@@ -97,10 +127,13 @@ def measure_plan(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
     run: Callable[[], Any] | None = None,
+    run_safely: RunSafely | None = None,
 ) -> Plan:
     """Find how each component of a checkpoint runs in fp16, by running it in fp32.
 
-    Args and errors are those of `make_plan`, which says what each is for.
+    Args and errors are those of `make_plan`, which says what each is for. With `run_safely` the calls of a
+    checkpoint are recorded as it opens it, and components are measured one after the other; without, the
+    whole pipeline runs in fp32.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
     once in fp16 as planned. The next strategy is taken if that fails: without an fp32 residual stream,
@@ -122,17 +155,21 @@ def measure_plan(
     if steps < 1:
         raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
     given = dataclasses.replace(given, steps=steps)
-    opened = _open(pipe_or_source, device, given, progress)
     requests: list[Request] = []
-    if find_adapter(opened.pipe).is_pipeline:
-        requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, given))
+    if run_safely is not None and (source := _find_folder(pipe_or_source, given)) is not None:
+        opened, requests, components = _plan_source(
+            source, device, given, prompts, options, run_safely, progress
+        )
+    elif find_adapter((opened := _open(pipe_or_source, device, given, progress)).pipe).is_pipeline:
+        requests = list_requests(opened.pipe, prompts, given)
+        requests, resized = _fit_size(opened.pipe, opened.device, requests)
         components = _plan_pipeline(opened, requests, resized, options, progress)
     else:
         components = _plan_program(opened, run or _play(opened, prompts), options, progress)
     made = Plan(
         source=opened.name,
         fingerprint=opened.fingerprint,
-        pipeline=type(opened.pipe).__name__,
+        pipeline=opened.pipeline,
         precision=FP16.name,
         versions=read_class_versions(),
         components=components,
@@ -142,6 +179,99 @@ def measure_plan(
         elapsed_s=round(time.perf_counter() - started, 3),
     )
     return seal_plan(made)
+
+
+def _find_folder(given: Any, request: Request) -> Source | None:
+    """A checkpoint whose components can be loaded one by one; None for anything else."""
+    if not isinstance(given, (str, Path, Source)):
+        return None
+    source = given
+    if not isinstance(source, Source):
+        source = resolve_source(source)
+        verify_source(source)
+    source = complete_source(source)
+    if source.kind == "file" or source.parts or source.loras or not source.pipeline_class:
+        return None
+    return select_class(source, request)
+
+
+def _plan_source(
+    source: Source,
+    device: str | None,
+    given: Request,
+    prompts: Sequence[str | Mapping[str, Any]],
+    options: tuple[str, str],
+    run_safely: RunSafely,
+    progress: Progress | None,
+) -> tuple[_Opened, list[Request], tuple[ComponentPlan, ...]]:
+    """Record calls of a checkpoint as it runs by its certificate, and measure each component by itself."""
+    where, resized = choose_device(device or "auto"), ""
+
+    def prepare(pipe: Any) -> list[Request]:
+        nonlocal resized
+        found = list_requests(pipe, prompts, given)
+        found, resized = _fit_size(pipe, where, found, has_weights=False)
+        return found
+
+    with run_safely(source, where, prepare, progress) as (pipe, plan, requests):
+        recorded = record_calls(pipe, requests, progress)
+        name = type(pipe).__name__
+    del pipe
+    stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
+    opened = _Opened(None, source.name, name, fingerprint(source), stored, where)
+    components = []
+    for number, entry in enumerate(plan.components):
+        if progress is not None:
+            progress("measure", entry.component, number, len(plan.components))
+        calls = [_widen_call(x) for x in recorded.get(entry.component, ())]
+        made = _measure_component(source, opened, entry, calls, options)
+        made = dataclasses.replace(made, prompts=len(requests) if made.calls else 0)
+        components.append(_add_reason(made, recorded, resized) if resized else made)
+    return opened, requests, tuple(components)
+
+
+def _widen_call(call: RecordedCall) -> RecordedCall:
+    """A call with arguments in fp32, as a component in fp32 takes them."""
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.float() if x.dtype in HALVES else x, (call.args, call.kwargs)
+    )
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def _measure_component(
+    source: Source,
+    opened: _Opened,
+    certified: ComponentPlan,
+    calls: Sequence[RecordedCall],
+    options: tuple[str, str],
+) -> ComponentPlan:
+    """A component's entry from recorded calls; that of its certificate where nothing can be measured."""
+    name = certified.component
+    if certified.precision == "as loaded":
+        return certified
+    counts = sum(
+        n // FORMATS[x].size_bytes for x, n in opened.stored.get(name, {}).items() if x in FORMATS
+    )
+    room_bytes = WHOLE_SHARE * FORMATS["fp32"].size_bytes * counts
+    is_small = room_bytes <= find_host_bytes()
+    module = load_component(source, name, torch.float32 if is_small else None)
+    if is_small:
+        module = move_program(module, _choose_room(opened.device, room_bytes))
+    else:
+        cast_component_(module, torch.float32, wait_)
+    made = _plan_component(opened, name, module, calls, *options, verify=is_small)
+    if made.precision == "fp16" and not is_small:
+        made = dataclasses.replace(made, reasons=(*made.reasons, _UNTRIED))
+    if made.precision == "fp16" or certified.precision != "fp16":
+        return made
+    why = f"It was not measured, and keeps its certificate: {made.reasons[0]}"
+    return dataclasses.replace(certified, reasons=(*certified.reasons, why))
+
+
+def _choose_room(device: Device, needed_bytes: int) -> Device:
+    """The device if it has room for so much, else the CPU."""
+    has_room = device.type == "cpu" or needed_bytes <= device.memory_bytes
+    return device if has_room else choose_device("cpu")
 
 
 def _plan_pipeline(
@@ -207,7 +337,8 @@ def _open(
     if not isinstance(given, (str, Path, Source)):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
         where = choose_device(find_device(given))
-        return _Opened(given, type(given).__name__, "", stored, where)
+        name = type(given).__name__
+        return _Opened(given, name, name, "", stored, where)
     source = given
     if not isinstance(source, Source):
         source = resolve_source(source)
@@ -218,7 +349,8 @@ def _open(
     pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
     put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
-    return _Opened(move_program(pipe, where), source.name, fingerprint(source), stored, where)
+    known = source.name, type(pipe).__name__, fingerprint(source)
+    return _Opened(move_program(pipe, where), *known, stored, where)
 
 
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
@@ -264,14 +396,16 @@ def list_requests(
     ]
 
 
-def _fit_size(opened: _Opened, requests: list[Request]) -> tuple[list[Request], str]:
+def _fit_size(
+    pipe: Any, where: Device, requests: list[Request], *, has_weights: bool = True
+) -> tuple[list[Request], str]:
     """The requests at a size that suits the model and fits into memory, where none was asked for."""
-    where = opened.device
     sizes, why = choose_size(
-        opened.pipe,
-        build_arguments(opened.pipe, requests[0], chooses_sides=False),
+        pipe,
+        build_arguments(pipe, requests[0], chooses_sides=False),
         memory_bytes=where.memory_bytes,
         on_cpu=where.type == "cpu",
+        has_weights=has_weights,
     )
     return [dataclasses.replace(x, arguments={**sizes, **x.arguments}) for x in requests], why
 
@@ -318,6 +452,8 @@ def _plan_component(
     calls: Sequence[RecordedCall],
     residual: str,
     ranges: str,
+    *,
+    verify: bool = True,
 ) -> ComponentPlan:
     bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
     if method := find_quantised(module):
@@ -327,7 +463,9 @@ def _plan_component(
         why = "The pipeline did not call it while it was measured."
         return _fall_back(opened, bare, why)
     try:
-        scaling, notes = scale_component(module, calls, FP16.torch_dtype, residual, ranges)
+        scaling, notes = scale_component(
+            module, calls, FP16.torch_dtype, residual, ranges, verify=verify
+        )
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         return _fall_back(opened, bare, describe_failure(error))
     return describe_scaling(bare, scaling, FP16.name, len(calls), notes)

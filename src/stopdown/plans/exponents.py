@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -36,6 +37,8 @@ def scale_component(
     dtype: torch.dtype,
     residual: str = "native",
     ranges: str = "measured",
+    *,
+    verify: bool = True,
 ) -> tuple[Scaling, tuple[str, ...]]:
     """Exponents for a component in fp32, found and tried, and what is to be said about them.
 
@@ -44,6 +47,7 @@ def scale_component(
     Args:
         residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
         ranges: `measured`, `bound` or `auto`.
+        verify: try them; False for weights that wait in their files, where the module cannot be run.
 
     Raises:
         CaptureError: a call cannot be captured.
@@ -56,13 +60,16 @@ def scale_component(
     check_weights(module)
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
+    find = partial(
+        _find_exact, module, dtype=dtype, residual=residual, ranges=ranges, verify=verify
+    )
     if not made_up:
-        return _find_exact(module, real, dtype, residual, ranges), ()
+        return find(real), ()
     try:
-        return _find_exact(module, [*real, *made_up], dtype, residual, ranges), (_MADE_UP,)
+        return find([*real, *made_up]), (_MADE_UP,)
     except Exception as error:  # whatever a model's code does with a call that nobody made of it
         note = f"Encoding was not measured: {describe_failure(error)}"
-        return _find_exact(module, real, dtype, residual, ranges), (note,)
+        return find(real), (note,)
 
 
 def _find_exact(
@@ -71,9 +78,10 @@ def _find_exact(
     dtype: torch.dtype,
     residual: str,
     ranges: str,
+    verify: bool,
 ) -> Scaling:
     placed = [[call.place(module) for call in group] for group in kinds]
-    scaling = scale_calls(module, placed, dtype, residual, ranges)
+    scaling = scale_calls(module, placed, dtype, residual, ranges, verify=verify)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return replace(scaling, inputs=_measure_inputs(kinds))

@@ -22,6 +22,7 @@ from stopdown.graph.capture import (
 )
 from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
+from stopdown.mapped_weights import is_waiting
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
@@ -186,6 +187,9 @@ def _clamps_anyway(one: Call) -> bool:
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
     if any(x.dtype != torch.float32 for x in weights):
         return False
+    if any(map(is_waiting, weights)):
+        wide = capture_call(call, args, kwargs, dtype=torch.float32)
+        return any(map(is_range_clamp, wide.graph.graph.nodes))
     given = pytree.tree_map_only(torch.Tensor, _copy_wide, (args, dict(kwargs)))
     return clamps_in_fp32(call, *given)
 

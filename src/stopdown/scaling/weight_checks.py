@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stopdown.errors import ScalingError
+from stopdown.mapped_weights import is_waiting
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_non_finite
 
@@ -67,7 +68,7 @@ def refuse_quantised(module: torch.nn.Module) -> None:
 
 
 def check_weights(module: torch.nn.Module) -> None:
-    """Refuse weights that hold NaN or Inf, naming every tensor.
+    """Refuse weights that hold NaN or Inf, naming every tensor; those that wait in files are not read.
 
     Raises:
         ScalingError: with all of them.
@@ -75,8 +76,8 @@ def check_weights(module: torch.nn.Module) -> None:
     Cost: one pass and one host read for each tensor.
     """
     found = []
-    for name, tensor in module.state_dict().items():
-        if is_packed(tensor) or tensor.is_meta:
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if is_packed(tensor) or tensor.is_meta or is_waiting(tensor):
             continue
         if bad := sum(count_non_finite(tensor)):
             found.append(f"{name} ({bad} of {tensor.numel()})")

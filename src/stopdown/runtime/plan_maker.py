@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.environment import Device
+from stopdown.errors import warn_user
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
-from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.applier import load_planned
+from stopdown.plans.calibrated import Prepare, measure_plan
 from stopdown.plans.certified import certify_plan
+from stopdown.plans.plan_choice import find_or_certify
 from stopdown.records import Plan
+from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.memory_limits import Limit, fit_run
+from stopdown.scaling.trial import WideProducts
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +42,8 @@ def make_plan(
     For a source, nothing is run: exponents come from bounds that hold for every prompt, computed from
     the weights tensor by tensor, and the residual stream stays in fp32. A pipeline that is loaded is
     measured, and so is a source if `measure` asks for it or one of `prompts`, `request`, `device` and
-    `run` is given. Measuring runs the model in fp32 a few times.
+    `run` is given. A folder is measured as it runs by its certificate; a single file, a model with LoRAs
+    and a loaded pipeline run in fp32 a few times.
 
     Args:
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
@@ -59,8 +69,9 @@ def make_plan(
         OptionError: an option is unknown, or does not fit the pipeline.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: captures of seconds and one pass over the weights for each kind of call. Measuring takes a run in
-    fp32 for each prompt, and for each component about as many forwards again as were kept.
+    Cost: captures of seconds and one pass over the weights for each kind of call. Measuring takes a run for
+    each prompt, and for each component about as many forwards in fp32 as calls were kept; its weights are
+    in fp32 layer by layer if all of them do not fit.
     """
     is_source = isinstance(pipe_or_source, (str, Path, Source))
     is_run = bool(measure) or prompts != () or not (request is device is run is None)
@@ -75,4 +86,31 @@ def make_plan(
         device=device,
         progress=progress,
         run=run,
+        run_safely=run_certified,
     )
+
+
+@contextlib.contextmanager
+def run_certified(
+    source: Source, device: Device, prepare: Prepare, progress: Progress | None
+) -> Iterator[tuple[Any, Plan, list[Request]]]:
+    """Open a checkpoint as it runs by its certificate, under a guard and within the device's memory.
+
+    Args:
+        prepare: gives the requests of the pipeline, before its weights are placed.
+
+    Yields:
+        The pipeline, the certificate, and the requests at the sizes that fit.
+    """
+    plan = find_or_certify(source, device, progress=progress)
+    loaded = load_planned(source, plan, "its certificate", device, progress=progress, move=False)
+    pipe, requests = loaded.pipe, prepare(loaded.pipe)
+    fitted = fit_run(
+        loaded, requests[0], device, Limit(), read_configs(source.described), warn_user
+    )
+    pipe.set_progress_bar_config(disable=True)
+    sums = WideProducts() if device.type == "cpu" else contextlib.nullcontext()
+    options = GuardOptions(decisions=loaded.decisions, loaded_plan=loaded.loaded_plan)
+    with fitted.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
+        yield pipe, plan, requests
+    loaded.patches.undo()
