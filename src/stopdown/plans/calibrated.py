@@ -87,8 +87,8 @@ WHOLE_SHARE = 3
 """Copies in fp32 that a component takes while its exponents are tried: itself, and what its folds undo."""
 
 _UNTRIED = (
-    "Its ranges were measured layer by layer, because in fp32 its weights do not fit into memory. It was not "
-    "tried as a whole."
+    "Its ranges were measured layer by layer, because in fp32 its weights do not fit into memory. It was "
+    "not tried as a whole."
 )
 
 STEPS = 4
