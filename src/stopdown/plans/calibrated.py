@@ -106,6 +106,14 @@ RunSafely = Callable[
 
 
 @dataclass(frozen=True)
+class SafeSource:
+    """A checkpoint, and what opens a folder so that it can be run without overflow."""
+
+    source: str | Path | Source
+    run: RunSafely
+
+
+@dataclass(frozen=True)
 class _Opened:
     """What is to be measured: the program, `None` for a checkpoint whose components come one by one."""
 
@@ -127,13 +135,11 @@ def measure_plan(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
     run: Callable[[], Any] | None = None,
-    run_safely: RunSafely | None = None,
 ) -> Plan:
     """Find how each component of a checkpoint runs in fp16, by running it in fp32.
 
-    Args and errors are those of `make_plan`, which says what each is for. With `run_safely` the calls of a
-    checkpoint are recorded as it opens it, and components are measured one after the other; without, the
-    whole pipeline runs in fp32.
+    Args and errors are those of `make_plan`, which says what each is for. The folder of a `SafeSource` runs
+    as that opens it, and its components are measured one after the other. Everything else runs in fp32.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
     once in fp16 as planned. The next strategy is taken if that fails: without an fp32 residual stream,
@@ -156,16 +162,30 @@ def measure_plan(
         raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
     given = dataclasses.replace(given, steps=steps)
     requests: list[Request] = []
-    if run_safely is not None and (source := _find_folder(pipe_or_source, given)) is not None:
-        opened, requests, components = _plan_source(
-            source, device, given, prompts, options, run_safely, progress
+    safe = pipe_or_source if isinstance(pipe_or_source, SafeSource) else None
+    folder = safe and _find_folder(safe.source, given)
+    if safe and folder:
+        opened, requests, components = _plan_folder(
+            folder, safe.run, device, given, prompts, options, progress
         )
-    elif find_adapter((opened := _open(pipe_or_source, device, given, progress)).pipe).is_pipeline:
+        return _seal(opened, requests, components, steps, started)
+    opened = _open(safe.source if safe else pipe_or_source, device, given, progress)
+    if find_adapter(opened.pipe).is_pipeline:
         requests = list_requests(opened.pipe, prompts, given)
         requests, resized = _fit_size(opened.pipe, opened.device, requests)
         components = _plan_pipeline(opened, requests, resized, options, progress)
     else:
         components = _plan_program(opened, run or _play(opened, prompts), options, progress)
+    return _seal(opened, requests, components, steps, started)
+
+
+def _seal(
+    opened: _Opened,
+    requests: Sequence[Request],
+    components: tuple[ComponentPlan, ...],
+    steps: int,
+    started: float,
+) -> Plan:
     made = Plan(
         source=opened.name,
         fingerprint=opened.fingerprint,
@@ -181,10 +201,8 @@ def measure_plan(
     return seal_plan(made)
 
 
-def _find_folder(given: Any, request: Request) -> Source | None:
-    """A checkpoint whose components can be loaded one by one; None for anything else."""
-    if not isinstance(given, (str, Path, Source)):
-        return None
+def _find_folder(given: str | Path | Source, request: Request) -> Source | None:
+    """Return a checkpoint whose components can be loaded one by one; None for any other."""
     source = given
     if not isinstance(source, Source):
         source = resolve_source(source)
@@ -195,13 +213,13 @@ def _find_folder(given: Any, request: Request) -> Source | None:
     return select_class(source, request)
 
 
-def _plan_source(
+def _plan_folder(
     source: Source,
+    run_safely: RunSafely,
     device: str | None,
     given: Request,
     prompts: Sequence[str | Mapping[str, Any]],
     options: tuple[str, str],
-    run_safely: RunSafely,
     progress: Progress | None,
 ) -> tuple[_Opened, list[Request], tuple[ComponentPlan, ...]]:
     """Record calls of a checkpoint as it runs by its certificate, and measure each component by itself."""

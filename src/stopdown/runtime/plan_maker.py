@@ -14,7 +14,7 @@ from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import load_planned
-from stopdown.plans.calibrated import Prepare, measure_plan
+from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.records import Plan
@@ -78,7 +78,7 @@ def make_plan(
     if is_source and not is_run:
         return certify_plan(pipe_or_source, residual=residual or "fp32", progress=progress)
     return measure_plan(
-        pipe_or_source,
+        SafeSource(pipe_or_source, run_certified) if is_source else pipe_or_source,
         prompts=prompts,
         residual=residual,
         ranges=measure if isinstance(measure, str) else None,
@@ -86,7 +86,6 @@ def make_plan(
         device=device,
         progress=progress,
         run=run,
-        run_safely=run_certified,
     )
 
 
