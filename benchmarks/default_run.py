@@ -92,6 +92,7 @@ def read_anonymous() -> int:
 def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str, Any]:
     """Generate without options; return what it took."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     from simulated_device import KIND, load_device
     from stopdown.app.generate_command import GenerateOptions, generate
@@ -111,7 +112,9 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
             if func not in PRODUCT_FUNCTIONS:
                 return func(*args, **kwargs)
             tensors = list(iterate_tensors((args, kwargs)))
-            if any(x.dtype != torch.float16 for x in tensors):
+            if isinstance(args[0], FakeTensor) or any(
+                x.dtype != torch.float16 or x.is_meta for x in tensors
+            ):
                 return func(*args, **kwargs)
             wide = torch.utils._pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.float, (args, kwargs)

@@ -410,6 +410,23 @@ def test_gone_after_an_exception_inside_of_the_loop(
     assert [r.action for r in handle.repairs] == ["fp32-module" if lasting else "replayed"]
 
 
+def test_why_a_run_ended_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the pipeline cannot be left as it was, the error of the run is raised, with a note."""
+    pipe = testing.make_pipeline("sd", dtype=torch.float16)
+    leave = ComponentState.leave
+
+    def fail(state: ComponentState) -> None:
+        leave(state)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(ComponentState, "leave", fail)
+    with pytest.raises(TypeError, match="nonsense") as raised, guard(pipe):
+        pipe(nonsense=True)
+    assert any("could not be left as it was: out of memory" in x for x in raised.value.__notes__)
+    with pytest.raises(torch.OutOfMemoryError), guard(pipe):
+        pass
+
+
 @pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while exponents are looked for leaves nothing behind either."""

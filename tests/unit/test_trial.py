@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError, TrialError
+from stopdown.graph.capture import capture_call
 from stopdown.records import ComponentPlan, Trial
 from stopdown.scaling import folds, rescale_, scale_calls, trial
+from stopdown.scaling.trial import WideProducts
 from stopdown.testing import compare_snapshot, take_snapshot
 
 Change = Callable[[torch.Tensor], Any]
@@ -333,3 +335,12 @@ def test_convolutions_in_fp16_are_summed_in_fp32(kind: type[nn.Module]) -> None:
         layer.weight.data = layer.weight.data.float()  # type: ignore[union-attr, operator]
         with pytest.raises(RuntimeError):
             trial._run_cast(layer, (layer, (given,), {}), torch.float16)
+
+
+def test_a_capture_shows_the_products_of_the_code() -> None:
+    """Products that a mode sums in fp32 are no part of the graph."""
+    module, x = nn.Linear(4, 4).eval(), torch.ones(1, 4)
+    plain = capture_call(module, (x,), {}, dtype=torch.float16)
+    with WideProducts():
+        found = capture_call(module, (x,), {}, dtype=torch.float16)
+    assert [n.name for n in found.graph.graph.nodes] == [n.name for n in plain.graph.graph.nodes]

@@ -35,7 +35,7 @@ from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import Adjustment
 
 
-def add_note(error: Exception, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
     """Let a traceback end with what is known; a second call does nothing."""
     note = f"Stopdown: {text}"
     if note not in getattr(error, "__notes__", ()):

@@ -48,6 +48,7 @@ from stopdown.errors import (
     OptionError,
     PlanError,
     ScalingError,
+    take_first_line,
     warn_user,
 )
 from stopdown.frame_faults import find_frame_findings
@@ -97,6 +98,7 @@ from stopdown.records import (
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.component_locks import find_lock, is_changing
+from stopdown.runtime.dtype_repairs import add_note
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent, RepeatableCall
@@ -584,8 +586,13 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.remove()
+        except Exception as failure:  # memory may have run out: why the run ended is what counts
+            if error is None:
+                raise
+            add_note(error, f"The pipeline could not be left as it was: {take_first_line(failure)}")
 
     # The layers around a component call
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -260,14 +261,14 @@ class WideProducts(TorchFunctionMode):
     """Linears and convolutions of fp16 on a processor summed in fp32 and rounded once, as devices do.
 
     A processor without instructions for fp16 takes many times as long for its own. Operands of several
-    dtypes are left to the kernel, which refuses them.
+    dtypes are left to the kernel, which refuses them, and a capture shows the products of the code.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in PRODUCT_FUNCTIONS:
+        if func not in PRODUCT_FUNCTIONS or get_proxy_mode() is not None:
             return func(*args, **kwargs)
         tensors = list(iterate_tensors((args, kwargs)))
         if any(x.dtype != torch.float16 or x.device.type != "cpu" for x in tensors):
