@@ -149,6 +149,40 @@ def test_a_text_encoder_without_a_pipeline_is_certified(cogvideox: Path, tmp_pat
     assert encoder.hf_quantizer.applied_plan.components[0].scaling.certified
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen2_5_VLForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
+def test_an_encoder_that_also_sees_is_certified(tmp_path: Path, name: str) -> None:
+    """Its config is one of two parts: without `use_cache=False` it returns keys, which nothing may scale.
+
+    A call that asks for them runs in fp32, and the warning says so.
+    """
+    from encoder_models import make_call, make_encoder
+
+    module = make_encoder(name)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.endswith(("v_proj.weight", "o_proj.weight")):
+                parameter *= 2.0**24 if key.endswith("v_proj.weight") else 2.0**-24
+    module.save_pretrained(tmp_path / "encoder")
+    encoder, plain, wide = (
+        type(module).from_pretrained(tmp_path / "encoder", dtype=dtype, **options)
+        for dtype, options in (
+            (FP16, {"quantization_config": stopdown.StopdownConfig()}),
+            (FP16, {}),
+            (torch.float32, {}),
+        )
+    )
+    assert encoder.hf_quantizer.applied_plan.components[0].scaling.certified
+    _, args, options = make_call(name, module, "right")
+    with torch.no_grad():
+        wanted = wide(*args, **options)[0]
+        assert not is_near(plain(*args, **options)[0], wanted)
+        assert is_near(encoder(*args, **options)[0], wanted)
+        with pytest.warns(StopdownWarning, match=r"without use_cache=False"):
+            assert is_near(encoder(*args, **options | {"use_cache": True})[0], wanted)
+
+
 def test_a_denoiser_without_its_pipeline_is_refused(cogvideox: Path, tmp_path: Path) -> None:
     """Nothing tells how it is called; the error says what to load."""
     import shutil

@@ -264,7 +264,7 @@ def list_calls(
     Raises:
         SourceError: it has no vocabulary.
     """
-    config = getattr(module.config, "text_config", None) or module.config
+    config = module.config.get_text_config()
     size = getattr(config, "vocab_size", 0)
     if not size:
         raise SourceError(
@@ -293,8 +293,8 @@ def _draw(module: Any, length: int, size: int) -> dict[str, torch.Tensor]:
 
 def _find_options(module: Any, states: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"output_hidden_states": True} if states else {}
-    if getattr(module, "_is_stateful", False) or "use_cache" in module.config.to_dict():
-        options["use_cache"] = False
+    if hasattr(module.config.get_text_config(), "use_cache"):
+        options["use_cache"] = False  # keys and values that are returned cannot have exponents
     return options
 
 

@@ -179,8 +179,7 @@ def note_answers(
     Cost: one forward of the module as it is.
     """
     notes = _Notes()
-    with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
-        call(*args, **kwargs)
+    _observe(notes, call, args, kwargs)
     return tuple(notes.found)
 
 
@@ -192,9 +191,18 @@ def clamps_in_fp32(
     Cost: one forward of the module as it is.
     """
     notes = _RangeClamps()
+    _observe(notes, call, args, kwargs)
+    return notes.found
+
+
+def _observe(
+    notes: TorchFunctionMode,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
     with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
         call(*args, **kwargs)
-    return notes.found
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:

@@ -10,10 +10,10 @@ from accelerate.utils import set_module_tensor_to_device
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, check_device_map, check_dtype
+from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map, check_dtype
 
 
-class StopdownQuantizer(DiffusersQuantizer):
+class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
     """Folds and casts each weight when Diffusers places it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
@@ -80,19 +80,4 @@ class StopdownQuantizer(DiffusersQuantizer):
     @property
     def is_serializable(self) -> bool:
         """Return True: weights are saved with their exponents, and `config.json` carries the plan."""
-        return True
-
-    @property
-    def applied_plan(self) -> Any:
-        """The plan that the model was loaded by, with this model alone."""
-        return self._loading.plan
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return False: exponents hold for the weights that they were found for."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return True."""
         return True

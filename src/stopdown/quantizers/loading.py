@@ -283,6 +283,27 @@ class Loading:
         return find_or_certify(lone, device, calls=calls), folder.name
 
 
+class PlannedModel:
+    """Answers what both libraries ask a quantizer about a model that has a plan."""
+
+    _loading: Loading
+
+    @property
+    def applied_plan(self) -> Plan | None:
+        """The plan that the model was loaded by, with this model alone."""
+        return self._loading.plan
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return False: exponents hold for the weights that they were found for."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True."""
+        return True
+
+
 def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
     """Move a model; it cannot be cast.
 

@@ -9,10 +9,10 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, check_device_map, check_dtype
+from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map, check_dtype
 
 
-class StopdownQuantizer(HfQuantizer):
+class StopdownQuantizer(PlannedModel, HfQuantizer):
     """Folds and casts each weight when Transformers has read it."""
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
@@ -70,21 +70,6 @@ class StopdownQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Return True: `config.json` carries the plan."""
-        return True
-
-    @property
-    def applied_plan(self) -> Any:
-        """The plan that the model was loaded by, with this model alone."""
-        return self._loading.plan
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return False: exponents hold for the weights that they were found for."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return True."""
         return True
 
 
