@@ -6,7 +6,7 @@ decided by the same functions that decide in a run.
 
 **Catches** formats that are emulated, slow or missing; attention kernels that refuse a format;
 switches that let sums be taken in 16 bits; versions and devices with known faults.
-**Does not catch** faults that nobody reported, and whether a model fits into memory.
+**Does not catch** faults that nobody reported, and memory that others use on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from stopdown.environment import (
 from stopdown.errors import ignoring_warnings
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
-from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
+from stopdown.records import (
+    DeviceHealth,
+    FormatHealth,
+    KnownFit,
+    MachineHealth,
+    Outlook,
+    Switch,
+)
 from stopdown.toml_files import read_rows, read_rules
 
 if TYPE_CHECKING:
@@ -56,6 +63,9 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         source: where that is said.
         stored: format by component.
         force_upcast: components whose config says that they must run in fp32 when fp16 is asked.
+        size: of what it makes unless another size is requested.
+        peaks: strategy to the most bytes that a run at that size takes on a device, in 16 bits and with an
+            attention kernel that keeps no scores; the fastest strategy first.
     """
 
     name: str
@@ -63,6 +73,8 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     stored: dict[str, str]
     force_upcast: tuple[str, ...] = ()
+    size: str = ""
+    peaks: dict[str, int] = {}
 
 
 def examine(name: str | None = None) -> MachineHealth:
@@ -101,6 +113,7 @@ def _list_system_faults() -> tuple[str, ...]:
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
     """What is known of a device, and where it is of this machine what trying it gives."""
     supports = probe_formats(device) if tried else profile.supports
+    outlooks, has_kernel = foresee(supports, device.type), has_fused_attention(profile, ("fp16",))
     known = list_attention(device.type, device.capability)
     return DeviceHealth(
         device=str(device) if tried or device.missing else profile.title,
@@ -111,9 +124,13 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
         formats=tuple(_list_formats(profile, supports, tried=tried)),
         attention=try_attention(device) if tried else {n: tuple(f) for n, f in known.items()},
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
-        outlooks=tuple(foresee(supports, device.type)),
+        outlooks=tuple(outlooks),
         measured=tuple(quote_measured(device.name, device.type)),
         missing=describe_missing(device),
+        answer="" if device.missing else word_answer(supports, device.type),
+        fits=tuple(list_fits(outlooks, device.memory_bytes))
+        if has_kernel and device.type != "cpu"
+        else (),
     )
 
 
@@ -182,6 +199,33 @@ def _foresee_model(
         if planned:
             precision, reason = "fp16", f"With a plan of its own, because {planned}."
         yield Outlook(model.name, fact.name, precision, bool(planned), reason)
+
+
+def word_answer(supports: Mapping[str, Support], kind: str) -> str:
+    """Return in which precision checkpoints run by default, in one sentence."""
+    found = {}
+    for stored in ("bf16", "fp16"):
+        facts = [ComponentFacts("model", ("model",), {stored: 1}, {})]
+        is_planned = kind != "cpu" and bool(explain_plan(facts, supports))
+        chosen = "fp16 with a plan" if is_planned else choose_precision(facts[0], supports)[0]
+        found[stored] = chosen
+    if found["bf16"] == found["fp16"]:
+        return f"Models in 16 bits run in {found['bf16']}."
+    return f"Models stored in bf16 run in {found['bf16']}, those stored in fp16 in {found['fp16']}."
+
+
+def list_fits(outlooks: Iterable[Outlook], memory_bytes: int) -> Iterable[KnownFit]:
+    """For each well-known model that runs in 16 bits, the fastest strategy that a device's memory holds."""
+    found = list(outlooks)
+    for model in read_models():
+        chosen = [x for x in found if x.model == model.name]
+        if not (memory_bytes and model.peaks) or any(x.precision == "fp32" for x in chosen):
+            continue
+        precision = chosen[0].precision + (" with a plan" if chosen[0].planned else "")
+        fitting = [name for name, peak in model.peaks.items() if peak <= memory_bytes]
+        least = min(model.peaks.values())
+        name = fitting[0] if fitting else ""
+        yield KnownFit(model.name, model.size, precision, name, model.peaks.get(name, least))
 
 
 @functools.cache

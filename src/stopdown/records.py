@@ -862,6 +862,25 @@ class Outlook(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class KnownFit(Displayed):
+    """Whether a run of a well-known model fits into a device's memory, by a stored forecast.
+
+    Attributes:
+        model: its name.
+        size: of what it makes: `49 frames of 480x720`.
+        precision: of its denoiser, in words: `fp16 with a plan`.
+        strategy: the fastest that fits: `component+tiling`; "" where none does.
+        peak_bytes: of that strategy; of the smallest where none fits.
+    """
+
+    model: str
+    size: str
+    precision: str
+    strategy: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, repr=False)
 class DeviceHealth(Displayed):
     """What is known of one device.
 
@@ -877,6 +896,8 @@ class DeviceHealth(Displayed):
         outlooks: what `auto` would choose.
         measured: what `stopdown bench` found on devices of the same name, a sentence for each model.
         missing: why this build of PyTorch cannot compute on it, and which can; "" when it can.
+        answer: in which precision models run on it by default, in one sentence.
+        fits: which well-known models its memory holds; none for a processor.
     """
 
     device: str
@@ -890,6 +911,8 @@ class DeviceHealth(Displayed):
     outlooks: tuple[Outlook, ...]
     measured: tuple[str, ...] = ()
     missing: str = ""
+    answer: str = ""
+    fits: tuple[KnownFit, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,10 +14,17 @@ from stopdown import doctor as health_module
 from stopdown.app import cli, doctor_command
 from stopdown.backend_rules import list_attention
 from stopdown.device_profiles import find_profile, format_profile, parse_profile, read_profiles
-from stopdown.doctor import examine, foresee, read_models, read_switches, try_attention
+from stopdown.doctor import (
+    examine,
+    foresee,
+    list_fits,
+    read_models,
+    read_switches,
+    try_attention,
+)
 from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError
-from stopdown.records import MachineHealth, from_json, to_json
+from stopdown.records import KnownFit, MachineHealth, from_json, to_json
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +130,61 @@ def test_the_autoencoder_of_svd_stays_in_fp32() -> None:
 
 
 def test_models_have_sources() -> None:
-    """The three models that users run, each with where its format is said."""
-    assert len(read_models()) == 3
+    """Models that users run, each with where its format is said."""
+    assert len(read_models()) == 4
     assert all(model.source.startswith("https://") for model in read_models())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v100", "Models stored in bf16 run in fp16 with a plan, those stored in fp16 in fp16."),
+        ("a100", "Models stored in bf16 run in bf16, those stored in fp16 in fp16."),
+        ("gtx16", "Models in 16 bits run in fp32."),
+        ("cpu-generic", "Models in 16 bits run in fp32."),
+    ],
+)
+def test_the_answer(name: str, expected: str) -> None:
+    """The first line says in which precision models run by default."""
+    (device,) = examine(name).devices
+    assert device.answer == expected
+
+
+def test_which_models_fit() -> None:
+    """The fastest strategy whose stored peak the memory holds; the smallest peak where none does."""
+    (model,) = (x for x in read_models() if x.name == "CogVideoX-5B")
+    assert list(model.peaks) == sorted(model.peaks, key=lambda x: -model.peaks[x])
+    outlooks = foresee(find_profile("t4").supports, "cuda")
+
+    def fit(memory_bytes: int) -> KnownFit:
+        return next(x for x in list_fits(outlooks, memory_bytes) if x.model == model.name)
+
+    names = list(model.peaks)
+    assert fit(model.peaks[names[0]]).strategy == names[0] == "resident"
+    assert fit(model.peaks[names[0]] - 1).strategy == names[1]
+    assert fit(min(model.peaks.values())).strategy == names[-1]
+    none = fit(min(model.peaks.values()) - 1)
+    assert (none.strategy, none.peak_bytes) == ("", min(model.peaks.values()))
+    assert fit(2**40).precision == "fp16 with a plan"
+
+
+def test_nothing_is_forecast_without_facts() -> None:
+    """No model is said to fit where memory is not known, in fp32, and with attention that keeps scores."""
+    outlooks = foresee(find_profile("t4").supports, "cuda")
+    assert not list(list_fits(outlooks, 0))
+    assert not list(list_fits(foresee(find_profile("gtx16").supports, "cuda"), 2**40))
+    assert not examine("mps-m1").devices[0].fits
+    assert examine("t4").devices[0].fits
+
+
+def test_stored_peaks_are_those_of_the_benchmark() -> None:
+    """The table of the package has the forecasts of `benchmarks/memory.py predicted`."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_predicted.json"
+    known = json.loads(path.read_text())["results"]
+    for model in read_models():
+        found = known[model.name.removesuffix(" (fp16 variant)")]["peak_bytes"]
+        assert model.peaks == {name: found[name] for name in model.peaks}
+        assert min(model.peaks.values()) == min(found.values())
 
 
 def test_switches_are_read_as_they_stand() -> None:
@@ -215,7 +274,8 @@ def test_the_page_of_a_profile(run: Run) -> None:
     """A profile is marked as such, with its faults."""
     code, out, _ = run("--device", "T4")
     assert code == 0
-    assert "NVIDIA T4, compute capability 7.5, 15.9 GiB" in out or "16.0 GiB" in out
+    assert "NVIDIA T4, compute capability 7.5, 14.6 GiB" in out
+    assert "CogVideoX-5B, 49 frames of 720x480: fits in fp16 with a plan, component+tiling" in out
     assert "(from its profile; nothing was measured)" in out
     assert "Known faults of this device" in out
     assert "allow_fp16_reduced_precision_reduction" in out

@@ -14,6 +14,7 @@ from stopdown.app.flags import CommandOptions
 from stopdown.device_profiles import find_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
+from stopdown.number_formats import format_bytes
 from stopdown.records import DeviceHealth, MachineHealth
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show which formats a machine computes in.
+    """Show in which precision models run on a device, and which well-known ones fit.
 
-    The last lines show what --precision auto would choose.
+    The first line is the answer. What each format costs, and known faults, come after it.
 
     Examples:
       stopdown doctor
@@ -102,6 +103,9 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     console.print(title, soft_wrap=True)
     if device.missing:
         print_prose(console, f"  {device.missing}")
+    if device.answer:
+        print_prose(console, f"  {device.answer}")
+    _print_fits(device, console)
     for entry in device.formats:
         ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
         console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())
@@ -111,6 +115,22 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     _print_list("Known faults of this device", device.faults, console)
     _print_list("Measured on such a device by stopdown bench", device.measured, console)
     _print_outlook(device, console)
+
+
+def _print_fits(device: DeviceHealth, console: Console) -> None:
+    """Print a line for each well-known model: whether it fits, and by which strategy."""
+    from stopdown.app.progress import print_prose
+
+    has = format_bytes(device.memory_bytes)
+    for fit in device.fits:
+        peak = format_bytes(fit.peak_bytes)
+        told = f"fits in {fit.precision}, {fit.strategy}, about {peak} of {has}"
+        if not fit.strategy:
+            told = f"does not fit: {fit.precision} takes at least {peak}, and there are {has}"
+        print_prose(console, f"  {fit.model}, {fit.size}: {told}")
+    if device.fits:
+        print_prose(console, "  Any other model: stopdown fit MODEL --device NAME")
+    console.print()
 
 
 def _print_outlook(device: DeviceHealth, console: Console) -> None:
