@@ -74,10 +74,11 @@ def attack_signals(given: argparse.Namespace) -> Counts:
             left = given.count - found["tries"]
             if left <= 0:
                 break
-            words = one.words.split()
-            more, bad = count_tries(
-                words, here, count=left, mean_s=mean_s, makes=one.makes, seed=seed
-            )
+            with tempfile.TemporaryDirectory() as place:
+                words, copy = one.words.split(), shutil.copytree(here, Path(place) / "files")
+                more, bad = count_tries(
+                    words, copy, count=left, mean_s=mean_s, makes=one.makes, seed=seed
+                )
             found, wrong = found + more, [*wrong, *map(json.dumps, bad)]
         return {"wrong": 0, **found}, wrong
 
