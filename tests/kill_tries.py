@@ -93,6 +93,12 @@ def describe(folder: Path) -> str:
     return found.hexdigest()
 
 
+def list_strays(folder: Path) -> set[str]:
+    """Temporary files and locks below a folder; a journal's lock stays with it."""
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return {name for name in names if name.endswith((".part", ".lock", ".old", ".cells"))}
+
+
 def read_results(folder: Path, makes: tuple[str, ...]) -> dict[str, str]:
     """Results that are there: path to digest; of JSON its keys, because times are in it.
 
@@ -135,6 +141,7 @@ def count_kills(
         one.words, place / "run", place / "copies", mean_s=mean_s, seed=seed
     )
     expected, wrong = read_results(place / "run", one.makes), []
+    known = list_strays(place / "run")
     assert expected, "nothing was made"
     counts = Counter(moments=moments, states=len(copies), half_written=0, reruns=0, wrong=0)
     drawn = random.Random(seed).sample(copies, min(most, len(copies)))
@@ -147,8 +154,7 @@ def count_kills(
         log = place / f"log-{copy.name}"
         code = start(one.words, copy, log).wait(LIMIT_S)
         counts["reruns"] += 1
-        names = {str(path.relative_to(copy)) for path in copy.rglob("*")}
-        stray = [name for name in names if name.endswith((".part", ".lock", ".old", ".cells"))]
+        stray = sorted(list_strays(copy) - known)
         if code or stray or read_results(copy, one.makes) != expected:
             counts["wrong"] += 1
             wrong.append(f"{copy.name}: {code}, {stray}, {log.read_text()[-500:]}")
@@ -160,6 +166,11 @@ def count_pairs(
 ) -> tuple[Counter[str], list[str]]:
     """Two processes that run one command in one folder at once: how both ended, and what was wrong."""
     chance, counts, wrong = random.Random(seed), Counter(pairs=0, both=0, refused=0, wrong=0), []
+    alone = Path(f"{folder}-alone")
+    shutil.rmtree(alone, ignore_errors=True)
+    shutil.copytree(folder, alone)
+    assert start(one.words, alone, Path(f"{alone}-log")).wait(LIMIT_S) == 0
+    expected, known = read_results(alone, one.makes), list_strays(alone)
     for number in range(count):
         place = Path(f"{folder}-pair-{number}")
         shutil.rmtree(place, ignore_errors=True)
@@ -172,14 +183,13 @@ def count_pairs(
         counts["pairs"] += 1
         counts["both" if codes == [0, 0] else "refused"] += 1
         told = [log.read_text() for log in logs]
-        names = {path.name for path in place.rglob("*")}
-        stray = [name for name in names if name.endswith((".part", ".lock", ".old", ".cells"))]
+        stray = sorted(list_strays(place) - known)
         if (
             codes[0] != 0
             or codes[1] not in (0, 1, 2)
             or "Traceback" in "".join(told)
             or stray
-            or not read_results(place, one.makes)
+            or read_results(place, one.makes) != expected
         ):
             counts["wrong"] += 1
             wrong.append(f"{number}: {codes}, {stray}, {[x[-400:] for x in told]}")

@@ -96,7 +96,7 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
         "compare": [
             ["compare", source, *said, *run, "--precisions", "fp32,fp16-plain", "-o", "c.html"]
         ],
-        "bench": [["bench", source, "--size", "none", "--way", "fp32", "-o", "b.json"]],
+        "bench": [["bench", source, "--size", "none", "--way", "fp32", "-o", "b.json", *sizes]],
         "generate": [plain],
         "generate by a plan": [
             plan,
@@ -155,6 +155,7 @@ def run_row(run: Run, model: Path, name: str, command: str) -> None:
     for words in list_words(name, command, model):
         code, out, err = run(*words)
         assert "Traceback" not in out + err
+        assert "[transformers]" not in err
         if (reason := REFUSED.get((name, command))) and code:
             assert reason in err
             return
@@ -181,6 +182,8 @@ def look(name: str, command: str, out: str) -> None:
     elif command in ("compare", "report"):
         page = Path("c.html" if command == "compare" else "d.html").read_text()
         assert "NaN" in page
+    elif command == "bench":
+        assert [x["note"] for x in json.loads(Path("b.json").read_text())["rows"]] == [""]
     elif command.startswith("plan"):
         assert json.loads(Path("plan.json").read_text())["kind"] == "plan"
     elif command == "convert":

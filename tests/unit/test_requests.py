@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,17 @@ def test_the_class_follows_the_request() -> None:
     assert choose_class("FluxPipeline", masked) == "FluxInpaintPipeline"
     for name in ("StableVideoDiffusionPipeline", "StableDiffusionControlNetPipeline"):
         assert choose_class(name, Request(image=PICTURE)) == name  # takes a picture itself
+
+
+def test_the_table_of_classes_is_read_in_silence() -> None:
+    """It imports every pipeline of Diffusers, and what those say of missing packages helps nobody."""
+    code = (
+        "from stopdown.pipelines.class_selection import choose_class\n"
+        "from stopdown.pipelines.requests import Request\n"
+        "choose_class('CogVideoXPipeline', Request(video=[]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_a_text_to_video_call() -> None:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import DeviceOption, ForceOption, SourceOptions
-from stopdown.app.request_options import refuse_unknown_device
+from stopdown.app.flags import DeviceOption, ForceOption, SizeOptions
+from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.table import render
 from stopdown.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.number_formats import parse_bytes
 from stopdown.outputs import check_suffix, check_target, written_beside
-from stopdown.pipelines.requests import PROMPTS, Request
+from stopdown.pipelines.requests import Request, list_needed_fields, name_arguments
 from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.records import describe_other, read_record, to_json
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BenchOptions(SourceOptions):
+class BenchOptions(SizeOptions):
     """Measure time, memory and error of each precision on this device.
 
     Runs a model and generated weights in fp32, bf16 and fp16, rescaled, guarded, offloaded and
@@ -109,7 +109,7 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
         device,
         subjects := list_subjects(options, device),
         _list_ways(options),
-        {"size": options.size, "steps": options.steps},
+        {"size": options.size, "steps": options.steps, **_list_sizes(options)},
     )
     if path.exists() and not options.force:
         made = _take_up(path, made)
@@ -127,8 +127,17 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
     return made, path
 
 
+_SIZES = ("frames", "height", "width")
+
+
+def _list_sizes(options: BenchOptions) -> dict[str, int]:
+    """The sizes that were given for what SOURCE makes."""
+    return {name: x for name in _SIZES if (x := getattr(options, name)) is not None}
+
+
 def _check_options(options: BenchOptions) -> None:
     refuse_unknown_device(options.device)
+    check_counts(options)
     if options.size not in ("auto", "none"):
         parse_bytes(options.size)
     if options.steps < 1 or not 0 < options.minutes < 1e6:
@@ -161,12 +170,20 @@ def _list_ways(options: BenchOptions) -> list[str]:
 def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     """The model that was named, and generated weights of the size that was asked for or fits."""
     from stopdown.benchmark.subjects import make_generated, make_real
+    from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
+    from stopdown.pipelines.component_classes import find_class
     from stopdown.pipelines.loader import complete_source
 
     source = resolve_source(options.source, variant=options.variant)
     verify_source(source)
-    request = Request(prompt=PROMPTS[0], steps=options.steps)
-    subjects = [make_real(complete_source(source), device, request)]
+    sizes = _list_sizes(options)
+    request = Request(steps=options.steps, **sizes)
+    source = complete_source(source)
+    kind = find_class("diffusers", source.pipeline_class)
+    drawn = dict.fromkeys(list_needed_fields(kind), "")  # each row draws its own
+    name_arguments(kind, dataclasses.replace(request, **drawn))
+    check_sizes(find_grid(read_configs(source.path)), **sizes)
+    subjects = [make_real(source, device, request)]
     if options.size != "none":
         size = find_size(device) if options.size == "auto" else parse_bytes(options.size)
         subjects.append(make_generated(size, device, options.steps))

@@ -32,6 +32,7 @@ from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
 from stopdown.pipelines.call_interception import Rank
+from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
@@ -129,7 +130,7 @@ class _Bench:
         row = Measurement(self.subject.name, name)
         try:
             with quiet_libraries():
-                if self.reference is None:
+                if self.reference is None and name != "fp32":
                     self.reference = self._find_reference()
                 return self._measure(row, WAYS[name])
         except Exception as error:  # whatever a device refuses; the other ways go on
@@ -140,14 +141,16 @@ class _Bench:
 
     def _measure(self, row: Measurement, way: Way) -> tuple[Measurement, str]:
         with self._running(way) as (pipe, predicted):
-            run = partial(_run, pipe, self.subject.request)
+            run = partial(_run, pipe, complete_request(pipe, self.subject.request))
             latents, non_finite = _read(pipe, run)
+            if self.reference is None:
+                self.reference = latents
             counter = Counter()
             with counter.counting():
                 run()
             peak, source = measure_peak(self.device, pipe, run)
             seconds = time_runs(self.device, run, REPEATS)
-        error = relative_l2(latents, self.reference) if self.reference is not None else math.nan
+        error = relative_l2(latents, self.reference)
         return dataclasses.replace(
             row,
             time_s=seconds,
@@ -165,15 +168,17 @@ class _Bench:
 
     def _find_reference(self) -> torch.Tensor:  # by itself: its pipeline is let go when it returns
         with self._running(WAYS["fp32"]) as (pipe, _):
-            return _read(pipe, partial(_run, pipe, self.subject.request))[0]
+            return _read(pipe, partial(_run, pipe, complete_request(pipe, self.subject.request)))[0]
 
     def _find_plan(self, residual: str) -> Plan:
         if residual not in self.plans:
+            pipe = self.subject.build()
+            request = complete_request(pipe, self.subject.request)
             self.plans[residual] = measure_plan(
-                self.subject.build(),
-                prompts=[self.subject.request.prompt or ""],
+                pipe,
+                prompts=[request.prompt] if request.prompt else [],
                 residual=residual,
-                request=self.subject.request,
+                request=request,
                 progress=self.progress,
             )
             free_memory()
@@ -182,7 +187,7 @@ class _Bench:
     def _predict(self, way: Way, pipe: Any, strategy: Strategy) -> tuple[Prediction, Any]:
         key = (way.precision, way.residual)
         if key not in self.fits:
-            arguments = build_arguments(pipe, self.subject.request)
+            arguments = build_arguments(pipe, complete_request(pipe, self.subject.request))
             self.fits[key] = predict_run(
                 pipe,
                 arguments,

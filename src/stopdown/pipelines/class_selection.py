@@ -10,6 +10,7 @@ from typing import Any
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.hub import Progress
+from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request, find_target, name_arguments
 from stopdown.pipelines.sources import Source
@@ -62,7 +63,8 @@ def choose_class(class_name: str, request: Request) -> str:
 @functools.cache
 def _list_sisters(asked: str) -> dict[str, str]:
     """Classes that take no picture to those that do with the same weights, as Diffusers has them."""
-    from diffusers.pipelines import auto_pipeline as tables
+    with quiet_libraries():  # the table imports every pipeline
+        from diffusers.pipelines import auto_pipeline as tables
 
     tasks = {
         "mask": ("AUTO_INPAINT",),

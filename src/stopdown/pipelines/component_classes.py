@@ -19,6 +19,7 @@ import torch
 from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.patches import Patches
 from stopdown.pipelines.headers import StoredTensor
+from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.source_problems import make_error
 
 MOST_PARTS = 200_000
@@ -34,7 +35,8 @@ def find_class(library: str, class_name: str) -> Any:
     if library not in ("diffusers", "transformers"):
         library = f"diffusers.pipelines.{library}"
     try:
-        found = getattr(importlib.import_module(library), class_name)
+        with quiet_libraries():
+            found = getattr(importlib.import_module(library), class_name)
     except (ImportError, AttributeError, RuntimeError) as error:
         package = library.partition(".")[0]
         version = importlib.import_module(package).__version__
