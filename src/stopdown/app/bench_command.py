@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -130,7 +130,7 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
 _SIZES = ("frames", "height", "width")
 
 
-def _list_sizes(options: BenchOptions) -> dict[str, int]:
+def _list_sizes(options: BenchOptions) -> dict[str, Any]:
     """The sizes that were given for what SOURCE makes."""
     return {name: x for name in _SIZES if (x := getattr(options, name)) is not None}
 
@@ -180,7 +180,7 @@ def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     request = Request(steps=options.steps, **sizes)
     source = complete_source(source)
     kind = find_class("diffusers", source.pipeline_class)
-    drawn = dict.fromkeys(list_needed_fields(kind), "")  # each row draws its own
+    drawn: dict[str, Any] = dict.fromkeys(list_needed_fields(kind), "")  # each row draws its own
     name_arguments(kind, dataclasses.replace(request, **drawn))
     check_sizes(find_grid(read_configs(source.path)), **sizes)
     subjects = [make_real(source, device, request)]
