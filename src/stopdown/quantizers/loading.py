@@ -305,19 +305,23 @@ class PlannedModel:
 
 
 def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """Move a model; it cannot be cast.
+    """Move a model; it cannot be cast. The dtype that it says it has is no cast: libraries give it back.
 
     Raises:
-        OptionError: a dtype is asked for.
+        OptionError: another dtype is asked for.
     """
-    dtype = next((x for x in (*args, *options.values()) if isinstance(x, torch.dtype)), None)
-    if dtype is not None:
+    given = (*args, *options.values())
+    dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
+    if dtype == module.dtype:
+        args = tuple(x for x in args if x is not dtype)
+        options = {name: x for name, x in options.items() if x is not dtype}
+    elif dtype is not None:
         raise OptionError(
             f"{type(module).__name__} was loaded by a StopdownConfig and cannot be cast to {dtype}.",
             expected="Its weights have exponents for fp16.",
             remedy="Leave the cast out, or load the model without the config.",
         )
-    return type(module).to(module, *args, **options)
+    return type(module).to(module, *args, **options) if args or options else module
 
 
 def _refuse_casting(*_: Any, **__: Any) -> None:
