@@ -27,7 +27,7 @@ from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownErr
 from stopdown.number_formats import find_format
 from stopdown.outputs import check_target
 from stopdown.plans.plan_files import describe_no_plan, read_plan
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import PrecisionRequest, parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 
 if TYPE_CHECKING:
@@ -84,9 +84,10 @@ class ScriptOptions(CommandOptions):
         typer.Option(
             "--precision",
             "--plan",
-            help="auto: as the script asks. plan.json: apply this plan to the pipelines it was "
-            "made for. fp16, bf16 or fp32: use this format for everything that the script "
-            "loads in a 16-bit format.",
+            help="auto: as the script asks; on a device that is fast in fp16 and not in bf16, what the "
+            "script loads in a 16-bit format gets a plan. as-is: as the script asks, everywhere. "
+            "plan.json: apply this plan to the pipelines it was made for. fp16, bf16 or fp32: use "
+            "this format for everything that the script loads in a 16-bit format.",
         ),
     ] = "auto"
     keep_repairs: KeepRepairsOption = False
@@ -150,6 +151,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     from stopdown.patches import Patches
     from stopdown.pipelines.library_messages import drop_empty_remarks
     from stopdown.pipelines.pipeline_interception import redirect_devices, stop_without_kernels
+    from stopdown.quantizers.script_loading import plan_loads
     from stopdown.runtime.scripts import ScriptGuard
 
     plan = read_plan(path) if path is not None else None
@@ -177,6 +179,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
             redirect_devices(str(device.torch_name), remark, patches)
         else:
             stop_without_kernels(patches)
+        if options.precision.strip() == "auto":
+            plan_loads(options.device or "auto", remark, patches)
         try:
             code = _execute(start, remark)
         finally:
@@ -223,7 +227,10 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
 
 def _check_options(options: ScriptOptions) -> str | None:
     """The path of the plan, None without one; refused are options that a script cannot have."""
-    asked = parse_request(options.precision)
+    if options.precision.strip() == AS_IS:
+        asked = PrecisionRequest()
+    else:
+        asked = parse_request(options.precision, also=(AS_IS,))
     if any(asked.parts):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
@@ -240,6 +247,9 @@ def _check_options(options: ScriptOptions) -> str | None:
         )
     return asked.plan
 
+
+AS_IS = "as-is"
+"""The precision with which a script loads its models itself, whatever the device is."""
 
 _OWN = ("--on-fault", "--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")
 """Options of Stopdown that people write behind the script, which then gets them."""

@@ -316,12 +316,17 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
     That is so where weights are stored in bf16, the device is not good at bf16, and is at fp16.
     """
     stored = [facts.name for facts in components if facts.stored_mostly == "bf16"]
-    if not stored or _is_good(supports["bf16"]) or not _is_good(supports["fp16"]):
+    if not stored or not prefers_fp16(supports):
         return ""
     return (
         f"{', '.join(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which this "
         "device does not compute fast, and fp16 is native"
     )
+
+
+def prefers_fp16(supports: Mapping[str, Support]) -> bool:
+    """Return whether a device is good at fp16 and not at bf16."""
+    return _is_good(supports["fp16"]) and not _is_good(supports["bf16"])
 
 
 def _is_good(support: Support) -> bool:

@@ -1,0 +1,127 @@
+"""Models that a script loads in 16 bits, loaded by plans where bf16 is slow and fp16 is not.
+
+The script's own `from_pretrained` gets a `quantization_config`. What cannot have one is loaded as the
+script asks, and that is said.
+
+**Catches** `from_pretrained` of Diffusers' pipelines, and of models with a `subfolder` of a pipeline, with
+`dtype=torch.bfloat16` or `torch.float16`.
+**Does not catch** `from_single_file`, models that lie by themselves, casts after loading.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+from transformers import PreTrainedModel
+
+from stopdown.component_call_names import QUANT_METHOD
+from stopdown.environment import choose_device, probe_formats
+from stopdown.errors import StopdownError
+from stopdown.patches import Patches
+from stopdown.pipelines.components import find_components
+from stopdown.plans.precision import prefers_fp16
+from stopdown.quantizers.config import StopdownConfig
+from stopdown.quantizers.pipelines import quantization
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def plan_loads(device: str, announce: Callable[[str], None], patches: Patches) -> None:
+    """Have what a script loads in 16 bits loaded by plans, if its device is fast in fp16 and not in bf16.
+
+    The device is asked at the first load: a script may choose its cards until then.
+
+    Args:
+        device: that the script uses; "auto" for the best one here.
+    """
+    loads = _Loads(device, announce, patches)
+    for owner in (DiffusionPipeline, ModelMixin, PreTrainedModel):
+        original = vars(owner)["from_pretrained"].__func__
+        patches.set_class_attribute(owner, "from_pretrained", classmethod(loads.wrap(original)))
+
+
+class _Loads:
+    """The loads of one script."""
+
+    def __init__(self, device: str, announce: Callable[[str], None], patches: Patches) -> None:
+        self._device, self._announce, self._patches = device, announce, patches
+        self._inside = threading.local()
+
+    @functools.cached_property
+    def _is_wanted(self) -> bool:
+        device = choose_device(self._device)
+        return device.type != "cpu" and prefers_fp16(probe_formats(device))
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `from_pretrained` that adds a config."""
+
+        @functools.wraps(original)
+        def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
+            if getattr(self._inside, "loading", False) or not self._takes(cls, args, options):
+                return original(cls, *args, **options)
+            self._inside.loading = True
+            try:
+                return self._load(functools.partial(original, cls), args, options, cls)
+            finally:
+                self._inside.loading = False
+
+        return from_pretrained
+
+    def _takes(self, cls: type, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Return whether a load is one of 16 bits that a plan can be made for."""
+        dtype = options.get("dtype", options.get("torch_dtype"))
+        is_part = bool(options.get("subfolder")) and not issubclass(cls, DiffusionPipeline)
+        return (
+            len(args) == 1
+            and isinstance(dtype, torch.dtype)
+            and dtype in _HALVES
+            and options.get("quantization_config") is None
+            and (is_part or issubclass(cls, DiffusionPipeline))
+            and self._is_wanted
+        )
+
+    def _load(
+        self, load: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], cls: type
+    ) -> Any:
+        kept = {name: x for name, x in options.items() if name not in ("dtype", "torch_dtype")}
+        try:
+            config = self._configure(args[0], options, cls)
+            made = load(*args, **kept, dtype=torch.float16, quantization_config=config)
+        except StopdownError as error:
+            self._announce(f"{args[0]} is loaded as the script asks. {error}")
+            return load(*args, **options)
+        self._announce(
+            f"{args[0]} is loaded in fp16 by a plan that was certified from its weights, because this "
+            "device is fast in fp16 and not in bf16. --precision as-is loads it as the script asks."
+        )
+        parts = find_components(made).values() if issubclass(cls, DiffusionPipeline) else [made]
+        for part in parts:
+            if getattr(part, "quantization_method", None) == QUANT_METHOD:
+                self._let_casts_be(part)
+        return made
+
+    def _configure(self, source: Any, options: dict[str, Any], cls: type) -> Any:
+        if not issubclass(cls, DiffusionPipeline):
+            return StopdownConfig()
+        revision, variant = options.get("revision"), options.get("variant")
+        config = quantization(source, revision=revision, variant=variant)
+        for name in {*config.quant_mapping} & {*options}:  # the script's own model, or None
+            del config.quant_mapping[name]
+        return config
+
+    def _let_casts_be(self, module: Any) -> None:
+        """Have casts to 16 bits move a model alone: the script says again how it loads it."""
+        move = module.to
+
+        def to(*args: Any, **options: Any) -> Any:
+            left = [x for x in args if x not in _HALVES]
+            kept = {name: x for name, x in options.items() if x not in _HALVES}
+            return move(*left, **kept) if left or kept else module
+
+        for name, function in (("to", to), ("half", to), ("bfloat16", to)):
+            self._patches.set_attribute(module, name, function)
