@@ -717,6 +717,8 @@ class ConvertedComponent(Displayed):
         calls: calls that the effect was measured on; 0 when nothing is left.
         kept_fp32: parts that plain libraries hold in fp32 once loaded, by their class.
         reasons: whole sentences.
+        signatures: kinds of calls that the powers of two were found for.
+        not_for: arguments that none of these calls has.
     """
 
     component: str
@@ -729,6 +731,8 @@ class ConvertedComponent(Displayed):
     calls: int = 0
     kept_fp32: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
+    signatures: tuple[str, ...] = ()
+    not_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

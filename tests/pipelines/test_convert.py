@@ -126,6 +126,22 @@ def test_a_folder_says_that_it_is_rescaled(converted: tuple[Path, Path, Conversi
     assert "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the" in card
 
 
+def test_a_card_says_which_calls_the_files_are_for(
+    converted: tuple[Path, Path, Conversion],
+) -> None:
+    """Nothing watches their calls: the card lists the kinds that were measured, and other arguments."""
+    _, output, record = converted
+    unet = next(x for x in record.components if x.component == "unet")
+    card = (output / "README.md").read_text()
+    assert unet.signatures == ("forward(encoder_hidden_states[3d], sample[4d], timestep[1d])",)
+    assert {"down_block_additional_residuals", "added_cond_kwargs"} < set(unet.not_for)
+    assert not {"sample", "return_dict", "timestep"} & set(unet.not_for)
+    assert "Nothing watches the calls of converted weights." in card
+    (row,) = (x for x in card.splitlines() if x.startswith("| unet | `forward("))
+    assert "`down_block_additional_residuals`" in row.split("|")[3]
+    assert all((x.component in card) for x in record.components if x.folded)
+
+
 @pytest.mark.parametrize("front", ["", "---\nlicense: mit\n---\n"])
 def test_a_card_keeps_what_was_there(tmp_path: Path, front: str) -> None:
     """Ours comes first, but behind the front matter that the Hub reads."""

@@ -82,8 +82,27 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
     return (
         f"# {name or record.source}, {CARD_LINE}\n\n{what}\n\n"
         f"| component | stored in | tensors rescaled | what that rests on |\n|---|---|--:|---|\n{rows}\n"
-        f"{'Weights' if name else 'Plan'}: `{record.plan}`. {where}\n"
+        f"{_word_calls(record)}{'Weights' if name else 'Plan'}: `{record.plan}`. {where}\n"
     )
+
+
+def _word_calls(record: Conversion) -> str:
+    """Calls that the files are for, and arguments that they are not for."""
+    rows = "".join(
+        f"| {x.component} | {_list_code(x.signatures)} | {_list_code(x.not_for) or 'none'} |\n"
+        for x in record.components
+        if x.signatures
+    )
+    return rows and (
+        "Nothing watches the calls of converted weights. The powers of two were found for calls with the "
+        "arguments below. With any other of its arguments a component may return wrong values without an "
+        "error. For such calls, use the original with a plan.\n\n"
+        f"| component | calls that it is for | arguments that it is not for |\n|---|---|---|\n{rows}\n"
+    )
+
+
+def _list_code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _word_row(entry: ConvertedComponent) -> str:

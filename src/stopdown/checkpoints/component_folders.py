@@ -14,6 +14,7 @@ from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_name
+from stopdown.graph.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.pipelines.components import find_kept_fp32
 from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights
@@ -69,6 +70,7 @@ def describe_component(
     precision: str = "fp16",
 ) -> ConvertedComponent:
     """A written component as records have it."""
+    signatures = found.scaling.signatures if found.scaling.exponents else ()
     return ConvertedComponent(
         component=name,
         precision=precision,
@@ -80,6 +82,8 @@ def describe_component(
         calls=found.calls if found.left else 0,
         kept_fp32=find_kept_fp32(type(module), "fp16"),
         reasons=tuple(reasons),
+        signatures=signatures,
+        not_for=list_other_arguments(type(module), signatures),
     )
 
 

@@ -123,7 +123,8 @@ def express_component(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
             f"{describe_rest(entry)}."
         )
-    return best
+    signatures = tuple(sorted({kind.measured.capture.signature for kind in search._kinds}))
+    return replace(best, scaling=replace(best.scaling, signatures=signatures))
 
 
 def describe_rest(entry: ComponentPlan) -> str:

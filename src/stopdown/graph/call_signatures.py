@@ -15,7 +15,8 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,19 @@ def sign_call(
         if given.get(name) is None and getattr(config, name, None) is True:
             parts.append(f"{name} of its configuration")
     return f"{method}({', '.join(sorted(parts))})"
+
+
+def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:
+    """Arguments of the signatures' methods that lead code elsewhere and that no signature has."""
+    found: dict[str, None] = {}
+    for method in sorted({x.partition("(")[0] for x in signatures}):
+        mine = [x for x in signatures if x.startswith(f"{method}(")]
+        known = {name for x in mine for name in re.findall(r"[(, ](\w+)", x)}
+        names, defaults, flags = _read_parameters(owner, method)  # type: ignore[arg-type]
+        for name in dict.fromkeys((*names, *defaults, *flags)):
+            if not (name in known or name == _CONTAINER or _is_amount(name)):
+                found[name if method == "forward" else f"{method}'s {name}"] = None
+    return tuple(found)
 
 
 _PLAIN = (bool, int, float, str)
