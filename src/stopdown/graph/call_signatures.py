@@ -70,7 +70,7 @@ def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str,
     for method in sorted({x.partition("(")[0] for x in signatures}):
         mine = [x for x in signatures if x.startswith(f"{method}(")]
         known = {name for x in mine for name in re.findall(r"[(, ](\w+)", x)}
-        names, defaults, flags = _read_parameters(owner, method)  # type: ignore[arg-type]
+        names, defaults, flags = _read_parameters(owner, method)
         for name in dict.fromkeys((*names, *defaults, *flags)):
             if not (name in known or name == _CONTAINER or _is_amount(name)):
                 found[name if method == "forward" else f"{method}'s {name}"] = None
