@@ -238,13 +238,30 @@ def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
     Raises:
         InputError: `busy`, when another process holds it.
     """
-    lock = lock_folder(folder, busy)
+    import filelock
+
+    lock = filelock.FileLock(folder / LOCK)
+    is_busy = False
     try:
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout as error:
+            is_busy = True
+            raise busy from error
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows removes it when it is released
-            (folder / LOCK).unlink()
-        lock.release()
+        if not is_busy:
+            _remove_lock(lock, folder / LOCK)
+
+
+def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
+    """Remove a lock's file, also if a signal came while it was made, and never another process's."""
+    import filelock
+
+    with contextlib.suppress(filelock.Timeout, OSError):  # Windows removes it when it is released
+        lock.acquire(blocking=False)
+        path.unlink()
+    lock.release(force=True)
 
 
 # ---------------------------------------------------------------------------------------------

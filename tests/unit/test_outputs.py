@@ -9,12 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import filelock
 import pytest
 
 from stopdown import outputs
-from stopdown.errors import OutputError
-from stopdown.outputs import check_target, find_free, write_numbered, written_beside
+from stopdown.errors import InputError, OutputError
+from stopdown.outputs import (
+    LOCK,
+    check_target,
+    find_free,
+    held_folder,
+    write_numbered,
+    written_beside,
+)
 
 posix = pytest.mark.skipif(os.name != "posix", reason="pipes and sockets are files on POSIX")
 
@@ -245,3 +254,32 @@ def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         part.mkdir()
     assert (target / "file").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
+
+
+def test_a_stop_while_a_folder_is_locked_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come when the lock's file is made and before anybody knows of it."""
+    acquire, busy = filelock.FileLock.acquire, InputError("It is in use.")
+    stops = iter([KeyboardInterrupt()])
+
+    def stop(self: filelock.FileLock, *args: Any, **kwargs: Any) -> Any:
+        held = acquire(self, *args, **kwargs)
+        if (error := next(stops, None)) is not None:
+            raise error
+        return held
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", stop)
+    with pytest.raises(KeyboardInterrupt), held_folder(tmp_path, busy):
+        raise AssertionError("It was held.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_keeps_its_lock(tmp_path: Path) -> None:
+    """Who is refused removes nothing of the one who holds it."""
+    busy = InputError("It is in use.")
+    with held_folder(tmp_path, busy):
+        with pytest.raises(InputError, match="It is in use"), held_folder(tmp_path, busy):
+            raise AssertionError("It was held twice.")
+        assert (tmp_path / LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
