@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from stopdown.app.request_options import read_allowed
 from stopdown.device_profiles import find_profile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
-from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_calls
+from stopdown.memory import allocation_tracker, convolution_workspaces, offloader, smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
@@ -582,6 +583,25 @@ def test_what_may_not_change_the_picture(
     assert "--allow smaller" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("component", "said"),
+    [
+        ("vae.decode", "24.0 MiB during a call of vae.decode."),
+        (
+            "",
+            "24.0 MiB between the calls of components, where the pipeline holds its result in full",
+        ),
+    ],
+)
+def test_a_misfit_says_what_takes_most(component: str, said: str) -> None:
+    """Below the size of the result itself no strategy goes, so a refusal names the place."""
+    least = Prediction(Strategy(), 24 * 2**20, component, 0, 0)
+    fit = SimpleNamespace(predictions=(least,), strays=())
+    with pytest.raises(StopdownError) as caught:
+        raise offloader._describe_misfit(fit, 12 * 2**20)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
 @pytest.mark.usefixtures("each_device")
 def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     """A limit that nothing fits is refused before the run, with one that would do."""
@@ -589,6 +609,9 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(StopdownError) as caught:
         generate_sd(folder, tmp_path / "none.png", "100KiB")
     assert "the smallest strategy, leaf+tiling, is predicted to take" in str(caught.value)
+    assert re.search(
+        r"KiB (during a call of \w|between the calls of components)", str(caught.value)
+    )
     assert 'memory="1MiB"' in str(caught.value)
     assert not (tmp_path / "none.png").exists()
 
