@@ -28,6 +28,7 @@ from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError
 from stopdown.records import JournalUse, RunRecord, read_record
+from stopdown.runtime import journal
 from stopdown.runtime.guard import guard
 from stopdown.runtime.journal import Journal, _read_settings
 from stopdown.runtime.journal_values import digest_call, pack, unpack
@@ -544,6 +545,21 @@ def test_another_prompt_or_seed_is_refused_early(save_tiny: Any, tmp_path: Path)
         f"The journal {journal} belongs to another run: prompt was 'a' and is 'b'; "
     )
     assert "seed was 0 and is 1" in str(caught.value)
+
+
+def test_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another PyTorch rounds otherwise: the journal of the old one is named with both, and stays."""
+    pipe = make_pipeline("cogvideox")
+    run(pipe, folder)
+    kept, machine = find_calls(folder), journal.describe_machine()
+    versions = {**machine["versions"], "torch": "1.0.0"}
+    monkeypatch.setattr(journal, "describe_machine", lambda: {**machine, "versions": versions})
+    with pytest.raises(InputError) as caught:
+        guard(pipe, journal=folder)
+    assert "versions was {" in str(caught.value)
+    assert f"'torch': '{torch.__version__}'" in str(caught.value)
+    assert "'torch': '1.0.0'" in str(caught.value)
+    assert find_calls(folder) == kept
 
 
 @pytest.mark.usefixtures("each_device")
