@@ -42,6 +42,7 @@ def attack_threads(given: argparse.Namespace) -> Counts:
     yield "guarded module", call_from_threads(10_000, 8)
 
 
+SMALL = "--frames 9 --height 32 --width 32"
 COMMANDS = {
     "generate": Killed("generate shapes circle --steps 1 -o a.mp4", ("a.mp4", "a.mp4.json")),
     "plan": Killed(
@@ -52,7 +53,10 @@ COMMANDS = {
         ("converted",),
     ),
     "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1", ("out",)),
-    "compare": Killed("compare shapes --precision fp16,bf16 --steps 1 -o c.html", ("c.html",)),
+    "compare": Killed(
+        f"compare shapes --prompt circle --precisions fp16,bf16 --steps 1 {SMALL} -o c.html",
+        ("c.html",),
+    ),
     "check": Killed("check shapes --device v100", ()),
     "export": Killed("export plan.json scales.txt --scales --force", ("scales.txt",)),
     "report": Killed("report made.mp4.json -o d.html", ("d.html",)),
@@ -114,7 +118,6 @@ def prepared_folder() -> Iterator[Path]:
         yield here
 
 
-SMALL = "--frames 9 --height 32 --width 32"
 KILLED = {
     "generate": Killed(
         "generate shapes circle --steps 2 --frames 9 --journal journal -o a.mp4 --force",
