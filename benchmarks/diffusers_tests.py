@@ -251,7 +251,7 @@ def write_table(record: dict[str, Any], path: Path) -> None:
         "calls of pipelines", "same outcome and same bits",
     )  # fmt: skip
     lines = [
-        "# Diffusers' own tests of five pipelines, loaded by `quantization_config`",
+        f"# Diffusers' own tests of {len(rows)} pipelines, loaded by `quantization_config`",
         "",
         f"Tests of {record['checkout']}. A test counts if it builds its pipeline by `get_pipeline`, in "
         "whose place the config loads it; tests of step caches are left out. Same: the outcome by the "
