@@ -625,6 +625,25 @@ def test_an_ip_adapter_is_refused(sd: Path) -> None:
         pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
 
 
+def test_a_cast_to_its_own_dtype_is_none(sd: Path) -> None:
+    """Diffusers gives a text encoder its own dtype back when a LoRA is loaded: that moves it alone."""
+    encoder = load_pipeline(sd, quantization_config=stopdown.quantization(sd)).text_encoder
+    before = {name: x.dtype for name, x in encoder.named_parameters()}
+    assert encoder.to(device="cpu", dtype=encoder.dtype) is encoder
+    assert encoder.to(encoder.dtype) is encoder
+    assert {name: x.dtype for name, x in encoder.named_parameters()} == before
+    assert FP16 in before.values()
+    with pytest.raises(OptionError, match="cannot be cast"):
+        encoder.to(torch.bfloat16)
+
+
+def test_fused_projections_are_refused(planned: Any, pixels: Any) -> None:
+    """The fused layers would lack the casts of the plan; the pipeline is as before."""
+    with pytest.raises(OptionError, match=r"Leave fuse_qkv_projections\(\) out"):
+        planned.fuse_qkv_projections()
+    assert makes(planned, pixels)
+
+
 def test_a_modular_pipeline_loads_its_components_by_it(tmp_path: Path) -> None:
     """`load_components` takes the configs by component."""
     from diffusers import ModularPipeline
