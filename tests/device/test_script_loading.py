@@ -12,6 +12,7 @@ import torch
 from simulated_device import KIND, Simulated
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.device_profiles import find_target
+from stopdown.errors import SourceError
 from stopdown.plans import certified, plan_choice
 from stopdown.quantizers import script_loading
 from stopdown.records import ScriptRecord
@@ -133,17 +134,18 @@ def test_one_model_of_a_pipeline_gets_a_plan(
 
 
 @pytest.mark.usefixtures("v100")
+@pytest.mark.parametrize("kind", [SourceError, RuntimeError])
 def test_what_cannot_have_a_plan_is_loaded_as_asked(
     run: Run,
     save_tiny: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
 ) -> None:
-    """A refusal of Stopdown is said, and the script goes on."""
-    from stopdown.errors import SourceError
+    """Whatever a plan ends in, it is said, and the script goes on."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise SourceError("No plan can be made.")
+        raise kind("No plan can be made.")
 
     monkeypatch.setattr(script_loading, "quantization", refuse)
     _, said = run(PAINT, save_tiny("cogview3plus"), "float16")

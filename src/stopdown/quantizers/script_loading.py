@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from stopdown.component_call_names import QUANT_METHOD
 from stopdown.environment import choose_device, probe_formats
-from stopdown.errors import StopdownError
+from stopdown.errors import StopdownError, take_first_line
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components
 from stopdown.plans.precision import prefers_fp16
@@ -92,8 +92,9 @@ class _Loads:
         try:
             config = self._configure(args[0], options, cls)
             made = load(*args, **kept, dtype=torch.float16, quantization_config=config)
-        except StopdownError as error:
-            self._announce(f"{args[0]} is loaded as the script asks. {error}")
+        except Exception as error:  # whatever it is, the script may do without a plan
+            told = str(error) if isinstance(error, StopdownError) else take_first_line(error)
+            self._announce(f"{args[0]} is loaded as the script asks. {told}")
             return load(*args, **options)
         self._announce(
             f"{args[0]} is loaded in fp16 by a plan that was certified from its weights, because this "
