@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show in which precision models run on a device, and which well-known ones fit.
+    """Show in which precision models run here, and which fit.
 
     The first line is the answer. What each format costs, and known faults, come after it.
 

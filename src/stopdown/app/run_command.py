@@ -180,7 +180,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         else:
             stop_without_kernels(patches)
         if options.precision.strip() == "auto":
-            plan_loads(options.device or "auto", remark, patches)
+            otherwise = f"--precision {AS_IS} loads it as the script asks."
+            plan_loads(options.device or "auto", remark, patches, otherwise)
         try:
             code = _execute(start, remark)
         finally:

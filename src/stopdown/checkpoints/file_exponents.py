@@ -123,7 +123,8 @@ def express_component(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
             f"{describe_rest(entry)}."
         )
-    signatures = tuple(sorted({kind.measured.capture.signature for kind in search._kinds}))
+    captures = (kind.measured.capture for kind in search._kinds if kind.measured is not None)
+    signatures = tuple(sorted({capture.signature for capture in captures}))
     return replace(best, scaling=replace(best.scaling, signatures=signatures))
 
 

@@ -265,8 +265,9 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
 
     def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = dtype if sample is None else sample.dtype
-        if vars(module).get(UNPLANNED, False):
-            wanted = torch.float32
+        is_left = sample is None and {x.dtype for x in module.parameters()} == {torch.float32}
+        if is_left or vars(module).get(UNPLANNED, False):
+            wanted = torch.float32  # the plan is off again, or another thread is taking it off
         return call_cast(callee, call, args, kwargs, wanted)
 
     intercept(callee, cast, patches, Rank.PLAN)

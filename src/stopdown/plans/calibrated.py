@@ -33,6 +33,7 @@ from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FORMATS, FP16, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.patches import Patches
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.components import (
     cast_component_,
@@ -210,6 +211,8 @@ def _find_folder(given: str | Path | Source, request: Request) -> Source | None:
     source = complete_source(source)
     if source.kind == "file" or source.parts or source.loras or not source.pipeline_class:
         return None
+    if any("quantization_config" in x for x in read_configs(source.described).values()):
+        return None  # its library loads it in a way of its own
     return select_class(source, request)
 
 

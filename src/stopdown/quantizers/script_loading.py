@@ -31,15 +31,18 @@ from stopdown.quantizers.pipelines import quantization
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def plan_loads(device: str, announce: Callable[[str], None], patches: Patches) -> None:
+def plan_loads(
+    device: str, announce: Callable[[str], None], patches: Patches, otherwise: str = ""
+) -> None:
     """Have what a script loads in 16 bits loaded by plans, if its device is fast in fp16 and not in bf16.
 
     The device is asked at the first load: a script may choose its cards until then.
 
     Args:
         device: that the script uses; "auto" for the best one here.
+        otherwise: how the script gets what it asks for, in a sentence.
     """
-    loads = _Loads(device, announce, patches)
+    loads = _Loads(device, announce, patches, otherwise)
     for owner in (DiffusionPipeline, ModelMixin, PreTrainedModel):
         original = vars(owner)["from_pretrained"].__func__
         patches.set_class_attribute(owner, "from_pretrained", classmethod(loads.wrap(original)))
@@ -48,8 +51,11 @@ def plan_loads(device: str, announce: Callable[[str], None], patches: Patches) -
 class _Loads:
     """The loads of one script."""
 
-    def __init__(self, device: str, announce: Callable[[str], None], patches: Patches) -> None:
+    def __init__(
+        self, device: str, announce: Callable[[str], None], patches: Patches, otherwise: str
+    ) -> None:
         self._device, self._announce, self._patches = device, announce, patches
+        self._otherwise = otherwise
         self._inside = threading.local()
 
     @functools.cached_property
@@ -98,7 +104,7 @@ class _Loads:
             return load(*args, **options)
         self._announce(
             f"{args[0]} is loaded in fp16 by a plan that was certified from its weights, because this "
-            "device is fast in fp16 and not in bf16. --precision as-is loads it as the script asks."
+            f"device is fast in fp16 and not in bf16. {self._otherwise}".rstrip()
         )
         parts = find_components(made).values() if issubclass(cls, DiffusionPipeline) else [made]
         for part in parts:

@@ -115,7 +115,7 @@ from stopdown.runtime.rank_agreement import (
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import Adjustment, ComponentState
 from stopdown.runtime.results import collect_videos, count_bad
 from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 from stopdown.runtime.weight_history import WeightHistory
@@ -207,7 +207,7 @@ class Guard:
         self._announce = self.options.announce or ((lambda text: None) if is_silent else warn_user)
         log = self.options.log
         self._log = RepairLog(self._announce) if log is None else log
-        self._patches = Patches()
+        self._patches, self._boundaries = Patches(), Patches()
         self._components: dict[int, GuardedComponent] = {}
         self._calls: dict[str, GuardedCall] = {}
         self._maxima: dict[tuple[str, str, int | None, str], float] = {}
@@ -225,6 +225,7 @@ class Guard:
         scheduled = pipe if self.adapter.is_pipeline else None
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self._renew)
         self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
+        self._is_left = threading.Event()  # it is removed, and the components are as they were
         self._counting = threading.RLock()  # threads that call at once
         self._handler = FaultHandler(
             pipe,
@@ -360,6 +361,8 @@ class Guard:
                 self._put_sensors(guarded.component)
             if guarded is not None:
                 guarded.users += 1
+        if guarded is None and not is_changing():
+            self._is_left.wait()
         try:
             yield
         finally:
@@ -483,7 +486,8 @@ class Guard:
                 f"The plan for {plan.source} does not fit the pipeline: {error.what}",
                 remedy="Make a plan for it: stopdown plan SOURCE.",
             ) from error
-        put_boundaries(self.pipe, plan, self._patches)
+        self._patches.defer(self._boundaries.undo)
+        put_boundaries(self.pipe, plan, self._boundaries)
         watch_adapters(self.pipe, plan, self._patches)
         self._plan = plan
 
@@ -550,20 +554,29 @@ class Guard:
         with self._counting:
             self._handler.is_over = True
             components = list(self._components.values())
-        found = []
-        for component in components:
-            with find_lock(component.state.module).changing():  # calls of other threads are over
-                if component.state.is_repaired:
-                    found.append((component.state, component.state.applied))
-                component.state.leave()
-                for call in component.calls:
-                    call.patches.undo()
+        try:
+            found = list(self._leave(components))
+        finally:
+            self._is_left.set()
         self._patches.undo()
         for call in self._calls.values():
             call.forget()
         for state, applied in found:
             if repair_cache is not None:
                 repair_cache.keep(state, applied)
+
+    def _leave(
+        self, components: Sequence[GuardedComponent]
+    ) -> Iterator[tuple[ComponentState, tuple[Adjustment, ...]]]:
+        """Leave each component as it was; those that were repaired, with what was in force."""
+        for component in components:
+            with find_lock(component.state.module).changing():  # calls of other threads are over
+                if component.state.is_repaired:
+                    yield component.state, component.state.applied
+                self._boundaries.undo()  # casts to dtypes that no component has any more
+                component.state.leave()
+                for call in component.calls:
+                    call.patches.undo()
 
     def give_way(self, options: GuardOptions) -> Guard:
         """Put another guard in the place of this one, which comes back when that is removed.

@@ -11,6 +11,7 @@ from stopdown.environment import Device
 from stopdown.errors import warn_user
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.hub import Progress
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import load_planned
@@ -101,9 +102,12 @@ def run_certified(
     Yields:
         The pipeline, the certificate, and the requests at the sizes that fit.
     """
+    requests = prepare(
+        load_pipeline(source, torch_dtypes=None)
+    )  # what cannot be run is refused first
     plan = find_or_certify(source, device, progress=progress)
     loaded = load_planned(source, plan, "its certificate", device, progress=progress, move=False)
-    pipe, requests = loaded.pipe, prepare(loaded.pipe)
+    pipe = loaded.pipe
     fitted = fit_run(
         loaded, requests[0], device, Limit(), read_configs(source.described), warn_user
     )
