@@ -205,10 +205,8 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
     """Return in which precision checkpoints run by default, in one sentence."""
     found = {}
     for stored in ("bf16", "fp16"):
-        facts = [ComponentFacts("model", ("model",), {stored: 1}, {})]
-        is_planned = kind != "cpu" and bool(explain_plan(facts, supports))
-        chosen = "fp16 with a plan" if is_planned else choose_precision(facts[0], supports)[0]
-        found[stored] = chosen
+        (outlook,) = _foresee_model(KnownModel("", "", "", {"model": stored}), supports, kind)
+        found[stored] = _name_precision(outlook)
     if found["bf16"] == found["fp16"]:
         return f"Models in 16 bits run in {found['bf16']}."
     return f"Models stored in bf16 run in {found['bf16']}, those stored in fp16 in {found['fp16']}."
@@ -221,11 +219,15 @@ def list_fits(outlooks: Iterable[Outlook], memory_bytes: int) -> Iterable[KnownF
         chosen = [x for x in found if x.model == model.name]
         if not (memory_bytes and model.peaks) or any(x.precision == "fp32" for x in chosen):
             continue
-        precision = chosen[0].precision + (" with a plan" if chosen[0].planned else "")
         fitting = [name for name, peak in model.peaks.items() if peak <= memory_bytes]
         least = min(model.peaks.values())
         name = fitting[0] if fitting else ""
-        yield KnownFit(model.name, model.size, precision, name, model.peaks.get(name, least))
+        peak = model.peaks.get(name, least)
+        yield KnownFit(model.name, model.size, _name_precision(chosen[0]), name, peak)
+
+
+def _name_precision(outlook: Outlook) -> str:
+    return outlook.precision + " with a plan" * outlook.planned
 
 
 @functools.cache

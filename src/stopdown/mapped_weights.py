@@ -171,14 +171,9 @@ def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:
 
 
 def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
-    """Return what a waiting parameter is read from; None for one that has its values."""
+    """Return what a waiting parameter is read from; None for a tensor that has its values."""
     stored: StoredWeight | None = vars(tensor).get(_STORED)
     return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
-
-
-def is_waiting(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter whose values are in a file."""
-    return isinstance(tensor, torch.nn.Parameter) and find_stored(tensor) is not None
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:

@@ -14,7 +14,7 @@ import torch
 
 import stopdown
 from stopdown.errors import NonFiniteError, PlanError, ScalingError
-from stopdown.mapped_weights import is_waiting
+from stopdown.mapped_weights import find_stored
 from stopdown.pipelines.loader import load_component
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.tiny_pipelines import overflow_
@@ -267,7 +267,7 @@ def test_a_folder_is_measured_without_its_weights_in_fp32(
         assert dataclasses.replace(one.scaling, trial=None) == other.scaling
         assert one.scaling.trial is not None
         assert other.reasons[-1].startswith("Its ranges were measured layer by layer")
-    assert all(is_waiting(x) for module in loaded for x in module.parameters())
+    assert all(find_stored(x) is not None for module in loaded for x in module.parameters())
 
 
 def test_what_cannot_be_measured_keeps_its_certificate(

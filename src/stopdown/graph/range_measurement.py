@@ -33,7 +33,7 @@ from stopdown.graph.nodes import (
     is_range_clamp,
     operation,
 )
-from stopdown.mapped_weights import find_stored, is_waiting
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 
@@ -195,18 +195,15 @@ class _Runner(torch.fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         is_known = n.op == "placeholder" and n.name not in self.tensors and n.name in self.known
-        if is_known and self._waits(n):
+        held = self.named.get(self.capture.parameters.get(n.name, ""))
+        waits = held is not None and find_stored(held) is not None
+        if is_known and waits:
             self.ranges[n.name] = self.known[n.name]
             return _Weight(n)
         result = self._load(n) if n.op == "placeholder" else self._compute(n)
         if is_float(n) and isinstance(result, torch.Tensor):
             self.ranges[n.name] = self.known[n.name] if is_known else self._measure(n, result)
-        return _Weight(n) if self._waits(n) else result
-
-    def _waits(self, node: Node) -> bool:
-        """Whether a value is a parameter that waits in its file."""
-        held = self.named.get(self.capture.parameters.get(node.name, ""))
-        return held is not None and is_waiting(held)
+        return _Weight(n) if waits else result
 
     def _load(self, node: Node) -> Any:
         if node.name in self.capture.parameters:
@@ -217,7 +214,7 @@ class _Runner(torch.fx.Interpreter):
             found = self.tensors[node.name].clone()  # some code adds into what it is given
         if isinstance(found, torch.Generator):
             return found.clone_state()  # the caller's own stays where it is
-        if is_waiting(found) and (stored := find_stored(found)) is not None:
+        if (stored := find_stored(found)) is not None:
             found = stored.read(self.device or found.device)
         found = found.detach() if self.device is None else found.detach().to(self.device)
         return found.float() if found.dtype in HALVES else found

@@ -84,7 +84,7 @@ from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import describe_trial, read_headroom
 from stopdown.scaling.weight_checks import find_quantised
 
-WHOLE_SHARE = 3
+WHOLE_COPIES = 3
 """Copies in fp32 that a component takes while its exponents are tried: itself, and what its folds undo."""
 
 _UNTRIED = (
@@ -164,13 +164,15 @@ def measure_plan(
     given = dataclasses.replace(given, steps=steps)
     requests: list[Request] = []
     safe = pipe_or_source if isinstance(pipe_or_source, SafeSource) else None
-    folder = safe and _find_folder(safe.source, given)
-    if safe and folder:
+    target = safe.source if safe else pipe_or_source
+    if isinstance(target, (str, Path, Source)):
+        target = _resolve(target, given)
+    if safe and _comes_in_parts(target):
         opened, requests, components = _plan_folder(
-            folder, safe.run, device, given, prompts, options, progress
+            target, safe.run, device, given, prompts, options, progress
         )
         return _seal(opened, requests, components, steps, started)
-    opened = _open(safe.source if safe else pipe_or_source, device, given, progress)
+    opened = _open(target, device, progress)
     if find_adapter(opened.pipe).is_pipeline:
         requests = list_requests(opened.pipe, prompts, given)
         requests, resized = _fit_size(opened.pipe, opened.device, requests)
@@ -202,18 +204,21 @@ def _seal(
     return seal_plan(made)
 
 
-def _find_folder(given: str | Path | Source, request: Request) -> Source | None:
-    """Return a checkpoint whose components can be loaded one by one; None for any other."""
+def _resolve(given: str | Path | Source, request: Request) -> Source:
+    """A complete checkpoint, with the class of pipeline that takes the request."""
     source = given
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
-    source = complete_source(source)
+    return select_class(complete_source(source), request)
+
+
+def _comes_in_parts(source: Source) -> bool:
+    """Whether the components of a checkpoint can be loaded one by one."""
     if source.kind == "file" or source.parts or source.loras or not source.pipeline_class:
-        return None
-    if any("quantization_config" in x for x in read_configs(source.described).values()):
-        return None  # its library loads it in a way of its own
-    return select_class(source, request)
+        return False
+    configs = read_configs(source.described).values()
+    return not any("quantization_config" in x for x in configs)  # loaded by libraries' own methods
 
 
 def _plan_folder(
@@ -273,7 +278,7 @@ def _measure_component(
     counts = sum(
         n // FORMATS[x].size_bytes for x, n in opened.stored.get(name, {}).items() if x in FORMATS
     )
-    room_bytes = WHOLE_SHARE * FORMATS["fp32"].size_bytes * counts
+    room_bytes = WHOLE_COPIES * FORMATS["fp32"].size_bytes * counts
     is_small = room_bytes <= find_host_bytes()
     module = load_component(source, name, torch.float32 if is_small else None)
     if is_small:
@@ -289,7 +294,7 @@ def _measure_component(
     return dataclasses.replace(certified, reasons=(*certified.reasons, why))
 
 
-def _choose_room(device: Device, needed_bytes: int) -> Device:
+def _choose_room(device: Device, needed_bytes: float) -> Device:
     """The device if it has room for so much, else the CPU."""
     has_room = device.type == "cpu" or needed_bytes <= device.memory_bytes
     return device if has_room else choose_device("cpu")
@@ -352,21 +357,15 @@ def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable
 def _open(
     given: Any,
     device: str | None,
-    request: Request,
     progress: Progress | None,
 ) -> _Opened:
-    if not isinstance(given, (str, Path, Source)):
+    if not isinstance(given, Source):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
         where = choose_device(find_device(given))
         name = type(given).__name__
         return _Opened(given, name, name, "", stored, where)
     source = given
-    if not isinstance(source, Source):
-        source = resolve_source(source)
-        verify_source(source)
-    source = select_class(complete_source(source), request)
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-
     pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
     put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
@@ -386,9 +385,7 @@ def _choose_place(pipe: Any, device: str | None) -> Device:
     """The device asked for, or the best one that holds the pipeline in fp32 with half to spare."""
     found = choose_device(device or "auto")
     needed = 1.5 * sum(sum(_count_bytes(m).values()) for m in find_components(pipe).values())
-    if device is None and found.type != "cpu" and needed > found.memory_bytes:
-        return choose_device("cpu")
-    return found
+    return found if device is not None else _choose_room(found, needed)
 
 
 def list_requests(

@@ -115,7 +115,7 @@ from stopdown.runtime.rank_agreement import (
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import Adjustment, ComponentState
+from stopdown.runtime.repairs import ComponentState
 from stopdown.runtime.results import collect_videos, count_bad
 from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 from stopdown.runtime.weight_history import WeightHistory
@@ -207,7 +207,7 @@ class Guard:
         self._announce = self.options.announce or ((lambda text: None) if is_silent else warn_user)
         log = self.options.log
         self._log = RepairLog(self._announce) if log is None else log
-        self._patches, self._boundaries = Patches(), Patches()
+        self._patches = Patches()
         self._components: dict[int, GuardedComponent] = {}
         self._calls: dict[str, GuardedCall] = {}
         self._maxima: dict[tuple[str, str, int | None, str], float] = {}
@@ -486,8 +486,7 @@ class Guard:
                 f"The plan for {plan.source} does not fit the pipeline: {error.what}",
                 remedy="Make a plan for it: stopdown plan SOURCE.",
             ) from error
-        self._patches.defer(self._boundaries.undo)
-        put_boundaries(self.pipe, plan, self._boundaries)
+        put_boundaries(self.pipe, plan, self._patches)
         watch_adapters(self.pipe, plan, self._patches)
         self._plan = plan
 
@@ -554,8 +553,16 @@ class Guard:
         with self._counting:
             self._handler.is_over = True
             components = list(self._components.values())
+        found = []
         try:
-            found = list(self._leave(components))
+            for component in components:
+                lock = find_lock(component.state.module)
+                with lock.changing():  # calls of other threads are over
+                    if component.state.is_repaired:
+                        found.append((component.state, component.state.applied))
+                    component.state.leave()
+                    for call in component.calls:
+                        call.patches.undo()
         finally:
             self._is_left.set()
         self._patches.undo()
@@ -564,19 +571,6 @@ class Guard:
         for state, applied in found:
             if repair_cache is not None:
                 repair_cache.keep(state, applied)
-
-    def _leave(
-        self, components: Sequence[GuardedComponent]
-    ) -> Iterator[tuple[ComponentState, tuple[Adjustment, ...]]]:
-        """Leave each component as it was; those that were repaired, with what was in force."""
-        for component in components:
-            with find_lock(component.state.module).changing():  # calls of other threads are over
-                if component.state.is_repaired:
-                    yield component.state, component.state.applied
-                self._boundaries.undo()  # casts to dtypes that no component has any more
-                component.state.leave()
-                for call in component.calls:
-                    call.patches.undo()
 
     def give_way(self, options: GuardOptions) -> Guard:
         """Put another guard in the place of this one, which comes back when that is removed.

@@ -102,9 +102,7 @@ def run_certified(
     Yields:
         The pipeline, the certificate, and the requests at the sizes that fit.
     """
-    requests = prepare(
-        load_pipeline(source, torch_dtypes=None)
-    )  # what cannot be run is refused first
+    requests = prepare(load_pipeline(source, torch_dtypes=None))  # refused before anything is made
     plan = find_or_certify(source, device, progress=progress)
     loaded = load_planned(source, plan, "its certificate", device, progress=progress, move=False)
     pipe = loaded.pipe
@@ -114,6 +112,5 @@ def run_certified(
     pipe.set_progress_bar_config(disable=True)
     sums = WideProducts() if device.type == "cpu" else contextlib.nullcontext()
     options = GuardOptions(decisions=loaded.decisions, loaded_plan=loaded.loaded_plan)
-    with fitted.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
+    with loaded.patches, fitted.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
         yield pipe, plan, requests
-    loaded.patches.undo()

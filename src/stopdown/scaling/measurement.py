@@ -22,7 +22,7 @@ from stopdown.graph.capture import (
 )
 from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
-from stopdown.mapped_weights import is_waiting
+from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
@@ -187,7 +187,7 @@ def _clamps_anyway(one: Call) -> bool:
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
     if any(x.dtype != torch.float32 for x in weights):
         return False
-    if any(map(is_waiting, weights)):
+    if any(find_stored(x) is not None for x in weights):
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
         return any(map(is_range_clamp, wide.graph.graph.nodes))
     given = pytree.tree_map_only(torch.Tensor, _copy_wide, (args, dict(kwargs)))

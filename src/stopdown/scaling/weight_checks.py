@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stopdown.errors import ScalingError
-from stopdown.mapped_weights import is_waiting
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_non_finite
 
@@ -77,7 +77,7 @@ def check_weights(module: torch.nn.Module) -> None:
     """
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if is_packed(tensor) or tensor.is_meta or is_waiting(tensor):
+        if is_packed(tensor) or tensor.is_meta or find_stored(tensor) is not None:
             continue
         if bad := sum(count_non_finite(tensor)):
             found.append(f"{name} ({bad} of {tensor.numel()})")
