@@ -82,6 +82,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept between runs is kept for these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOPDOWN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def fp16_convolutions() -> Iterator[None]:
     """Convolutions in fp16 are summed in fp32 and rounded once, as devices do.
 

@@ -25,6 +25,7 @@ from stopdown.environment import (
     describe_machine,
     describe_missing,
     find_missing_mps,
+    forget_timings,
     list_devices,
     probe_formats,
     read_numeric_variables,
@@ -112,6 +113,8 @@ def _list_system_faults() -> tuple[str, ...]:
 
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
     """What is known of a device, and where it is of this machine what trying it gives."""
+    if tried:
+        forget_timings(device)  # this is what a user runs after a change of the machine
     supports = probe_formats(device) if tried else profile.supports
     outlooks, has_kernel = foresee(supports, device.type), has_fused_attention(profile, ("fp16",))
     known = list_attention(device.type, device.capability)

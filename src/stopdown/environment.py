@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import math
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,8 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from stopdown.argument_types import check_type
-from stopdown.errors import OptionError, take_first_line
+from stopdown.errors import OptionError, OutputError, take_first_line
+from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.outputs import written_beside
 from stopdown.toml_files import read_rows, read_rules
 from stopdown.torch_builds import (
     Build,
@@ -659,9 +662,9 @@ SLOW = 1.5
 def probe_formats(device: Device) -> dict[str, Support]:
     """How a device supports fp32, bf16 and fp16, judged and then tried.
 
-    The answer is kept for the life of the process. The probe draws no random numbers. Formats are
-    timed in turns, and the least time counts; on a machine that is too busy to tell nothing is said
-    of speed.
+    The answer is kept for the life of the process, and the times for later ones on this machine, so that
+    its choices stay the same. The probe draws no random numbers. Formats are timed in turns, and the
+    least time counts; on a machine that is too busy to tell nothing is said of speed, and nothing kept.
 
     Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and
     loads the libraries that a run would load anyway.
@@ -712,6 +715,11 @@ class Timing:
     convolution_s: float = math.nan
     failure: str = ""
     noise: float = 1.0
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether both times can be compared."""
+        return self.matmul_s > 0 and self.convolution_s > 0
 
 
 MOST_NOISE = 1.5
@@ -768,7 +776,29 @@ _Operation = Callable[[], Any]
 
 
 def _time_formats(device: Device) -> dict[str, Timing]:
-    """Time all formats in alternation, so that other load affects all of them equally."""
+    """Return the time of each format on a device: what was kept on this machine, else measured now.
+
+    A ratio near a limit would otherwise lead to another precision from run to run.
+    """
+    try:
+        found = msgspec.convert(read_json_table(_kept_timings(device)), dict[str, Timing])
+    except (UnreadableError, msgspec.ValidationError):
+        return _measure_formats(device)
+    is_whole = set(found) == set(PRECISIONS) and all(x.is_positive for x in found.values())
+    return found if is_whole else _measure_formats(device)
+
+
+def forget_timings(device: Device) -> None:
+    """Have a device timed again by the next probe."""
+    with suppress(OSError):
+        _kept_timings(device).unlink(missing_ok=True)
+
+
+def _measure_formats(device: Device) -> dict[str, Timing]:
+    """Time all formats in alternation, so that other load affects all of them equally.
+
+    Times whose samples agree are kept for later processes, in `timings` of the cache's folder.
+    """
     import torch
 
     failures: dict[str, str] = {}
@@ -783,12 +813,41 @@ def _time_formats(device: Device) -> dict[str, Timing]:
             except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
                 failures[name] = f"{take_first_line(error).rstrip('.')}."
         samples = _sample(device, operations)
-    return {
+    found = {
         name: Timing(failure=failures[name])
         if name in failures
         else _sum_up(samples[name, 0], samples[name, 1])
         for name in PRECISIONS
     }
+    reference = found["fp32"].noise
+    if not failures and all(x.noise * reference <= MOST_NOISE for x in found.values()):
+        _keep_timings(device, found)
+    return found
+
+
+def _keep_timings(device: Device, timings: Mapping[str, Timing]) -> None:
+    path = _kept_timings(device)
+    with suppress(OSError, OutputError):  # it is measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_beside(path) as part:
+            part.write_bytes(msgspec.json.encode(timings))
+
+
+def _kept_timings(device: Device) -> Path:
+    """Where the times of a device are kept, by all that they depend on."""
+    import torch
+
+    facts = (
+        device.type,
+        device.name,
+        device.capability,
+        torch.__version__,
+        torch.version.cuda or torch.version.hip,
+        read_macos() if device.type == "mps" else None,
+        (sorted(read_cpu_flags()), torch.get_num_threads()) if device.type == "cpu" else None,
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return cache_folder() / "timings" / f"{digest[:32]}.json"
 
 
 def _sample(

@@ -10,7 +10,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,12 @@ CPU = Device("cpu", 0, "a CPU", None, 2**34)
 MPS = Device("mps", 0, "Apple M2", None, 2**34)
 V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
 T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test probes anew."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
 
 
 def test_no_property_has_a_deadline() -> None:
@@ -510,6 +517,37 @@ def test_the_probe_runs_once_and_cannot_be_changed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(environment, "_time_formats", lambda *_: pytest.fail("measured again"))
     first.clear()
     assert list(probe_formats(choose_device("cpu"))) == ["fp32", "bf16", "fp16"]
+
+
+def time_again(seconds: Mapping[str, float], noise: float = 1.0) -> dict[str, Timing]:
+    """What a probe answers in a new process on a machine of these speeds."""
+    operations = {name: Timing(value, value, noise=noise) for name, value in seconds.items()}
+    made = iter(operations.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "_sample", lambda *_: defaultdict(list))
+        patch.setattr(environment, "_sum_up", lambda *_: next(made))
+        return environment._time_formats(choose_device("cpu"))
+
+
+def test_times_are_kept_for_later_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ratio beside the limit chooses the same format in each run, until the device is examined."""
+    first = {"fp32": 1.0, "bf16": 1.49, "fp16": 1.6}
+    second = {"fp32": 1.0, "bf16": 1.51, "fp16": 1.6}
+    time_again(first, noise=2.0)
+    assert time_again(first)["bf16"].matmul_s == 1.49  # what was noisy is not kept
+    assert time_again(second)["bf16"].matmul_s == 1.49
+    environment.forget_timings(choose_device("cpu"))
+    assert time_again(second)["bf16"].matmul_s == 1.51
+    (kept,) = (tmp_path / "timings").iterdir()
+    for spoilt in ("", "[]", '{"fp32": {"matmul_s": 1, "convolution_s": 1}}', '{"fp32": 1}'):
+        kept.write_text(spoilt)
+        assert time_again(first)["bf16"].matmul_s == 1.49
+        assert time_again(second)["bf16"].matmul_s == 1.49
+        kept.unlink()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert time_again(second)["bf16"].matmul_s == 1.51
 
 
 def test_the_probe_leaves_the_process_as_it_was() -> None:

@@ -339,7 +339,7 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
     """No fingerprint of files, the formats of its weights counted in bytes."""
     module = nn.Linear(4, 4).bfloat16()
     pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
-    opened = calibrated._open(pipe, None, calibrated.Request(), None)
+    opened = calibrated._open(pipe, None, None)
     assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
     assert opened.stored == {"transformer": {"bf16": 40}}
 
