@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+import stopdown
 from stopdown.media import read_video, write_media
 from stopdown.testing import PIPELINE_NAMES
 
@@ -43,14 +46,14 @@ COMMANDS = (
         "bench",
     ),
     *("generate", "generate by a plan", "generate within memory", "generate with a journal"),
-    *("generate converted", "batch", "report", "explain", "run"),
+    *("generate converted", "batch", "report", "explain", "run", "load"),
 )
-"""Every command that takes a model or what was made of one, some of them in several ways."""
+"""Every command that takes a model or what was made of one, some in several ways; and `load`, in Python."""
 
 REFUSED: dict[tuple[str, str], str] = {}
 """Cells that are refused, with the reason."""
 
-CHEAP = [("svd", "fit"), ("cogvideox-video", "fit"), ("wan", "check")]
+CHEAP = [("svd", "fit"), ("svd", "load"), ("cogvideox-video", "fit"), ("wan", "check")]
 
 ALL = [(name, command) for name in PIPELINE_NAMES for command in COMMANDS]
 
@@ -150,8 +153,28 @@ assert np.isfinite(values).all() and values.std() > 0
 """A program that loads a kind in fp16 and runs it, as people write them."""
 
 
+def load(model: Path, name: str) -> None:
+    """Load a kind in Python, and run it."""
+    given: dict[str, Any] = list_inputs(name)
+    if "image" in given:
+        given["image"] = Image.open(given["image"]).convert("RGB")
+    if "video" in given:
+        given["video"] = [Image.fromarray(x) for x in read_video(given["video"])]
+    frames = {"num_frames": FRAMES[name]} if name in FRAMES else {}
+    pipe = stopdown.load(str(model), precision="fp16")
+    made = pipe(**given, **frames, height=32, width=32, num_inference_steps=2, output_type="np")
+    values = np.asarray(made[0])
+    assert np.isfinite(values).all()
+    assert values.std() > 0
+    component = getattr(pipe, DENOISER.get(name, "transformer"))
+    assert {x.dtype for x in component.parameters()} >= {torch.float16}
+
+
 def run_row(run: Run, model: Path, name: str, command: str) -> None:
     """Run a cell, and look at what came of it."""
+    if command == "load":
+        load(model, name)
+        return
     for words in list_words(name, command, model):
         code, out, err = run(*words)
         assert "Traceback" not in out + err
