@@ -133,14 +133,19 @@ def test_it_goes_on_where_it_stopped(
 
 
 def test_a_way_that_fails_is_a_sentence(
-    simulated: Simulated, overflowing: Path, tmp_path: Path
+    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
 ) -> None:
-    """What a device refuses stands in its row without a path, and the other rows are measured."""
+    """What a device refuses stands in its row without a path, and the other rows are measured.
+
+    Where all are refused, the exit code says so.
+    """
     simulated.act_as("cuda", computes_not=[torch.float16])
     measure(overflowing, tmp_path / "a.json", ways=("fp32", "fp16"))
     rows = read_rows(tmp_path / "a.json")
     assert "not implemented for 'Half'" in rows["fp16"].note
     assert (rows["fp16"].time_s, rows["fp32"].note) == (None, "")
+    words = ("bench", overflowing, "-o", tmp_path / "b.json", "--steps", 1, "--size", "none")
+    assert run(*words, "--device", KIND, "--way", "fp16")[0] == 1
 
 
 def test_generated_weights_are_of_the_size_that_was_asked_for() -> None:
