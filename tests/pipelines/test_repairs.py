@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import pipeline_calls
+import stopdown
 from pipeline_calls import call_pipeline
 from random_graphs import RandomGraph
 from stopdown import testing
@@ -347,3 +350,29 @@ def test_block_maxima_come_with_the_same_read() -> None:
     with guard(pipe) as handle:
         call_pipeline(pipe, "cogvideox")
     assert handle.record.maxima == ()
+
+
+def count_kept() -> Counter[str]:
+    """How many objects of captures, modules and tensors are alive."""
+    gc.collect()
+    kinds = (torch.fx.Node, torch.fx.Graph, torch.Tensor, torch.nn.Module)
+    return Counter(type(x).__name__ for x in gc.get_objects() if issubclass(type(x), kinds))
+
+
+def test_what_repairs_make_goes_with_them() -> None:
+    """Memory does not grow from repair to repair, nor from one `rescale_` to the next."""
+    pipe = testing.make_pipeline("sd", overflow="unet")
+    call = {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(5),
+        "encoder_hidden_states": torch.randn(1, 7, pipe.unet.config.cross_attention_dim),
+    }
+    counts = []
+    for _ in range(4):
+        stopdown.rescale_(pipe.unet, (), call).undo()
+        with guard({"unet": pipe.unet.half()}, announce=lambda text: None) as handle:
+            pipe.unet(**{k: x.half() if x.is_floating_point() else x for k, x in call.items()})
+            assert [x.action for x in handle.repairs] == ["rescaled"]
+        pipe.unet.float()
+        counts.append(count_kept())
+    assert counts[1] == counts[2] == counts[3]
