@@ -192,7 +192,7 @@ def test_an_interrupt_before_the_commands_are_imported(name: str, tmp_path: Path
     assert (done.returncode, done.stdout) == (130, "")
     *progress, message = done.stderr.splitlines()
     assert message.startswith("stopdown: Stopped by Ctrl-C; no output is half-written.")
-    assert all(line.startswith("Loading PyTorch…") for line in progress)  # said where it takes long
+    assert all(line.startswith("Loading ") for line in progress)  # said where it takes long
     assert list(tmp_path.iterdir()) == []
 
 
