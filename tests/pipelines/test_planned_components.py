@@ -109,13 +109,13 @@ def test_casts_that_change_nothing_are_let_through(pipe: Any) -> None:
     assert (before == after).all()
 
 
-def test_only_scaled_weights_are_warned_of(pipe: Any, tmp_path: Path) -> None:
-    """`save_pretrained` warns of exponents, and of nothing where a plan has none; pickling is refused."""
+def test_only_what_a_plan_changed_is_not_saved(pipe: Any, tmp_path: Path) -> None:
+    """`save_pretrained` writes a component whose plan is a cast alone; pickling is refused for each."""
     with apply_plan(pipe, plan_plainly(pipe, unet=EXPONENTS)):
         with warnings.catch_warnings():
             warnings.simplefilter("error", StopdownWarning)
             pipe.vae.save_pretrained(tmp_path / "vae")
-        with pytest.warns(StopdownWarning, match="UNet2DConditionModel is under a plan"):
+        with pytest.raises(PlanError, match="UNet2DConditionModel cannot be saved"):
             pipe.unet.save_pretrained(tmp_path / "unet")
         for part in (pipe.vae, pipe.unet):
             with pytest.raises(PlanError, match="cannot be pickled under a plan"):

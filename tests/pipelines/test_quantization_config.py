@@ -493,6 +493,24 @@ def test_a_saved_pipeline_makes_the_same_pixels(planned: Any, pixels: Any, tmp_p
     assert makes(load_pipeline(tmp_path / "saved"), pixels)
 
 
+def test_a_pipeline_under_apply_plan_is_not_saved(cogvideox: Path, tmp_path: Path) -> None:
+    """Its files would have exponents and not say so: refused until the plan is off, then exact."""
+    pipe = load_pipeline(cogvideox, torch.float32)
+    wanted = call_pipeline(pipe, "cogvideox")
+    handle = apply_plan(pipe, stopdown.make_plan(cogvideox))
+    for name in ("transformer", "text_encoder", "vae"):
+        with pytest.raises(PlanError, match=r"cannot be saved by save_pretrained.*\.undo\(\)"):
+            getattr(pipe, name).save_pretrained(tmp_path / "one")
+    with pytest.raises(PlanError, match=r"cannot be saved by save_pretrained"):
+        pipe.save_pretrained(tmp_path / "whole")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert not (tmp_path / "whole" / "model_index.json").exists()
+    handle.undo()
+    pipe.save_pretrained(tmp_path / "off")
+    again = load_pipeline(tmp_path / "off", torch.float32)
+    np.testing.assert_array_equal(call_pipeline(again, "cogvideox"), wanted)
+
+
 def test_the_plan_comes_off(cogvideox: Path, planned: Any) -> None:
     """`dequantize`, of both libraries, gives the model in fp32, as near as fp16 weights hold it."""
     for name in ("transformer", "text_encoder", "vae"):

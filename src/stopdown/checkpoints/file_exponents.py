@@ -39,6 +39,7 @@ from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
+from stopdown.scaling.folds import has_more_than_folds
 from stopdown.scaling.measurement import Captures, Kind, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
@@ -145,12 +146,6 @@ def describe_rest(entry: ComponentPlan) -> str:
     if scaling.operands:
         parts.append("casts of operands that its code mixes")
     return " and ".join(parts) or "eps that no configuration sets"
-
-
-def has_more_than_folds(scaling: Scaling) -> bool:
-    """Whether exponents come with what a weight file has no place for, eps aside."""
-    beyond = scaling.multiplies or scaling.fp32_modules or scaling.outputs or scaling.operands
-    return bool(beyond) or scaling.stream is not None
 
 
 def rests_on_bounds(scaling: Scaling) -> bool:

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown.checkpoints.cards import MARK, list_entries
-from stopdown.checkpoints.file_exponents import describe_rest, has_more_than_folds
+from stopdown.checkpoints.file_exponents import describe_rest
 from stopdown.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
@@ -46,6 +46,7 @@ from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
 from stopdown.scaling.adapter_exponents import find_part_exponents
+from stopdown.scaling.folds import has_more_than_folds
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -57,7 +57,13 @@ from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scalin
 from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.call_watch import WatchOptions, watch_calls
 from stopdown.scaling.certificate import describe_share
-from stopdown.scaling.folds import RESCALED, list_misfits, load_scaled, widen_
+from stopdown.scaling.folds import (
+    RESCALED,
+    has_more_than_folds,
+    list_misfits,
+    load_scaled,
+    widen_,
+)
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -229,7 +235,18 @@ class _Pickling:
         )
 
 
-_SAVING = "Take the plan off first (.undo()), or write a converted model: stopdown convert."
+_SAVING = (
+    "Take the plan off first (.undo()), or write a converted model: stopdown convert. A pipeline that "
+    "was loaded with quantization_config=stopdown.quantization(SOURCE) is saved with its plan."
+)
+
+
+def _refuse_saving(class_name: str, *_: object, **__: object) -> None:
+    raise PlanError(
+        f"{class_name} cannot be saved by save_pretrained under a plan or a repair.",
+        expected="The files would have the exponents and the dtypes of the plan, and would not say so.",
+        remedy=_SAVING,
+    )
 
 
 def _watch_saving(
@@ -238,12 +255,16 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Refuse to pickle a module, and warn once when weights that are scaled are taken to be saved.
+    """Refuse to pickle a module or to save it by its library, and warn once when scaled weights are taken.
 
     Args:
         savers: packages that may take them.
     """
     patches.set_attribute(module, "__reduce_ex__", _Pickling(module))
+    is_changed = scaling is not None and (scaling.exponents or has_more_than_folds(scaling))
+    if is_changed and not savers and hasattr(module, "save_pretrained"):
+        refuse = functools.partial(_refuse_saving, type(module).__name__)
+        patches.set_attribute(module, "save_pretrained", refuse)
     warned = list[bool]()
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

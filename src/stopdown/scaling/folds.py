@@ -396,6 +396,11 @@ def cast_(
     return patches
 
 
+def has_more_than_folds(scaling: Scaling) -> bool:
+    """Whether exponents come with what a weight file has no place for, eps aside."""
+    return bool(scaling.multiplies or scaling.operands) or keeps_fp32(scaling)
+
+
 def keeps_fp32(scaling: Scaling) -> bool:
     """Whether something of a module that is cast stays in fp32, for the sake of its range."""
     return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
