@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import encoders as encoder_table  # noqa: E402 (the path is set above)
 
 import stopdown  # noqa: E402
+from documented_scripts import ADDED, run_script  # noqa: E402
 from encoder_models import make_call, make_encoder, run_encoder  # noqa: E402
 from pipeline_calls import call_pipeline  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
@@ -78,13 +79,17 @@ def measure_pipeline(name: str, folder: Path) -> dict[str, Any]:
     with stopdown.apply_plan(pipe, plan, cast=False):
         folded = torch.from_numpy(call_pipeline(pipe, name)).float()
     found = run(torch.float16, quantization_config=config)
-    return describe(name, "pipeline", plan) | compare(
-        wanted,
-        found,
-        folded,
-        plain=run(torch.float16),
-        bf16=run(torch.bfloat16),
-    )
+    plain, bf16 = run(torch.float16), run(torch.bfloat16)
+    errors = compare(wanted, found, folded, plain=plain, bf16=bf16)
+    script = {"documented script": measure_script(name, folder)}
+    return describe(name, "pipeline", plan) | errors | script
+
+
+def measure_script(name: str, folder: Path) -> float:
+    """The error of a documented script's pixels, with the argument added."""
+    wanted, _ = run_script(name, folder, "float32")
+    found, _ = run_script(name, folder, "float16", ADDED)
+    return float(relative_l2(torch.from_numpy(found), torch.from_numpy(wanted)))
 
 
 def measure_encoder(name: str, folder: Path) -> dict[str, Any]:
@@ -189,9 +194,9 @@ def write_table(record: dict[str, Any], path: Path) -> None:
         f"`import stopdown` takes {record['imports']['import_s']:.3f} s and loads "
         f"{', '.join(record['imports']['loads']) or 'neither PyTorch nor a library of models'}.",
         "",
-        "| model | kind | plain fp16 | bf16 | fp16 by the config | exact in fp32 | components in fp16 "
-        "| certified | fp32 modules | fp32 streams |",
-        "| --- | --- | --: | --: | --: | --- | --: | --: | --: | --: |",
+        "| model | kind | plain fp16 | bf16 | fp16 by the config | documented script | exact in fp32 "
+        "| components in fp16 | certified | fp32 modules | fp32 streams |",
+        "| --- | --- | --: | --: | --: | --: | --- | --: | --: | --: | --: |",
     ]
     for row in rows:
         errors = (
@@ -199,8 +204,9 @@ def write_table(record: dict[str, Any], path: Path) -> None:
             for x in ("plain fp16", "bf16", "fp16")
         )
         parts = f"{row['in fp16']} of {row['components']}"
+        script = f"{row['documented script']:.2g}" if "documented script" in row else "–"
         lines.append(
-            f"| {row['name']} | {row['kind']} | {' | '.join(errors)} | "
+            f"| {row['name']} | {row['kind']} | {' | '.join(errors)} | {script} | "
             f"{'yes' if row['exact in fp32'] else 'no'} | {parts} | {row['certified']} | "
             f"{row['fp32 modules']} | {row['fp32 streams']} |"
         )
