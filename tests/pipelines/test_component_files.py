@@ -23,6 +23,7 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.component_calls import read_call
 from stopdown.records import Plan
+from stopdown.testing import save_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +313,53 @@ def test_a_component_folder_describes_a_part(save: Callable[[str], Source], fold
         SourceError, match="is that of a component, and nothing tells how a pipeline"
     ):
         certify_plan(source)
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a CogVideoX transformer that overflows, in Diffusers' names, beside its pipeline."""
+    root = tmp_path_factory.mktemp("cogvideox")
+    folder = save_pipeline("cogvideox", root / "pipeline", overflow="transformer")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    return weights.rename(root / "transformer.safetensors")
+
+
+def test_a_class_without_a_converter_is_loaded_by_its_config(
+    transformer: Path, tmp_path: Path
+) -> None:
+    """CogVideoX has no `from_single_file`: certified, converted, and loaded by what the record says."""
+    import diffusers
+
+    config = transformer.parent / "pipeline"
+    source = resolve_source(transformer, config=config)
+    record = convert(source, output := tmp_path / "out.safetensors", certify_plan(source))
+    assert record.load == (
+        "model = CogVideoXTransformer3DModel.from_config(CogVideoXTransformer3DModel.load_config("
+        f'"{config / "transformer"}")).half(); model.load_state_dict(load_file("{output}"))'
+    )
+    names: dict[str, Any] = {"load_file": load_file}
+    names["CogVideoXTransformer3DModel"] = kind = diffusers.CogVideoXTransformer3DModel
+    exec(record.load, names)  # our own text
+    bare = kind.from_config(names["model"].config)
+    bare.load_state_dict(load_file(transformer))
+    call = {
+        "hidden_states": torch.randn(1, 2, 4, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 226, 32),
+        "timestep": torch.tensor([500]),
+    }
+    with torch.no_grad():
+        wanted = bare.float()(**call).sample
+        half = {k: x.half() if x.is_floating_point() else x for k, x in call.items()}
+        assert not bare.half()(**half).sample.isfinite().all()
+        found = names["model"](**half).sample.float()
+    assert (found - wanted).norm() < 0.005 * wanted.norm()
+
+
+def test_a_part_is_checked_by_its_config(transformer: Path, run: Any) -> None:
+    """`check FILE --config FOLDER` reads the format of the file, and says how `auto` runs it."""
+    config = transformer.parent / "pipeline"
+    code, said, _ = run("check", transformer, "--config", config, "--device", "v100")
+    assert code == 0
+    assert "transformer is stored in bf16, which this device does not compute fast" in " ".join(
+        said.split()
+    )

@@ -51,6 +51,7 @@ from stopdown.fold_names import Folds, list_folds, name_exponents, spread_column
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
 from stopdown.pipelines.class_selection import select_class
+from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
@@ -610,8 +611,14 @@ def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
     options = f'subfolder="{name}", dtype=torch.float16'
     if output.suffix.lower() == ".gguf":
         options += ", quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float16)"
-    if work.form == "single" and library == "diffusers":
-        options = f'config="{work.source.described}", {options}'
-    elif work.form == "single":
+    if work.form == "single" and library != "diffusers":
         return f'{class_name}.from_pretrained(None, config=..., state_dict=load_file("{output}"))'
+    if work.form == "single" and not hasattr(find_class(library, class_name), "from_single_file"):
+        config = f'{class_name}.load_config("{work.source.described / name}")'
+        return (
+            f"model = {class_name}.from_config({config}).half(); "
+            f'model.load_state_dict(load_file("{output}"))'
+        )
+    if work.form == "single":
+        options = f'config="{work.source.described}", {options}'
     return f'{class_name}.{method}("{output}", {options})'

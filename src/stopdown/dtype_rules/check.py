@@ -220,8 +220,7 @@ def find_source(named: str | Path | Source) -> Source:
     if source.kind != "file":
         sources.verify_descriptions(source)
         return source
-    source = complete_source(source)
-    return dataclasses.replace(source, path=source.described)  # `name` still tells the file
+    return complete_source(source)
 
 
 def _check_live(
@@ -341,9 +340,7 @@ def _check_source(
     headers, files = _read_headers(source), list_files(source)
     stored = read_stored(source, headers)
     if isinstance(asked, Plan):
-        path = files["checkpoint"][0] if source.kind == "file" else source.path
-        here = dataclasses.replace(source, path=path)
-        check_source(asked, here, with_weights=any(files.values()))
+        check_source(asked, source, with_weights=any(files.values()))
         skeleton = build_skeleton(source, {}, keep_fp32=False)
         apply_without_weights(skeleton, asked)
         found = list(parameters.check_files(files, {}))
@@ -378,12 +375,12 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
         source: as `find_source` gives it.
         device: as for `check`.
     """
-    stored = read_stored(source, _read_headers(source))
     profile = find_target(device or "auto")[1]
-    facts = [
-        dataclasses.replace(fact, stored={stored[fact.name]: 1} if fact.name in stored else {})
-        for fact in gather_facts(source)
-    ]
+    facts = gather_facts(source)
+    if source.kind == "hub":  # its weights are not here
+        stored = read_stored(source, _read_headers(source))
+        known = {name: {entry: 1} for name, entry in stored.items()}
+        facts = [dataclasses.replace(x, stored=known.get(x.name, {})) for x in facts]
     if not all(fact.stored for fact in facts):
         return "auto", False, "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
@@ -472,8 +469,6 @@ def _merge(parts: list[Examination]) -> Examination:
 
 def list_files(source: Source) -> dict[str, list[Path]]:
     """Component → its weights on this disk; `checkpoint` for a single file, none for a Hub id."""
-    if source.kind == "file":
-        return {"checkpoint": [Path(source.name).expanduser()]}
     return sources.list_weight_files(source) if source.kind != "hub" else {}
 
 

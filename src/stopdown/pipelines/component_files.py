@@ -4,7 +4,7 @@ Which ones, the names say. Diffusers' own converter of each class is given the f
 without values; a component is in the file when every tensor of it comes out. Programs put prefixes before
 the names (`model.diffusion_model.`), and some converters need one: both are tried. Text encoders have the
 names of Transformers. Where Diffusers has no converter, or one for the published size alone,
-`single_file_names` says which names a component has.
+`single_file_names` says which names a component has. Diffusers' own names need no converter.
 
 **Catches** parts of a model that lack tensors, or whose shapes are not those of the configuration.
 **Does not catch** other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
@@ -159,10 +159,11 @@ def _load_part(source: Source, part: Part, tensors: Mapping[str, torch.Tensor]) 
     kind, seen = find_class(library, class_name), rename(part, tensors)
     folder = source.described / part.name
     with describing_failures(source.path, class_name), limited_building():
-        if part.laid_out:
+        if part.laid_out or not (library == "transformers" or hasattr(kind, "from_single_file")):
             with init_empty_weights():
                 module = build_module(kind, folder)
-            module.load_state_dict(take_apart(module, seen), strict=True, assign=True)
+            own = take_apart(module, seen) if part.laid_out else seen
+            module.load_state_dict(own, strict=True, assign=True)
             return module.float()
         if library == "transformers":
             config = kind.config_class.from_pretrained(folder, local_files_only=True)

@@ -69,13 +69,14 @@ class Loaded:
 def gather_facts(source: Source) -> list[ComponentFacts]:
     """What is known of each component that has weights, before anything is loaded.
 
-    The weights of a single file count for every component.
+    The weights of a single file count for every component that it holds.
     """
     stored, configs = read_stored_dtypes(source), read_configs(source.described)
+    held = {part.name for part in source.parts} or source.components.keys()
     return [
         _gather_component(source, name, stored.get(name, stored.get("checkpoint", {})), configs)
         for name, (_, class_name) in source.components.items()
-        if has_weights(class_name) and (name in stored or name in configs)
+        if name in held and has_weights(class_name) and (name in stored or name in configs)
     ]
 
 
