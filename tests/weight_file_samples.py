@@ -101,14 +101,15 @@ def write_sample(name: str, path: Path, **changes: torch.Tensor | None) -> Path:
 
 
 def write_gguf(path: Path, kind: str, tensors: dict[str, np.ndarray]) -> Path:
-    """A GGUF file whose matrices are of a type, and the rest in fp32."""
+    """A GGUF file whose matrices are of a type, where their rows are whole blocks, and the rest in fp32."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "flux")
     kind = gguf.GGMLQuantizationType[kind]
     for name, value in tensors.items():
-        packed = gguf.quants.quantize(value, kind) if value.ndim > 1 else value
-        writer.add_tensor(name, packed, raw_dtype=kind if value.ndim > 1 else None)
+        fits = value.ndim > 1 and value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        packed = gguf.quants.quantize(value, kind) if fits else value
+        writer.add_tensor(name, packed, raw_dtype=kind if fits else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

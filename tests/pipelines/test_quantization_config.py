@@ -692,3 +692,104 @@ def test_a_single_file_takes_a_plan(sd: Path) -> None:
         sd / "unet", dtype=FP16, quantization_config=planned
     )
     assert have_same_weights(model, other)
+
+
+# Beside other methods, LoRAs that were there first, and `force_upcast`
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Flux whose T5 overflows, with a transformer that another method takes."""
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    pipe = testing.make_pipeline("flux")
+    testing.overflow_(pipe.text_encoder_2)
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def load_gguf(folder: Path, path: Path) -> Any:
+    """The transformer of a Flux, written as a GGUF file of 8 bits and read from there."""
+    pytest.importorskip("gguf")
+    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
+
+    from weight_file_samples import write_gguf
+
+    module = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    write_gguf(path, "Q8_0", {name: x.float().numpy() for name, x in module.state_dict().items()})
+    return FluxTransformer2DModel.from_single_file(
+        str(path),
+        config=str(folder),
+        subfolder="transformer",
+        quantization_config=GGUFQuantizationConfig(compute_dtype=FP16),
+        dtype=FP16,
+    )
+
+
+def test_a_gguf_transformer_lies_beside_it(flux: Path, tmp_path: Path) -> None:
+    """The transformer comes from a GGUF file, and T5 by a certificate."""
+    wanted = call_pipeline(load_pipeline(flux, torch.float32), "flux")
+    given = {"transformer": load_gguf(flux, tmp_path / "flux.gguf")}
+    assert not np.isfinite(call_pipeline(load_pipeline(flux, **given), "flux")).all()
+    config = stopdown.quantization(flux)
+    pipe = load_pipeline(flux, quantization_config=config, **given)
+    assert pipe.transformer.quantization_method.value == "gguf"
+    assert pipe.text_encoder_2.quantization_method == "stopdown"
+    assert is_near(call_pipeline(pipe, "flux"), wanted)
+
+
+@pytest.mark.parametrize("other", ["transformer", "text_encoder_2"])
+@pytest.mark.filterwarnings("ignore")  # what torchao says of itself
+def test_a_component_of_torchao_lies_beside_it(tmp_path: Path, other: str) -> None:
+    """One of them in int8 by the mapping, the other one overflows in fp16 and is certified."""
+    pytest.importorskip("torchao", reason="torchao is not among the tested packages")
+    import diffusers
+    import transformers
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    kinds = {"transformer": diffusers.TorchAoConfig, "text_encoder_2": transformers.TorchAoConfig}
+    (mine,) = kinds.keys() - {other}
+    pipe = testing.make_pipeline("flux")
+    testing.overflow_(getattr(pipe, mine))
+    pipe.save_pretrained(tmp_path / "flux")
+    wanted = call_pipeline(load_pipeline(tmp_path / "flux", torch.float32), "flux")
+    config = stopdown.quantization(tmp_path / "flux")
+    config.quant_mapping[other] = kinds[other](Int8WeightOnlyConfig())
+    found = load_pipeline(tmp_path / "flux", quantization_config=config)
+    methods = {name: getattr(found, name).quantization_method for name in kinds}
+    assert methods[mine] == "stopdown"
+    assert methods[other].value == "torchao"
+    assert is_near(call_pipeline(found, "flux"), wanted, 0.03)
+
+
+def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path: Path) -> None:
+    """`make_plan` of a pipeline with a LoRA: its matrices have exponents, and come off as they were."""
+    from lora_cases import draw_lora, load_lora, name_lora
+
+    pipe = load_pipeline(cogvideox, torch.float32)
+    bare = call_pipeline(pipe, "cogvideox")
+    tensors = name_lora(draw_lora(pipe, "cogvideox"), "diffusers", "cogvideox")
+    load_lora(pipe, tensors, tmp_path, "style")
+    wanted = call_pipeline(pipe, "cogvideox")
+    assert not is_near(bare, wanted)
+    plan = stopdown.make_plan(pipe, prompts={"prompt": "a", "num_frames": 5})
+    with apply_plan(pipe, plan):
+        assert is_near(call_pipeline(pipe, "cogvideox"), wanted, 0.005)
+    np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), wanted)
+    with pytest.raises(PlanError, match=r"other weights .* or adapters"):
+        apply_plan(load_pipeline(cogvideox, torch.float32), plan)
+
+
+@pytest.mark.filterwarnings("ignore:1 call of `vae.decode` not certified")  # random weights
+def test_force_upcast_is_answered(tmp_path: Path) -> None:
+    """SDXL's autoencoder overflows and asks for fp32: by its plan it stays in fp16, and is right."""
+    folder = save_pipeline("sdxl", tmp_path / "sdxl", overflow="vae")
+    path = folder / "vae" / "config.json"
+    assert json.loads(path.read_text(encoding="utf-8"))["force_upcast"]
+    wanted = call_pipeline(load_pipeline(folder, torch.float32), "sdxl")
+    plain = load_pipeline(folder)
+    plain.vae.register_to_config(force_upcast=False)
+    assert not np.isfinite(call_pipeline(plain, "sdxl")).all()
+    pipe = load_pipeline(folder, quantization_config=stopdown.quantization(folder))
+    for run in (pipe, stopdown.load(folder, precision="fp16", device="cpu")):
+        assert is_near(call_pipeline(run, "sdxl"), wanted, 0.005)
+        assert run.vae.dtype == FP16
