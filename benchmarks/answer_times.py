@@ -111,7 +111,7 @@ def predict_memory(name: str) -> None:
     from stopdown.number_formats import FORMATS
     from stopdown.pipelines.requests import Request, build_arguments
     from stopdown.pipelines.skeletons import build_skeleton
-    from stopdown.pipelines.sources import resolve_source
+    from stopdown.sources.sources import resolve_source
 
     with tempfile.TemporaryDirectory() as folder:
         source = resolve_source(write_configs(name, Path(folder) / "model"))
@@ -222,7 +222,7 @@ def main() -> None:
     if options.answer:
         answer(tuple(options.answer))
         return
-    from stopdown.environment import describe_machine
+    from stopdown.devices.environment import describe_machine
 
     path = RESULTS / "answer_times.json"
     before = json.loads(path.read_text())["answers"] if path.exists() else {}

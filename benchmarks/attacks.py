@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from guarded_threads import call_from_threads  # noqa: E402 (the path is set above)
 from kill_tries import Killed, count_kills, count_pairs, start  # noqa: E402
 from signal_tries import count_tries  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 
 Counts = Iterator[tuple[str, Mapping[str, int]]]
 

@@ -28,7 +28,7 @@ from stopdown.batch.prompt_maker import PromptMaker, make_request
 from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.runtime.runs import make_frames, write_frames
 
 RESULTS = Path(__file__).parent / "results"

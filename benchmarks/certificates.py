@@ -38,7 +38,7 @@ from rescale import describe_error, overflow, run_cast  # noqa: E402
 from bound_ascent import Bounded, GraphRun, bound_example, climb  # noqa: E402 (the path is set above)
 from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
 from stopdown import rescale_  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.graph.nodes import operation  # noqa: E402
 from stopdown.scaling import cast_, measure_call  # noqa: E402

@@ -50,10 +50,10 @@ from check_faults import (
     plant_fault,
     plant_stored,
 )
+from stopdown.component_calls.components import find_components
+from stopdown.devices.environment import describe_machine
 from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
-from stopdown.environment import describe_machine
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.dry_run import dry_run, make_arguments
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.skeletons import copy_skeleton

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "tests" / "pipelines"), str(ROOT / "tests")]
 
 from test_command_matrix import COMMANDS  # noqa: E402
 
-from stopdown.environment import describe_machine  # noqa: E402 (the path is set above)
+from stopdown.devices.environment import describe_machine  # noqa: E402 (the path is set above)
 from stopdown.testing import PIPELINE_NAMES  # noqa: E402
 
 

@@ -25,7 +25,7 @@ from playwright.sync_api import sync_playwright
 
 from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.records import Cell, Comparison, Row
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.records import from_json
 from stopdown.report.pages import render_comparison
 

@@ -24,9 +24,9 @@ import torch
 from diffusers import CogVideoXPipeline
 from PIL import Image, ImageDraw, ImageFont
 
-from stopdown.media import read_video
-from stopdown.outputs import written_beside
-from stopdown.pipelines.sources import BUNDLED_FOLDER
+from stopdown.files.outputs import written_beside
+from stopdown.frames.media import read_video
+from stopdown.sources.sources import BUNDLED_FOLDER
 
 SHEET = Path(__file__).parents[1] / "docs" / "images" / "contact-sheet.png"
 

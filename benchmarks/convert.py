@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from conversions import WITHOUT_STOPDOWN
-from stopdown.environment import describe_machine
-from stopdown.pipelines.sources import resolve_source
+from stopdown.devices.environment import describe_machine
+from stopdown.sources.sources import resolve_source
 
 RESULT = Path(__file__).parent / "results" / "convert.json"
 PROMPTS = (

@@ -98,7 +98,7 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
 
     from simulated_device import KIND, load_device
     from stopdown.app.generate_command import GenerateOptions, generate
-    from stopdown.device_profiles import find_target
+    from stopdown.devices.device_profiles import find_target
     from stopdown.numerics import iterate_tensors
     from stopdown.plans import certified, plan_choice
     from stopdown.runtime import memory_limits
@@ -176,7 +176,7 @@ def main() -> None:
         )
         print("ROW " + json.dumps(made), flush=True)
         return
-    from stopdown.environment import describe_machine
+    from stopdown.devices.environment import describe_machine
 
     folder = options.folder or Path(tempfile.mkdtemp())
     begun = time.perf_counter()

@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from rescaling_models import randomise  # noqa: E402 (the path is set above)
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
 from stopdown.graph.nodes import operation  # noqa: E402
 from stopdown.graph.range_measurement import _Runner  # noqa: E402

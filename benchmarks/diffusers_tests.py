@@ -290,7 +290,7 @@ def main() -> int:
     path = RESULTS / "diffusers_tests.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
     if not options.table:
-        from stopdown.environment import describe_machine
+        from stopdown.devices.environment import describe_machine
 
         commit = ["git", "-C", os.environ[CHECKOUT], "log", "-1", "--format=Diffusers at %h of %cs"]
         record["checkout"] = subprocess.run(commit, stdout=-1, text=True, check=True).stdout.strip()

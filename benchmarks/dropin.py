@@ -38,7 +38,7 @@ import stopdown  # noqa: E402
 from documented_scripts import ADDED, run_script  # noqa: E402
 from encoder_models import make_call, make_encoder, run_encoder  # noqa: E402
 from pipeline_calls import call_pipeline  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.quantizers.pipelines import join_plans  # noqa: E402
 from stopdown.records import Plan  # noqa: E402

@@ -21,9 +21,9 @@ from error_by_step import PROMPTS, TEXT_TOKENS
 from torch.nn import functional
 
 from stopdown import load
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
 
 RESULTS = Path(__file__).parent / "results"
 BITS = 11

@@ -40,7 +40,7 @@ from encoder_models import (  # noqa: E402 (the path is set above)
     make_encoder,
     run_encoder,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.scaling import cast_, rescale_  # noqa: E402

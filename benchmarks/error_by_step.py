@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from stopdown import apply_plan, load, make_plan
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.requests import Request
 

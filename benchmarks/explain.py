@@ -21,8 +21,8 @@ from pathlib import Path
 
 from library_messages import PACKAGES, find_messages
 
+from stopdown.devices.environment import describe_machine
 from stopdown.diagnosis import UNKNOWN, explain, read_knowledge
-from stopdown.environment import describe_machine
 
 CASES = Path(__file__).parent / "cases"
 RESULTS = Path(__file__).parent / "results"

@@ -42,9 +42,9 @@ from fault_cases import (  # noqa: E402 (the path is set above)
 from pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
 from stopdown.component_call_names import name_component  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
-from stopdown.pipelines.call_interception import find_module  # noqa: E402
-from stopdown.pipelines.components import find_callees  # noqa: E402
+from stopdown.component_calls.call_interception import find_module  # noqa: E402
+from stopdown.component_calls.components import find_callees  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
 from stopdown.plans.call_recorder import record_run  # noqa: E402
 from stopdown.plans.exponents import scale_component  # noqa: E402

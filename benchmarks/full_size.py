@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.graph.capture import Capture, build_fake, capture_call
 from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.graph.range_measurement import Range

@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from full_size_configs import MODELS, T5_XXL  # noqa: E402 (the path is set above)
 
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 
 PROMPT = "a red circle moving left on a grey background"
 STEPS = 2
@@ -441,9 +441,9 @@ class Calls:
     @contextmanager
     def following(self, pipe: Any, component: str) -> Iterator[None]:
         """While it is on, the component's calls are kept."""
-        from stopdown.patches import Patches
-        from stopdown.pipelines.call_interception import Rank, intercept
-        from stopdown.pipelines.components import find_callees
+        from stopdown.component_calls.call_interception import Rank, intercept
+        from stopdown.component_calls.components import find_callees
+        from stopdown.interception.patches import Patches
 
         with Patches() as patches:
             for callee in find_callees(pipe):
@@ -474,12 +474,12 @@ class Calls:
 
 def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Load as the stage says, sample, and compare with what fp32 gave."""
-    from stopdown.environment import choose_device
+    from stopdown.devices.environment import choose_device
     from stopdown.memory.offloader import make_offloader, predict_run
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
-    from stopdown.pipelines.sources import resolve_source, verify_source
     from stopdown.plans.plan_choice import choose_loader
+    from stopdown.sources.sources import resolve_source, verify_source
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
     source = resolve_source(folder / "model")
@@ -539,7 +539,7 @@ def wide(stage: str) -> Any:
 
 def owned(pipe: Any) -> int:
     """Bytes of parameters and buffers that stay while the pipeline runs."""
-    from stopdown.pipelines.components import find_components
+    from stopdown.component_calls.components import find_components
 
     modules = find_components(pipe).values()
     tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stopdown import load
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.runtime.guard import guard
 

@@ -32,10 +32,10 @@ import torch
 
 from stopdown import load, testing
 from stopdown.benchmark.measurement import Counter
-from stopdown.environment import describe_machine
+from stopdown.component_calls.call_interception import find_module
+from stopdown.component_calls.components import find_callees
+from stopdown.devices.environment import describe_machine
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.call_interception import find_module
-from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.runtime.guard import guard
 

@@ -36,7 +36,7 @@ from lora_cases import (  # noqa: E402 (the path is set above)
     make_family,
     name_lora,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.scaling import cast_, fold_scaling, folds, rescale_  # noqa: E402
 

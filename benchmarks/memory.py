@@ -28,16 +28,16 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLCogVideoX
 from full_folders import write_configs
 
-from stopdown.environment import describe_machine
+from stopdown.component_calls.components import find_components
+from stopdown.devices.environment import describe_machine
 from stopdown.memory.forecast import Fit, predict_all
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Prediction
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
-from stopdown.pipelines.sources import resolve_source
+from stopdown.sources.sources import resolve_source
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "a red circle moving left on a grey background"

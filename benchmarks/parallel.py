@@ -24,14 +24,14 @@ import torch.distributed._functional_collectives as functional
 from full_folders import write_configs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
+from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.strategies import Strategy, predict
-from stopdown.patches import Patches
 from stopdown.pipelines.context_parallel import put_context_parallel
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.skeletons import build_skeleton
-from stopdown.pipelines.sources import resolve_source
+from stopdown.sources.sources import resolve_source
 
 RESULTS = Path(__file__).parent / "results"
 NAME, STEPS, GIB = "CogVideoX-5B", 50, 2**30

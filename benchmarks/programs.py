@@ -43,7 +43,7 @@ from foreign_models import (  # noqa: E402 (the path is set above)
 from rescaling_models import Call, scale_weights  # noqa: E402
 from rescaling_models import run_calls as run_given  # noqa: E402
 from stopdown import cast_, rescale_  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import measure_amax  # noqa: E402
 

@@ -43,8 +43,8 @@ import numpy as np
 import torch
 
 from stopdown import testing
-from stopdown.environment import describe_machine
-from stopdown.media import read_image, read_video, write_media
+from stopdown.devices.environment import describe_machine
+from stopdown.frames.media import read_image, read_video, write_media
 from stopdown.records import ScriptRecord, from_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipelines"))

@@ -28,12 +28,12 @@ from safetensors.torch import save_file
 from single_files import read_version
 
 from stopdown.checkpoints.convert import convert
-from stopdown.environment import describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.errors import OptionError
-from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.weight_files import load_weights, open_weight_file
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.quantised_bounds import bound_weights
+from stopdown.sources.sources import resolve_source
+from stopdown.sources.weight_files import load_weights, open_weight_file
 
 OUTPUT = Path(__file__).parent / "results" / "quantised.json"
 

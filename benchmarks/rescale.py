@@ -36,7 +36,7 @@ from rescaling_models import (  # noqa: E402 (the path is set above)
     run_calls,
     scale_weights,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import ScalingError, StopdownError  # noqa: E402
 from stopdown.graph.range_measurement import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "training"))
 from checker import compare, read_clip  # noqa: E402 (the path is set above)
 from scenes import Scene, split_scenes  # noqa: E402
 from stopdown import apply_plan, load, make_plan  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
-from stopdown.media import to_uint8  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
+from stopdown.frames.media import to_uint8  # noqa: E402
 from stopdown.records import Plan  # noqa: E402
 from stopdown.runtime.guard import guard  # noqa: E402
 

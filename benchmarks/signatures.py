@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from signature_cases import MODELS, MODES, fuzz, run_table  # noqa: E402 (the path is set above)
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "signatures.json"
 PAGE = RESULTS.with_suffix(".md")

@@ -39,7 +39,7 @@ from single_file_readers import (  # noqa: E402
     run_in_diffusers,
     run_many_in_comfyui,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "single_files.json"
 COLUMNS = ("fp16", "bf16", "converted fp16", "converted fp32")

@@ -36,7 +36,7 @@ from sdcpp_runs import (  # noqa: E402
     measure_gguf,
     measure_sdxl,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "stable_diffusion_cpp.json"
 FILES = {

@@ -29,11 +29,11 @@ from rescale import overflow  # noqa: E402 (the path is set above)
 
 from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
 from stopdown import apply_plan, load, rescale_  # noqa: E402
-from stopdown.accumulation import summing_in_fp16  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
+from stopdown.interception.accumulation import summing_in_fp16  # noqa: E402
+from stopdown.interception.patches import Patches  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.patches import Patches  # noqa: E402
 from stopdown.plans.applier import put_sums  # noqa: E402
 from stopdown.plans.certified import certify_plan  # noqa: E402
 from stopdown.plans.fp16_sums import choose_sums, list_refused  # noqa: E402

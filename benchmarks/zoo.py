@@ -39,7 +39,7 @@ from rescaling_models import (  # noqa: E402 (the path is set above)
     randomise,
     scale_weights,
 )
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import iterate_tensors, relative_l2  # noqa: E402
 from stopdown.scaling import cast_, rescale_  # noqa: E402

@@ -682,7 +682,7 @@ def score_prompts() -> str:
 @_figure
 def shapes_parameters() -> str:
     """Millions of parameters of the bundled model, from the headers of its files."""
-    from stopdown.pipelines.headers import read_header
+    from stopdown.sources.headers import read_header
 
     files = (ROOT / "src" / "stopdown" / "models" / "shapes").rglob("*.safetensors")
     stored = [tensor for file in files for tensor in read_header(file).values()]

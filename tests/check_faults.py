@@ -19,8 +19,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_calls import CALLS
+from stopdown.component_calls.components import cast_component_, find_components
 from stopdown.dtype_rules.check import check
-from stopdown.pipelines.components import cast_component_, find_components
 from stopdown.records import Finding
 from stopdown.testing import make_pipeline, save_pipeline
 

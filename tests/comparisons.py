@@ -21,8 +21,8 @@ from stopdown.comparison.records import (
     Variant,
 )
 from stopdown.comparison.verdicts import compare_pairs, judge_cell, judge_variant, recommend
-from stopdown.frame_faults import find_frame_faults
-from stopdown.media import to_uint8
+from stopdown.frames.frame_faults import find_frame_faults
+from stopdown.frames.media import to_uint8
 from stopdown.records import (
     BlockMaximum,
     CallSummary,

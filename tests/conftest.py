@@ -139,9 +139,9 @@ def put_processor() -> Iterator[UsesProcessor]:
 
     The fixture itself puts another one in its place: `this` is the machine's own.
     """
-    from stopdown import device_profiles as profiles
-    from stopdown import environment
-    from stopdown.environment import Device, Timing, Verdict
+    from stopdown.devices import device_profiles as profiles
+    from stopdown.devices import environment
+    from stopdown.devices.environment import Device, Timing, Verdict
 
     judge, times = environment.judge_device, environment._time_formats
 
@@ -171,7 +171,7 @@ def processor(
     request: pytest.FixtureRequest, put_processor: UsesProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """A processor of the kind that a test names by `parametrize(..., indirect=True)`; else its own."""
-    from stopdown import environment
+    from stopdown.devices import environment
 
     name = getattr(request, "param", "this")
     put_processor(monkeypatch, name)

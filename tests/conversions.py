@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.convert import convert
-from stopdown.pipelines.components import find_components
+from stopdown.component_calls.components import find_components
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.records import Conversion, Plan
+from stopdown.sources.sources import Source
 from stopdown.testing import make_pipeline
 
 SMALLEST = 2.0**-9

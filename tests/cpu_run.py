@@ -9,8 +9,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from stopdown.patches import Patches
-from stopdown.pipelines.pipeline_interception import redirect_devices
+from stopdown.component_calls.pipeline_interception import redirect_devices
+from stopdown.interception.patches import Patches
 
 
 def run(words: list[str]) -> None:

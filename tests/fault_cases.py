@@ -19,9 +19,9 @@ import numpy as np
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
+from stopdown.component_calls.call_interception import find_module
+from stopdown.component_calls.components import find_callees
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.call_interception import find_module
-from stopdown.pipelines.components import find_callees
 from stopdown.records import Repair
 from stopdown.runtime import guard as guard_module
 from stopdown.runtime.call_check import CallCheck

@@ -28,10 +28,10 @@ from single_file_models import build, draw, find_model
 from single_file_readers import RUNS, convert_model, save_model
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_file_names import arrange, find_whole
-from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.weight_files import load_weights
 from stopdown.plans.calibrated import measure_plan
+from stopdown.sources.single_file_names import arrange, find_whole
+from stopdown.sources.sources import resolve_source
+from stopdown.sources.weight_files import load_weights
 from weight_file_samples import write_gguf
 
 SIZE, SEED = 128, 1

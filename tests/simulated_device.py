@@ -92,7 +92,7 @@ class Simulated:
 
         A probe finds both 16-bit formats twice as fast as fp32, wherever the tests run.
         """
-        from stopdown import environment
+        from stopdown.devices import environment
 
         timed = environment._time_formats
 
@@ -163,7 +163,7 @@ class Simulated:
 
 def list_same_dtype(backend: str) -> list[str]:
     """Operations that take operands of one dtype only on a backend, by the names that they are run by."""
-    from stopdown.backend_rules import read_operations
+    from stopdown.devices.backend_rules import read_operations
 
     rows = ((op.targets, op.rows.get(backend)) for op in read_operations())
     named = [

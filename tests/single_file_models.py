@@ -212,7 +212,7 @@ def build_pipeline() -> Any:
     import diffusers
     import transformers
 
-    from stopdown.pipelines.components import find_components
+    from stopdown.component_calls.components import find_components
     from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer
 
     torch.manual_seed(0)
@@ -243,7 +243,7 @@ def build_svd() -> Any:
     import diffusers
     import transformers
 
-    from stopdown.pipelines.components import find_components
+    from stopdown.component_calls.components import find_components
 
     torch.manual_seed(0)
     made = diffusers.StableVideoDiffusionPipeline(

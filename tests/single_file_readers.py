@@ -25,12 +25,12 @@ from single_file_models import (
     find_model,
 )
 from stopdown.checkpoints.convert import convert
-from stopdown.pipelines.components import find_components
+from stopdown.component_calls.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_file_names import arrange, find_whole
-from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.plans.calibrated import measure_plan
+from stopdown.sources.single_file_names import arrange, find_whole
+from stopdown.sources.sources import Source, resolve_source
 
 RUNS = {
     "exact": ("before", "float32"),

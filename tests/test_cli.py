@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import __version__
 from stopdown.app import cli, messages
-from stopdown.media import read_video, write_media
-from stopdown.outputs import written_beside
+from stopdown.files.outputs import written_beside
+from stopdown.frames.media import read_video, write_media
 
 SaveTiny = Callable[..., Path]
 NOISE = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
@@ -753,11 +753,11 @@ def test_bytes_that_are_no_text_are_refused(refuse: Any, save_tiny: SaveTiny) ->
 @pytest.fixture
 def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     """A tiny model and a plan that scales nothing: fp16 for every component."""
-    from stopdown.pipelines.components import find_components
-    from stopdown.pipelines.sources import fingerprint, resolve_source
+    from stopdown.component_calls.components import find_components
     from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
     from stopdown.plans.weight_fingerprints import sample_weights
     from stopdown.records import ComponentPlan, Plan
+    from stopdown.sources.sources import fingerprint, resolve_source
     from stopdown.testing import make_pipeline
 
     folder = save_tiny("sd")

@@ -15,32 +15,17 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "json_files", "record_display"),
-    (
-        "argument_types",
-        "component_call_names",
-        "number_formats",
-        "outputs",
-        "records",
-        "toml_files",
-    ),
-    ("torch_builds",),  # tables that `environment` asks
-    ("environment", "frame_faults", "numerics", "patches", "randomness", "tracing"),
-    ("device_memory", "fold_names", "media", "module_paths"),
-    # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
-    # as `environment` would for a device that is not here
-    (
-        "accumulation",
-        "arguments",
-        "autocast",
-        "backend_rules",
-        "diagnosis",
-        "device_profiles",
-        "mapped_weights",
-        "model_needs",
-    ),
+    ("errors", "record_display"),
+    ("files",),
+    ("argument_types", "component_call_names", "number_formats", "records"),
+    ("devices",),
+    ("interception", "numerics"),
+    ("fold_names", "frames"),
+    ("diagnosis", "mapped_weights"),
     ("graph",),
-    ("bounds", "pipelines"),
+    ("bounds", "component_calls"),
+    ("sources",),
+    ("pipelines",),
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
     ("plans",),
@@ -63,19 +48,12 @@ SAVING = "comparison.records imports report"
 LIGHT = (
     "argument_types",
     "errors",
-    "json_files",
     "number_formats",
-    "outputs",
     "records",
-    "toml_files",
-    "torch_builds",
-    "model_needs",
-    "backend_rules",
-    "environment",
-    "frame_faults",
-    "media",
+    "files",
+    "devices",
+    "frames",
     "diagnosis",
-    "device_profiles",
     "report",
     "app",
 )
@@ -87,7 +65,7 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "
 
 TENSORLESS = (
     "errors",
-    "json_files",
+    "files.json_files",
     "records",
     "report",
     "runtime.repair_order",
@@ -180,25 +158,25 @@ def list_imports_of(package: str, sources: Sources, allowed: tuple[str, ...] = (
 
 
 def list_environment_readers(sources: Sources) -> list[str]:
-    """Modules other than `environment` that read or write environment variables."""
+    """Modules other than `devices.environment` that read or write environment variables."""
     words = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     found = []
     for name, tree in sources.items():
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         used |= {target.split(".")[-1] for target in iterate_imports(tree)}
-        if used & words and name != "environment":
+        if used & words and name != "devices.environment":
             found.append(name)
     return found
 
 
 def list_hookers(sources: Sources) -> list[str]:
-    """Modules other than `patches` that register a hook whose handle they do not hand to it."""
+    """Modules other than `interception.patches` that register a hook whose handle they do not hand to it."""
     found = []
     for name, tree in sources.items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         names = [getattr(call.func, "attr", "") for call in calls]
         hooks = [word for word in names if word.startswith("register_") and word.endswith("hook")]
-        if hooks and name != "patches" and names.count("defer") < len(hooks):
+        if hooks and name != "interception.patches" and names.count("defer") < len(hooks):
             found.append(name)
     return found
 
@@ -301,9 +279,9 @@ def test_imports_point_down() -> None:
     assert list_upward_imports(SOURCES) == [SAVING]
 
 
-def test_only_pipelines_imports_diffusers() -> None:
-    """Diffusers is met at one border, and where it is given our classes."""
-    assert list_imports_of("diffusers", SOURCES, ("pipelines", "quantizers")) == []
+def test_few_packages_import_diffusers() -> None:
+    """Diffusers is met where models are found, opened and called, and where it is given our classes."""
+    assert list_imports_of("diffusers", SOURCES, ("component_calls", "pipelines", "quantizers", "sources")) == []
 
 
 def test_only_environment_reads_environment_variables() -> None:
@@ -358,37 +336,37 @@ def test_light_dependencies_are_known() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "import stopdown.media",
-        "from stopdown import media",
-        "from stopdown.media import read_video",
-        "def f():\n    from stopdown.media import read_video",
-        "if TYPE_CHECKING:\n    from stopdown.media import Frames",
-        "import importlib\nimportlib.import_module('stopdown.media')",
+        "import stopdown.frames.media",
+        "from stopdown import frames",
+        "from stopdown.frames.media import read_video",
+        "def f():\n    from stopdown.frames.media import read_video",
+        "if TYPE_CHECKING:\n    from stopdown.frames.media import Frames",
+        "import importlib\nimportlib.import_module('stopdown.frames.media')",
     ],
 )
 def test_an_upward_import_is_found(text: str) -> None:
     """A module that imports its neighbour or a higher one is found in every spelling."""
-    assert list_upward_imports(parse(numerics=text)) == ["numerics imports media"]
-    assert list_upward_imports(parse(records=text)) == ["records imports media"]
+    assert list_upward_imports(parse(numerics=text)) == ["numerics imports frames"]
+    assert list_upward_imports(parse(records=text)) == ["records imports frames"]
     assert list_upward_imports(parse(pipelines__dot__loading=text)) == []
 
 
 def test_an_import_of_the_public_list_is_found() -> None:
     """Below the command line nobody goes through the public names."""
-    assert list_upward_imports(parse(media="import stopdown")) == ["media imports __init__"]
+    assert list_upward_imports(parse(frames="import stopdown")) == ["frames imports __init__"]
     assert list_upward_imports(parse(app="import stopdown")) == []
 
 
 def test_a_relative_import_is_found() -> None:
     """Relative imports would hide from the checker, so they are refused."""
-    found = list_upward_imports(parse(media="from .errors import OutputError"))
-    assert found == ["media imports .errors.OutputError: write absolute imports"]
+    found = list_upward_imports(parse(frames="from .errors import OutputError"))
+    assert found == ["frames imports .errors.OutputError: write absolute imports"]
 
 
 def test_a_module_without_a_level_is_found() -> None:
     """An import from a module that nobody placed fails with its name."""
     with pytest.raises(AssertionError, match="helpers is in no row"):
-        list_upward_imports(parse(media="from stopdown.helpers import help_me"))
+        list_upward_imports(parse(frames="from stopdown.helpers import help_me"))
 
 
 @pytest.mark.parametrize(
@@ -418,8 +396,8 @@ def test_an_import_of_diffusers_is_found(text: str) -> None:
 )
 def test_a_reader_of_variables_is_found(text: str) -> None:
     """Environment variables outside environment are found in every spelling."""
-    assert list_environment_readers(parse(media=text)) == ["media"]
-    assert list_environment_readers(parse(environment=text)) == []
+    assert list_environment_readers(parse(frames=text)) == ["frames"]
+    assert list_environment_readers(parse(devices__dot__environment=text)) == []
 
 
 def test_a_hook_that_stays_is_found() -> None:
@@ -433,10 +411,10 @@ def test_a_hook_that_stays_is_found() -> None:
 @pytest.mark.parametrize("text", ["a = 65504", "x < -65504.0", "a = 6e4", "a = 64504.0"])
 def test_an_end_of_fp16_is_found(text: str) -> None:
     """A number near fp16's maximum is found in every spelling; in a message it is text."""
-    (found,) = list_ends_of_fp16(parse(media=text))
-    assert found.startswith("media writes 6")
+    (found,) = list_ends_of_fp16(parse(frames=text))
+    assert found.startswith("frames writes 6")
     assert list_ends_of_fp16(parse(number_formats=text)) == []
-    assert list_ends_of_fp16(parse(media='say = "the maximum is 65504"')) == []
+    assert list_ends_of_fp16(parse(frames='say = "the maximum is 65504"')) == []
 
 
 @pytest.mark.parametrize(
@@ -449,25 +427,25 @@ def test_an_end_of_fp16_is_found(text: str) -> None:
 )
 def test_a_parser_of_names_is_found(text: str) -> None:
     """Another reader of a call's name is found; one of a module's own path is none."""
-    assert len(list_name_parsers(parse(media=text))) == 1
+    assert len(list_name_parsers(parse(frames=text))) == 1
     assert list_name_parsers(parse(component_call_names=text)) == []
-    assert list_name_parsers(parse(media="path.rpartition('.')")) == []
+    assert list_name_parsers(parse(frames="path.rpartition('.')")) == []
 
 
 def test_a_function_of_many_parameters_is_found() -> None:
     """Every kind of parameter counts; the object of a method and `**names` do not."""
     text = "class A:\n    def f(self, a, b, /, c, d, *e, g, h, i, {}**k): ..."
-    assert list_wide_functions(parse(media=text.format(""))) == []
-    assert list_wide_functions(parse(media=text.format("j, "))) == ["media.f has 9 parameters"]
-    assert list_wide_functions(parse(media="x = lambda a, b, c, d, e, f, g, h, i: a")) != []
+    assert list_wide_functions(parse(frames=text.format(""))) == []
+    assert list_wide_functions(parse(frames=text.format("j, "))) == ["frames.f has 9 parameters"]
+    assert list_wide_functions(parse(frames="x = lambda a, b, c, d, e, f, g, h, i: a")) != []
 
 
 def test_a_heavy_load_is_found() -> None:
     """A heavy import at the head of a light module is found; one inside a function is not."""
-    assert list_heavy_loads(parse(media="import numpy as np")) == ["media loads numpy"]
-    assert list_heavy_loads(parse(media="class A:\n    import torch")) == ["media loads torch"]
-    assert list_heavy_loads(parse(media="try:\n    import av\nfinally: pass")) == ["media loads av"]
-    assert list_heavy_loads(parse(media="def f():\n    import numpy")) == []
-    assert list_heavy_loads(parse(media="class A:\n    def f(self):\n        import av")) == []
-    assert list_heavy_loads(parse(media="if TYPE_CHECKING:\n    import torch")) == []
+    assert list_heavy_loads(parse(frames="import numpy as np")) == ["frames loads numpy"]
+    assert list_heavy_loads(parse(frames="class A:\n    import torch")) == ["frames loads torch"]
+    assert list_heavy_loads(parse(frames="try:\n    import av\nfinally: pass")) == ["frames loads av"]
+    assert list_heavy_loads(parse(frames="def f():\n    import numpy")) == []
+    assert list_heavy_loads(parse(frames="class A:\n    def f(self):\n        import av")) == []
+    assert list_heavy_loads(parse(frames="if TYPE_CHECKING:\n    import torch")) == []
     assert list_heavy_loads(parse(numerics="import torch")) == []

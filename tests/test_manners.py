@@ -29,7 +29,7 @@ from stopdown.app.flags import CommandOptions
 from stopdown.app.generate_command import GenerateOptions, list_runs
 from stopdown.app.progress import Bars, Lines
 from stopdown.app.remedies import reword
-from stopdown.environment import Device, token_in_use
+from stopdown.devices.environment import Device, token_in_use
 from stopdown.errors import OptionError, OutputError, StopdownError
 
 SaveTiny = Callable[..., Path]
@@ -464,7 +464,7 @@ def test_another_scheduler_and_a_lora(save_tiny: SaveTiny, tmp_path: Path) -> No
 
     from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.loras_and_schedulers import find_scheduler, parse_lora
-    from stopdown.pipelines.sources import fingerprint, resolve_source
+    from stopdown.sources.sources import fingerprint, resolve_source
 
     source = resolve_source(save_tiny("sd"))
     lora = write_lora(source, tmp_path)
@@ -504,7 +504,7 @@ def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any)
     """It is taken where a component has it, and refused where none has."""
     import shutil
 
-    from stopdown.pipelines.sources import list_weight_files, resolve_source
+    from stopdown.sources.sources import list_weight_files, resolve_source
 
     folder = tmp_path / "model"
     shutil.copytree(save_tiny("cogvideox"), folder)
@@ -554,7 +554,7 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
     """On a device of 64 MiB 9 frames of 512x512 are refused before weights are loaded."""
     from stopdown.app.size_limits import refuse_too_large
     from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import resolve_source
+    from stopdown.sources.sources import resolve_source
 
     source = resolve_source(save_tiny("cogvideox"))
     device = Device("cpu", 0, "a small CPU", None, 2**26)

@@ -18,8 +18,8 @@ from diffusers import CogVideoXPipeline
 from checker import ATTRIBUTES, compare, read_clip
 from finish import OUT
 from scenes import Scene, split_scenes
-from stopdown.environment import describe_machine
-from stopdown.media import to_uint8
+from stopdown.devices.environment import describe_machine
+from stopdown.frames.media import to_uint8
 from train_denoiser import TEXT_TOKENS
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

@@ -74,7 +74,7 @@ class Session:
             program: the MODEL's patcher, the CLIP or the VAE.
             run: makes the same run once more, to be measured.
         """
-        from stopdown.patches import Patches
+        from stopdown.interception.patches import Patches
         from stopdown.runtime.guard import Guard, GuardOptions
         from stopdown.runtime.repair_cache import RepairCache
 
@@ -246,8 +246,8 @@ def put_casts(program: Any, patches: Any) -> None:
     """Have text encoders computed in fp16: ComfyUI gives them fp32, and takes fp32 from them."""
     import torch
 
-    from stopdown.pipelines.call_interception import put_cast
-    from stopdown.pipelines.components import find_callees
+    from stopdown.component_calls.call_interception import put_cast
+    from stopdown.component_calls.components import find_callees
 
     if hasattr(program, "cond_stage_model"):
         for callee in find_callees(program):
@@ -261,7 +261,7 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
     """
     import torch
 
-    from stopdown.pipelines.components import find_components
+    from stopdown.component_calls.components import find_components
 
     plain = (torch.Tensor, torch.nn.Parameter)  # quantised weights are left alone
     for component in find_components(program).values():
@@ -281,8 +281,8 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
 
 def keep_calls(program: Any, patches: Any) -> dict[str, list[Any]]:
     """The first and the last call of each component, by name; they fill in while the program runs."""
-    from stopdown.pipelines.call_interception import Rank, intercept
-    from stopdown.pipelines.components import find_callees
+    from stopdown.component_calls.call_interception import Rank, intercept
+    from stopdown.component_calls.components import find_callees
     from stopdown.plans.call_recorder import RecordedCall
 
     kept: dict[str, list[Any]] = {}

@@ -11,7 +11,6 @@ from stopdown.dtype_rules.mend import mend as mend
 from stopdown.errors import StopdownError as StopdownError
 from stopdown.errors import StopdownWarning as StopdownWarning
 from stopdown.pipelines.requests import Request as Request
-from stopdown.pipelines.sources import resolve_source as resolve_source
 from stopdown.plans.applier import apply_plan as apply_plan
 from stopdown.plans.plan_files import read_plan as read_plan
 from stopdown.plans.plan_files import write_plan as write_plan
@@ -23,6 +22,7 @@ from stopdown.runtime.load import load as load
 from stopdown.runtime.plan_maker import make_plan as make_plan
 from stopdown.scaling.folds import cast_ as cast_
 from stopdown.scaling.rescale import rescale_ as rescale_
+from stopdown.sources.sources import resolve_source as resolve_source
 
 __version__: str
 __all__: list[str]

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import msgspec
 
 from stopdown.errors import InputError, make_printable
-from stopdown.outputs import find_record_path
+from stopdown.files.outputs import find_record_path
+from stopdown.files.toml_files import read_folder
 from stopdown.records import Alternative, Clue, Diagnosis, RunRecord, read_kind, read_record
-from stopdown.toml_files import read_folder
 
 if TYPE_CHECKING:
-    from stopdown.frame_faults import FrameFault
+    from stopdown.frames.frame_faults import FrameFault
 
 UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
@@ -457,7 +457,7 @@ def explain_file(path: Path) -> Diagnosis:
     Raises:
         InputError: the file cannot be read.
     """
-    from stopdown import media
+    from stopdown.frames import media
 
     if path.is_dir() and not any(path.glob("*.png")):
         raise _refuse_folder(path)
@@ -472,7 +472,7 @@ def explain_file(path: Path) -> Diagnosis:
 
 def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
     """What is seen in the frames of a clip, as many of them as are looked at."""
-    from stopdown import frame_faults, media
+    from stopdown.frames import frame_faults, media
 
     count, was_cut = 0, False
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stopdown.backend_rules import list_attention, list_version_faults
-from stopdown.device_profiles import Profile, describe_device, find_target, is_profile
-from stopdown.environment import (
+from stopdown.devices.backend_rules import list_attention, list_version_faults
+from stopdown.devices.device_profiles import Profile, describe_device, find_target, is_profile
+from stopdown.devices.environment import (
     Device,
     Support,
     describe_machine,
@@ -32,6 +32,7 @@ from stopdown.environment import (
     read_version,
 )
 from stopdown.errors import ignoring_warnings
+from stopdown.files.toml_files import read_rows, read_rules
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import (
@@ -42,7 +43,6 @@ from stopdown.records import (
     Outlook,
     Switch,
 )
-from stopdown.toml_files import read_rows, read_rules
 
 if TYPE_CHECKING:
     import torch

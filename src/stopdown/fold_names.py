@@ -12,7 +12,7 @@ from decimal import Decimal
 
 import torch
 
-from stopdown.patches import Place
+from stopdown.interception.patches import Place
 
 _CLAMP = "clamp_"
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stopdown.errors import InputError
-from stopdown.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.record_display import Displayed
 
 SCHEMA = 1

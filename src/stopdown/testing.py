@@ -18,16 +18,16 @@ from typing import Any, Literal
 
 import torch
 
-from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
 from stopdown.component_call_names import name_module_path, split_call
+from stopdown.component_calls.call_interception import Call, Rank, find_module, intercept
+from stopdown.component_calls.components import Callee, find_callees, find_components
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.accumulation import summing_in_fp16 as summing_in_fp16
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
-from stopdown.pipelines.components import Callee, find_callees, find_components
-from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny_pipelines import build_pipeline, list_names, overflow_
 from stopdown.runtime.fault_places import name_axes
+from stopdown.sources.library_messages import drop_empty_remarks
 
 PIPELINE_NAMES = list_names()
 """What `make_pipeline` and `save_pipeline` can build."""

@@ -21,7 +21,7 @@ from attacks.runner import MIB, Attack, copy_tiny, run_attack
 from attacks.test_models import UNREADABLE, Damage, void, write
 from comparisons import RUN, make_comparison
 from stopdown.comparison.records import Heat
-from stopdown.media import write_media
+from stopdown.frames.media import write_media
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import CallSummary, ComponentPlan, Plan, Scaling, to_json
 

@@ -105,11 +105,11 @@ def save_sd() -> Path:
 
     from attacks.runner import _save_tiny
     from stopdown import testing
-    from stopdown.pipelines.components import find_components
-    from stopdown.pipelines.sources import fingerprint, resolve_source
+    from stopdown.component_calls.components import find_components
     from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
     from stopdown.plans.weight_fingerprints import sample_weights
     from stopdown.records import ComponentPlan, Plan
+    from stopdown.sources.sources import fingerprint, resolve_source
 
     folder = Path(tempfile.mkdtemp(prefix="writes-"))
     testing.save_pipeline("sd", folder / "half", dtype=torch.float16)

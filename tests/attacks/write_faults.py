@@ -18,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stopdown import outputs
 from stopdown.app import cli
+from stopdown.files import outputs
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
 READ_ONLY, BIND, PRIVATE, REMOUNT = 1, 4096, 0x44000, 32

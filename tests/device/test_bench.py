@@ -22,8 +22,8 @@ from stopdown.benchmark.session import hide_paths
 from stopdown.benchmark.subjects import choose_shape, make_generated
 from stopdown.benchmark.table import render
 from stopdown.benchmark.ways import WAYS
+from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured
-from stopdown.environment import choose_device
 from stopdown.records import read_record
 
 Run = Callable[..., tuple[int, str, str]]

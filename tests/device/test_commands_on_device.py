@@ -15,7 +15,7 @@ import stopdown
 from pipeline_calls import call_pipeline
 from simulated_device import KIND, Simulated
 from stopdown.app.generate_command import GenerateOptions, generate
-from stopdown.media import read_image
+from stopdown.frames.media import read_image
 from stopdown.records import RunRecord
 
 pytestmark = pytest.mark.usefixtures("known_speed")

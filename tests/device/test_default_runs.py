@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from simulated_device import KIND, Simulated
-from stopdown.device_profiles import find_target
-from stopdown.media import write_media
+from stopdown.devices.device_profiles import find_target
+from stopdown.frames.media import write_media
 from stopdown.memory.forecast import USABLE_SHARE
 from stopdown.plans import certified, plan_choice
 from stopdown.testing import PIPELINE_NAMES

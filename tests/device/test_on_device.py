@@ -16,13 +16,13 @@ import torch
 from pipeline_calls import CALLS, call_pipeline
 from simulated_device import KIND, Simulated
 from stopdown import mapped_weights, testing
-from stopdown.device_memory import peak_memory
-from stopdown.environment import choose_device
+from stopdown.component_calls.components import find_components
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import choose_device
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy
 from stopdown.memory.weight_stores import WeightStore
-from stopdown.pipelines.components import find_components
 from stopdown.runtime.guard import guard
 
 FAMILIES = [

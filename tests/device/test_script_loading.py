@@ -11,7 +11,7 @@ import torch
 
 from simulated_device import KIND, Simulated
 from stopdown.app.run_command import ScriptOptions, run_script
-from stopdown.device_profiles import find_target
+from stopdown.devices.device_profiles import find_target
 from stopdown.errors import SourceError
 from stopdown.plans import certified, plan_choice
 from stopdown.quantizers import script_loading

@@ -11,13 +11,13 @@ import torch
 
 from pipeline_calls import CALLS, call_pipeline
 from stopdown import testing
-from stopdown.device_memory import peak_memory
-from stopdown.device_profiles import describe_device
+from stopdown.component_calls.components import find_components
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.device_profiles import describe_device
+from stopdown.devices.environment import Device, choose_device
 from stopdown.doctor import has_fused_attention
-from stopdown.environment import Device, choose_device
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy
-from stopdown.pipelines.components import find_components
 from stopdown.runtime.guard import guard
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stopdown.device_memory import peak_memory
-from stopdown.environment import choose_device, judge_device, probe_formats
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import choose_device, judge_device, probe_formats
 
 pytestmark = [
     pytest.mark.gpu,

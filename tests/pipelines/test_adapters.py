@@ -14,17 +14,15 @@ from safetensors.torch import save_file
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
+from stopdown.component_calls.call_interception import cast_floats
+from stopdown.component_calls.components import Callee, find_components
+from stopdown.devices.environment import choose_device
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.parameters import check_rescaled
-from stopdown.environment import choose_device
 from stopdown.errors import PlanError, StopdownWarning
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import cast_floats
-from stopdown.pipelines.components import Callee, find_components
-from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import fingerprint, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import describe_scaling
@@ -36,6 +34,8 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import folds
 from stopdown.scaling.folds import fold_scaling
+from stopdown.sources.headers import RESCALED_ENTRY
+from stopdown.sources.sources import fingerprint, resolve_source
 from stopdown.testing import assert_untouched, make_pipeline
 
 

@@ -24,7 +24,7 @@ from stopdown.app.display import Display
 from stopdown.batch import jobs, request_digest, worker
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
-from stopdown.media import write_media
+from stopdown.frames.media import write_media
 from stopdown.records import RunRecord, from_json
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
@@ -446,7 +446,7 @@ def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: P
     """As with generate: the same bits, recorded by the hash."""
     pytest.importorskip("peft")
     import test_manners
-    from stopdown.pipelines.sources import resolve_source
+    from stopdown.sources.sources import resolve_source
 
     folder = save_tiny("sd", "fp32")
     lora = test_manners.write_lora(resolve_source(folder), tmp_path)

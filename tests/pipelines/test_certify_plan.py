@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 from rescaling_models import make_example
 from stopdown.app.commands import app
 from stopdown.bounds.input_limits import is_encoded
-from stopdown.environment import choose_device
+from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.call_recorder import RecordedCall
@@ -29,6 +28,7 @@ from stopdown.plans.certified import certify_plan, load_stored, scale_component,
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.sources.sources import Source, resolve_source
 
 SaveTiny = Callable[..., Path]
 

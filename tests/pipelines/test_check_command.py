@@ -16,8 +16,8 @@ from hub_server import HubServer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.records import CheckRecord, from_json
+from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.testing import save_pipeline
 
 Run = Callable[..., tuple[int, str, str]]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from stopdown.dtype_rules import file_values
 from stopdown.dtype_rules.file_values import inspect_file
-from stopdown.pipelines.headers import RESCALED_ENTRY
-from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.records import FileCheck
+from stopdown.sources.headers import RESCALED_ENTRY
+from stopdown.sources.weight_files import open_weight_file
 from weight_file_samples import SAFETENSORS, draw, write_gguf, write_sample
 
 Run = Callable[..., tuple[int, str, str]]
@@ -209,7 +209,7 @@ def test_a_half_written_file_is_one_message(tmp_path: Path, run: Run, suffix: st
 
 def test_a_header_that_was_changed_is_a_damaged_file(tmp_path: Path) -> None:
     """Whatever byte of a GGUF header is wrong: it is read, or refused as damaged, and nothing else."""
-    from stopdown.pipelines.headers import DamagedFileError
+    from stopdown.sources.headers import DamagedFileError
 
     path = write_gguf(tmp_path / "x.gguf", "Q8_0", {"ff.weight": draw(4, 32).numpy()})
     content = path.read_bytes()

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import stopdown
-from stopdown.media import read_video, write_media
+from stopdown.frames.media import read_video, write_media
 from stopdown.testing import PIPELINE_NAMES
 
 Run = Callable[..., tuple[int, str, str]]
@@ -130,7 +130,7 @@ import json, sys
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from stopdown.media import read_image, read_video
+from stopdown.frames.media import read_image, read_video
 
 given = json.loads(sys.argv[2])
 name = given.pop("name")

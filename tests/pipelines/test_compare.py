@@ -18,9 +18,9 @@ from stopdown.comparison import matrix
 from stopdown.comparison.probes import Probe, find_block_paths
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
+from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 
 PROMPTS = ["a red circle", "a blue square"]

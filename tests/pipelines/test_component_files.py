@@ -18,11 +18,11 @@ import conversions
 from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
-from stopdown.pipelines.sources import Source, resolve_source, verify_source
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.component_calls import read_call
 from stopdown.records import Plan
+from stopdown.sources.sources import Source, resolve_source, verify_source
 from stopdown.testing import save_pipeline
 
 

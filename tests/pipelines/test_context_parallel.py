@@ -10,7 +10,7 @@ import torch
 
 from ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import OptionError
-from stopdown.patches import Patches
+from stopdown.interception.patches import Patches
 from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
 from stopdown.pipelines.context_parallel import (
     find_plan,
@@ -144,9 +144,9 @@ def test_shapes_in_fp16_by_a_plan_is_as_near_to_fp32_as_on_one_rank(
 ) -> None:
     """The bundled model: fp32 within rounding, fp16 by its plan without a fault and no farther away."""
     from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import resolve_source
     from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.plan_files import write_plan
+    from stopdown.sources.sources import resolve_source
 
     request = Request(prompt="a red circle", steps=3, frames=9, height=64, width=64)
     plan = measure_plan(resolve_source("shapes"), request=request)

@@ -30,16 +30,15 @@ from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.checkpoints.output_places import Target
+from stopdown.component_calls.call_interception import Rank, put_layer
+from stopdown.component_calls.components import Callee
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
-from stopdown.pipelines import folders, single_files
-from stopdown.pipelines.call_interception import Rank, put_layer
-from stopdown.pipelines.components import Callee
+from stopdown.pipelines import single_files
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.single_file_names import Layout
 from stopdown.pipelines.single_files import (
     Rows,
     fold_rows,
@@ -47,12 +46,14 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
-from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling import fold_scaling, rescale_
+from stopdown.sources import folders
+from stopdown.sources.single_file_names import Layout
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import assert_untouched, make_pipeline
 
 
@@ -318,7 +319,7 @@ def test_a_single_file_becomes_a_folder_too(
 
 
 def make_rows(q: torch.Tensor, strange: tuple[str, ...] = ()) -> Rows:
-    from stopdown.pipelines.headers import StoredTensor
+    from stopdown.sources.headers import StoredTensor
 
     tensors = {"qk": StoredTensor("bf16", (4, 3), 24), "ema": StoredTensor("fp32", (2,), 8)}
     numbers = {"unet": {"q": q, "k": torch.tensor([[3.0] * 3, [4.0] * 3])}}

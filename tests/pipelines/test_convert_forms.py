@@ -19,16 +19,16 @@ from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
 from stopdown.fold_names import list_folds, spread_rows
-from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_file_names import arrange, find_whole
-from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, Scaling, read_record
 from stopdown.scaling import fold_scaling
+from stopdown.sources.headers import read_rescaled
+from stopdown.sources.single_file_names import arrange, find_whole
+from stopdown.sources.sources import Source, resolve_source
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from single_file_models import build_flux, build_t5

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown.device_profiles import find_target
+from stopdown.devices.device_profiles import find_target
 from stopdown.dtype_rules.check import make_place
 from stopdown.dtype_rules.inspection import DtypeListener
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener
-from stopdown.module_paths import ModulePaths
-from stopdown.patches import Patches
 from stopdown.pipelines.dry_run import (
     Answers,
     ComponentCall,
@@ -26,8 +26,8 @@ from stopdown.pipelines.dry_run import (
 )
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.skeletons import copy_skeleton
-from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.dry_calls import CallListener, list_source_calls
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
 
 SaveTiny = Callable[..., Path]

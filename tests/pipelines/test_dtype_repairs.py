@@ -13,7 +13,7 @@ import torch
 
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
-from stopdown.autocast import watched_autocast
+from stopdown.interception.autocast import watched_autocast
 from stopdown.runtime import guard as guard_module
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import guard

@@ -23,7 +23,7 @@ from PIL import Image, ImageSequence
 
 from foreign_models import VARIABLES, find_missing
 from stopdown import testing
-from stopdown.media import read_video, write_media
+from stopdown.frames.media import read_video, write_media
 from stopdown.records import ScriptRecord, from_json
 
 TESTS = Path(__file__).parents[1]

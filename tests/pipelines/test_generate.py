@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_single_file import save_single_file
 
-import stopdown.media
+import stopdown.frames.media
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, StopdownError
-from stopdown.media import read_image, read_video, to_uint8, write_media
-from stopdown.outputs import find_record_path
+from stopdown.files.outputs import find_record_path
+from stopdown.frames.media import read_image, read_video, to_uint8, write_media
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.records import RunRecord, read_record
 
@@ -487,7 +487,7 @@ def test_a_full_disk_leaves_nothing(run: Any, out: Path, monkeypatch: pytest.Mon
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(stopdown.media.WRITERS, ".mp4", fill)
+    monkeypatch.setitem(stopdown.frames.media.WRITERS, ".mp4", fill)
     with pytest.raises(OutputError) as caught:
         run("cogvideox", output=str(out / "clip.mp4"), frames=1)
     assert str(caught.value) == (

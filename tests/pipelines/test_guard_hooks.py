@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 import pipeline_calls
 from pipeline_calls import call_pipeline
 from stopdown import testing
+from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.errors import NonFiniteError
-from stopdown.patches import Patches
-from stopdown.pipelines.pipeline_interception import put_run_layer
+from stopdown.interception.patches import Patches
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import ComponentState

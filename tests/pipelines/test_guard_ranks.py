@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import InputError, RankError
+from stopdown.interception.patches import Patches
 from stopdown.parallel.guidance import put_guidance_parallel
-from stopdown.patches import Patches
 from stopdown.pipelines.context_parallel import put_context_parallel
 from stopdown.runtime import culprit
 from stopdown.runtime.guard import guard

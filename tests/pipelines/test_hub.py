@@ -22,7 +22,7 @@ CLIENT = """
 import json, sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
 from stopdown.errors import SourceError
-from stopdown.pipelines.sources import resolve_source, verify_source
+from stopdown.sources.sources import resolve_source, verify_source
 calls = []
 try:
     source = resolve_source(
@@ -158,7 +158,7 @@ def test_a_second_run_fetches_only_what_the_first_lacks(hub: HubServer, client: 
 def test_a_downloaded_model_loads_and_runs(hub: HubServer, client: Any) -> None:
     """What was downloaded is the pipeline that was saved."""
     from stopdown.pipelines.loader import load_pipeline
-    from stopdown.pipelines.sources import resolve_source
+    from stopdown.sources.sources import resolve_source
 
     source = resolve_source(Path(client(hub.endpoint, "maker/tiny")["path"]))
     pipe = load_pipeline(source, torch_dtypes=torch.bfloat16)

@@ -13,7 +13,7 @@ import torch
 
 from stopdown.dtype_rules.check import check
 from stopdown.errors import OptionError
-from stopdown.media import write_media
+from stopdown.frames.media import write_media
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import call_recorder
 from stopdown.plans.calibrated import measure_plan

@@ -15,9 +15,9 @@ from test_single_file import save_single_file
 import stopdown
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.runtime.guard import guard
+from stopdown.sources.library_messages import quiet_libraries
 
 SaveTiny = Callable[..., Path]
 

@@ -24,10 +24,10 @@ from lora_cases import (
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
+from stopdown.component_calls.call_interception import cast_floats
 from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import cast_floats
 from stopdown.records import Scaling
 from stopdown.scaling import adapter_exponents, cast_, fold_scaling, folds, rescale_
 from stopdown.scaling.adapters import measure_growth

@@ -16,8 +16,8 @@ import torch
 from test_quantised_files import make_t5
 
 from stopdown.checkpoints.onnx_openvino import ENDINGS, Form, export_component, list_inputs
+from stopdown.component_calls.components import Callee
 from stopdown.errors import OptionError
-from stopdown.pipelines.components import Callee
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.records import ComponentPlan, Scaling

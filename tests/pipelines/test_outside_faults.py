@@ -14,8 +14,8 @@ from diffusers import DiffusionPipeline
 from pipeline_calls import CALLS, call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
 from stopdown.records import ComponentPlan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.results import count_bad

@@ -327,7 +327,7 @@ def test_the_command_line_plans_and_generates(
 ) -> None:
     """`plan` writes a file, `generate --precision plan.json` runs in fp16 by it and says so."""
     from stopdown.app.cli import main
-    from stopdown.outputs import find_record_path
+    from stopdown.files.outputs import find_record_path
     from stopdown.records import RunRecord, read_record
 
     source, file, clip = tmp_path / "model", tmp_path / "plan.json", tmp_path / "clip.png"

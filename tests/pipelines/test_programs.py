@@ -15,8 +15,8 @@ from torch import nn
 
 from programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
 from stopdown import apply_plan, make_plan, testing
+from stopdown.component_calls import components
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
-from stopdown.pipelines import components
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
 
@@ -337,7 +337,7 @@ def test_compiled_code_is_guarded_as_a_whole() -> None:
 def test_another_package_brings_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point of an installed package is asked before the adapters that are here."""
     (tmp_path / "their_adapter.py").write_text(
-        "from stopdown.pipelines.components import Adapter, Callee\n"
+        "from stopdown.component_calls.components import Adapter, Callee\n"
         "def list_calls(program):\n"
         "    return (Callee('denoiser', program.unet, 'forward', 'denoise'),)\n"
         "ADAPTER = Adapter('theirs', lambda program: hasattr(program, 'their_mark'),\n"

@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.errors import OptionError, ScalingError
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
-from stopdown.pipelines.gguf_files import SCALES
-from stopdown.pipelines.headers import RESCALED_ENTRY
-from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.plans.plan_files import seal_plan
 from stopdown.plans.quantised_bounds import bound_weights
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
+from stopdown.sources.gguf_files import SCALES
+from stopdown.sources.headers import RESCALED_ENTRY
+from stopdown.sources.weight_files import open_weight_file
 from weight_file_samples import Tensors, draw, quantise_fp8, quantise_int8, write_gguf, write_sample
 
 Run = Callable[..., tuple[int, str, str]]

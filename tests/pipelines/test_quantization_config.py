@@ -14,7 +14,7 @@ import torch
 import stopdown
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.environment import cache_folder
+from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ranks import gather_results, run_ranks
 from stopdown.errors import InputError, RankError
+from stopdown.interception.patches import Patches
 from stopdown.parallel.guidance import put_guidance_parallel
 from stopdown.parallel.ranks import Ranks, find_group
-from stopdown.patches import Patches
 from stopdown.testing import assert_untouched, make_pipeline
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps

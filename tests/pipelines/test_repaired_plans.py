@@ -15,8 +15,8 @@ from pipeline_calls import call_pipeline, make_used_pipeline
 from stopdown import testing
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
+from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError, PlanError
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
@@ -165,7 +165,7 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
 def write_bare_plan(folder: Path, path: Path) -> None:
     """A plan that puts everything in fp16 as it is."""
     from stopdown.pipelines.loader import load_pipeline
-    from stopdown.pipelines.sources import resolve_source
+    from stopdown.sources.sources import resolve_source
 
     pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)
     entries = tuple(

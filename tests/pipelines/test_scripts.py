@@ -17,9 +17,9 @@ from torch.utils._device import _device_constructors
 
 from programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
+from stopdown.component_calls.pipeline_interception import redirect_devices
 from stopdown.errors import InputError, OptionError
-from stopdown.patches import Patches
-from stopdown.pipelines.pipeline_interception import redirect_devices
+from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.results import collect_videos

@@ -14,9 +14,9 @@ import torch
 
 from checker import compare, read_clip
 from scenes import COLOURS, Scene, all_scenes, draw_scene, split_scenes
-from stopdown.frame_faults import find_frame_faults
+from stopdown.frames.frame_faults import find_frame_faults
 from stopdown.numerics import measure_amax
-from stopdown.pipelines.sources import BUNDLED_FOLDER
+from stopdown.sources.sources import BUNDLED_FOLDER
 
 SHAPES = BUNDLED_FOLDER / "shapes"
 SCENE = Scene("red", "circle", "left", "grey")
@@ -108,7 +108,7 @@ def test_the_output_of_wo_goes_beyond_fp16(load_plain: Callable[[torch.dtype], A
 
 def test_the_folder_is_small_and_stored_in_bf16() -> None:
     """The whole folder takes 25 MB at most, and every weight is stored in bf16."""
-    from stopdown.pipelines.sources import read_stored_dtypes, resolve_source, verify_source
+    from stopdown.sources.sources import read_stored_dtypes, resolve_source, verify_source
 
     files = [path for path in SHAPES.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 25_000_000

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from rescaling_models import WAYS, cast_tree, make_example, scale_weights
+from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.pipelines.call_interception import UNPLANNED
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan

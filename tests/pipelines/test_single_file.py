@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from stopdown import testing
 from stopdown.errors import SourceError
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import resolve_source, verify_source
+from stopdown.sources.sources import resolve_source, verify_source
 
 CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 """Where Diffusers takes the configuration of such a file from."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from stopdown.pipelines import single_file_names
-from stopdown.pipelines.single_file_names import arrange, lay_out, read_layouts, take_apart
+from stopdown.sources import single_file_names
+from stopdown.sources.single_file_names import arrange, lay_out, read_layouts, take_apart
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from single_file_models import MODELS, OTHERS

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stopdown import testing
-from stopdown.accumulation import Sum
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.findings import is_fault
+from stopdown.interception.accumulation import Sum
 from stopdown.records import Finding
 
 MODULE_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from rescaling_models import EXAMPLES, WAYS, make_example, scale_weights
 from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder
 from stopdown.numerics import relative_l2
-from stopdown.pipelines.headers import EXPONENTS_ENTRY, RESCALED_ENTRY, read_metadata
 from stopdown.records import Conversion, read_record, to_json
+from stopdown.sources.headers import EXPONENTS_ENTRY, RESCALED_ENTRY, read_metadata
 from stopdown.testing import make_pipeline
 from trained_models import unpack_minilm
 

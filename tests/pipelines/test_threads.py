@@ -18,8 +18,8 @@ from guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import InputError, NonFiniteError
-from stopdown.module_paths import ModulePaths
-from stopdown.patches import Patches
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.fault_handler import FaultHandler

@@ -12,9 +12,9 @@ import pytest
 
 from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
-from stopdown.environment import RankSettings, read_rank
+from stopdown.devices.environment import RankSettings, read_rank
 from stopdown.errors import OptionError
-from stopdown.media import read_image
+from stopdown.frames.media import read_image
 from stopdown.parallel.process_group import name_device
 from stopdown.records import RunRecord, read_record
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stopdown import accumulation, testing
-from stopdown.accumulation import GROUP, accumulating, find_sums, summing_in_fp16
-from stopdown.pipelines.components import find_components
+from stopdown import testing
+from stopdown.component_calls.components import find_components
+from stopdown.interception import accumulation
+from stopdown.interception.accumulation import GROUP, accumulating, find_sums, summing_in_fp16
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights

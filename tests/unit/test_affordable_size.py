@@ -11,7 +11,7 @@ import torch
 
 from pipeline_calls import make_pipeline
 from stopdown import testing
-from stopdown.device_profiles import find_profile
+from stopdown.devices.device_profiles import find_profile
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.memory.affordable_size import choose_size
 from stopdown.pipelines.requests import Request, build_arguments

@@ -11,10 +11,10 @@ from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 
 from stopdown import testing
-from stopdown.arguments import hook_arguments, put_back, replace_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import put_cast
-from stopdown.pipelines.components import Callee
+from stopdown.component_calls.call_interception import put_cast
+from stopdown.component_calls.components import Callee
+from stopdown.interception.arguments import hook_arguments, put_back, replace_tensors
+from stopdown.interception.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling import cast_
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stopdown.backend_rules import (
+from stopdown.devices.backend_rules import (
     AttentionKernel,
     Gap,
     Operation,
@@ -34,8 +34,8 @@ from stopdown.backend_rules import (
     read_operations,
     read_version_faults,
 )
-from stopdown.device_profiles import read_profiles
-from stopdown.environment import read_onednn_formats
+from stopdown.devices.device_profiles import read_profiles
+from stopdown.devices.environment import read_onednn_formats
 from stopdown.number_formats import FORMATS
 
 NAMES = ("fp16", "bf16", "fp32", "fp64")

@@ -10,10 +10,10 @@ import torch
 
 from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
+from stopdown.component_calls.components import Callee
+from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError, OptionError
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.components import Callee
-from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Decision
 from stopdown.runtime.clamps import find_clamping
 from stopdown.runtime.fault_texts import suggest_remedy

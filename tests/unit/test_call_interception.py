@@ -11,8 +11,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Rank,
     cast_floats,
     copy_layers,
@@ -22,7 +21,8 @@ from stopdown.pipelines.call_interception import (
     put_cast,
     put_layer,
 )
-from stopdown.pipelines.components import Callee
+from stopdown.component_calls.components import Callee
+from stopdown.interception.patches import Patches
 
 
 class Component(torch.nn.Module):

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown import check, mend
-from stopdown import device_profiles as profiles
+from stopdown.devices import device_profiles as profiles
 from stopdown.dtype_rules.check import find_source, inspect_pipeline
 from stopdown.errors import OptionError, PlanError
-from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import resolve_source
+from stopdown.sources.headers import RESCALED_ENTRY
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))

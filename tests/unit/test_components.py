@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from stopdown import testing
-from stopdown.pipelines.components import (
+from stopdown.component_calls.components import (
     cast_component_,
     find_callees,
     find_kept_fp32,

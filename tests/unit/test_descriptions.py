@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stopdown import testing
 from stopdown.errors import InputError
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
-from stopdown.pipelines.descriptions import find_code, find_excess, find_kernels
-from stopdown.pipelines.sources import (
+from stopdown.sources.descriptions import find_code, find_excess, find_kernels
+from stopdown.sources.sources import (
     fingerprint,
     read_stored_dtypes,
     resolve_source,

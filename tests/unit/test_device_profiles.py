@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stopdown.device_profiles import (
+from stopdown.devices.device_profiles import (
     Profile,
     describe_device,
     find_profile,
@@ -18,7 +18,7 @@ from stopdown.device_profiles import (
     parse_profile,
     read_profiles,
 )
-from stopdown.environment import Device, judge_accelerator, judge_cpu
+from stopdown.devices.environment import Device, judge_accelerator, judge_cpu
 from stopdown.errors import OptionError
 from stopdown.number_formats import PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan

@@ -26,7 +26,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stopdown import diagnosis, errors, media
+from stopdown import diagnosis, errors
 from stopdown.app import cli, commands
 from stopdown.diagnosis import (
     FILES,
@@ -39,8 +39,9 @@ from stopdown.diagnosis import (
     read_knowledge,
 )
 from stopdown.errors import InputError
-from stopdown.media import write_media
-from stopdown.toml_files import read_folder
+from stopdown.files.toml_files import read_folder
+from stopdown.frames import media
+from stopdown.frames.media import write_media
 
 CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
 CAST = "RuntimeWarning: invalid value encountered in cast"

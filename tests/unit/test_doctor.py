@@ -12,8 +12,14 @@ import torch
 
 from stopdown import doctor as health_module
 from stopdown.app import cli, doctor_command
-from stopdown.backend_rules import list_attention
-from stopdown.device_profiles import find_profile, format_profile, parse_profile, read_profiles
+from stopdown.devices.backend_rules import list_attention
+from stopdown.devices.device_profiles import (
+    find_profile,
+    format_profile,
+    parse_profile,
+    read_profiles,
+)
+from stopdown.devices.environment import Device, choose_device
 from stopdown.doctor import (
     examine,
     foresee,
@@ -22,7 +28,6 @@ from stopdown.doctor import (
     read_switches,
     try_attention,
 )
-from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError
 from stopdown.records import KnownFit, MachineHealth, from_json, to_json
 

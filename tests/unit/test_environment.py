@@ -21,9 +21,9 @@ import hypothesis
 import pytest
 import torch
 
-from stopdown import environment
-from stopdown.device_memory import peak_memory
-from stopdown.environment import (
+from stopdown.devices import environment
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import (
     Device,
     Support,
     Timing,
@@ -121,7 +121,7 @@ def test_the_machine_is_described_for_json() -> None:
 def test_describing_the_machine_imports_nothing_heavy() -> None:
     """Versions come from metadata: a fresh process loads neither torch nor diffusers."""
     code = (
-        "import sys; from stopdown.environment import describe_machine; "
+        "import sys; from stopdown.devices.environment import describe_machine; "
         "machine = describe_machine(); "
         "print(sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)), "
         "machine['torch_threads'])"

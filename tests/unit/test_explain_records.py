@@ -11,7 +11,7 @@ from PIL import Image
 
 from comparisons import RUN
 from stopdown.diagnosis import explain_file
-from stopdown.outputs import find_record_path
+from stopdown.files.outputs import find_record_path
 from stopdown.records import Repair, to_json
 
 REPAIR = Repair(

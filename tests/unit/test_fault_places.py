@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown.pipelines.components import Callee
+from stopdown.component_calls.components import Callee
 from stopdown.runtime.fault_places import describe_place, name_axes
 
 

@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from stopdown import load
-from stopdown.accumulation import GROUP, bound_rounded_sum, sum_linear_in_fp16, summing_in_fp16
+from stopdown.component_calls.components import find_component
 from stopdown.errors import OptionError
+from stopdown.interception.accumulation import (
+    GROUP,
+    bound_rounded_sum,
+    sum_linear_in_fp16,
+    summing_in_fp16,
+)
 from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
-from stopdown.pipelines.components import find_component
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.fp16_sums import LONGEST, choose_sums, find_terms, list_refused

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from stopdown.pipelines.headers import (
+from stopdown.sources.headers import (
     LARGEST_HEADER_BYTES,
     RESCALED_ENTRY,
     DamagedFileError,

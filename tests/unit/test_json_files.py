@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stopdown.json_files import (
+from stopdown.files.json_files import (
     MOST_DEPTH,
     UnreadableError,
     parse_json,

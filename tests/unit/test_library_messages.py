@@ -10,8 +10,8 @@ from diffusers.utils import logging as diffusers_logging
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown import testing
-from stopdown.patches import Patches
-from stopdown.pipelines.library_messages import (
+from stopdown.interception.patches import Patches
+from stopdown.sources.library_messages import (
     drop_empty_remarks,
     quiet_libraries,
     quiet_truncation,

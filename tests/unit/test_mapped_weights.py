@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from stopdown import mapped_weights
-from stopdown.environment import choose_device
+from stopdown.component_calls.components import find_components
+from stopdown.devices.environment import choose_device
 from stopdown.errors import StopdownWarning
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
     cast_tensor,
@@ -24,15 +26,13 @@ from stopdown.mapped_weights import (
     map_copy,
 )
 from stopdown.memory.weight_stores import WeightStore
-from stopdown.patches import Patches
 from stopdown.pipelines import loader
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.sources.sources import resolve_source
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix", reason="a file that is mapped stays where it is"

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 from PIL.PngImagePlugin import PngInfo
 
-from stopdown import frame_faults, media
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
-from stopdown.frame_faults import find_frame_faults
-from stopdown.media import (
+from stopdown.frames import frame_faults, media
+from stopdown.frames.frame_faults import find_frame_faults
+from stopdown.frames.media import (
     check_output,
     choose_format,
     read_image,
@@ -290,7 +290,7 @@ FULL_DISK = """
 import resource, sys
 import numpy as np
 from stopdown.errors import OutputError
-from stopdown.media import write_media
+from stopdown.frames.media import write_media
 
 noise = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -702,7 +702,7 @@ def test_the_same_frames_give_the_same_bytes(tmp_path: Path) -> None:
     code = """
 import sys
 import numpy as np
-from stopdown.media import write_media
+from stopdown.frames.media import write_media
 
 for number in range(60):
     draw = np.random.default_rng(number)

@@ -21,9 +21,12 @@ import pipeline_calls
 from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.request_options import read_allowed
-from stopdown.device_profiles import find_profile
-from stopdown.environment import choose_device
+from stopdown.component_calls.call_interception import Rank, intercept
+from stopdown.component_calls.components import find_callees, find_components
+from stopdown.devices.device_profiles import find_profile
+from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
+from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, convolution_workspaces, offloader, smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
@@ -40,16 +43,13 @@ from stopdown.memory.strategies import (
     predict,
 )
 from stopdown.number_formats import format_bytes, parse_bytes
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Rank, intercept
-from stopdown.pipelines.components import find_callees, find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
-from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.scaling.trial import WideProducts
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")

@@ -14,9 +14,9 @@ from typing import Any
 import filelock
 import pytest
 
-from stopdown import outputs
 from stopdown.errors import InputError, OutputError
-from stopdown.outputs import (
+from stopdown.files import outputs
+from stopdown.files.outputs import (
     LOCK,
     check_target,
     find_free,
@@ -194,7 +194,7 @@ def refuse_link(old: object, new: object) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stopdown.outputs import written_beside
+from stopdown.files.outputs import written_beside
 with written_beside(sys.argv[1]) as part:
     part.mkdir()
     (part / "weights").write_text("half")

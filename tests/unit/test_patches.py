@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stopdown.patches import Patches
+from stopdown.interception.patches import Patches
 
 
 class Thing:

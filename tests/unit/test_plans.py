@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown import environment
 from stopdown.checkpoints import file_exponents
-from stopdown.environment import Device, Support
+from stopdown.component_calls.components import Callee
+from stopdown.devices import environment
+from stopdown.devices.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
-from stopdown.pipelines.components import Callee
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.plans import applier, calibrated, exponents, plan_choice
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
@@ -37,6 +36,7 @@ from stopdown.records import (
     to_json,
 )
 from stopdown.scaling.folds import list_misfits
+from stopdown.sources.sources import Source
 
 ENTRY = ComponentPlan(
     component="transformer",

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stopdown.environment import Support, Timing, judge_accelerator, judge_cpu, weigh_support
+from stopdown.devices.environment import (
+    Support,
+    Timing,
+    judge_accelerator,
+    judge_cpu,
+    weigh_support,
+)
 from stopdown.errors import OptionError
 from stopdown.plans.precision import (
     ComponentFacts,

@@ -12,13 +12,12 @@ from rich.console import Console
 
 from stopdown.app.display import Display
 from stopdown.app.fit_command import FitOptions, _explain, fit, print_fit
-from stopdown.environment import Support
+from stopdown.component_calls.components import find_components
+from stopdown.devices.environment import Support
+from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import Fit
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
-from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_entry
 from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.precision_and_memory import (
@@ -31,6 +30,7 @@ from stopdown.plans.precision_and_memory import (
     weigh_speed,
 )
 from stopdown.records import ComponentPlan, MemoryForecast, Plan, Scaling
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline, save_pipeline
 
 NATIVE, MISSING = Support(True, True, 0.2, "Native."), Support(False, False, None, "Missing.")

@@ -36,18 +36,11 @@ from comparisons import RUN, make_comparison
 from stopdown import testing
 from stopdown.app.report_command import report
 from stopdown.comparison.prompts import read_prompts
-from stopdown.device_profiles import find_profile
+from stopdown.devices.device_profiles import find_profile
 from stopdown.diagnosis import explain_file
 from stopdown.errors import StopdownError
-from stopdown.json_files import UnreadableError
-from stopdown.media import iterate_frames, read_image, write_media
-from stopdown.pipelines.headers import (
-    DamagedFileError,
-    find_missing_shards,
-    read_header,
-    read_shard_index,
-)
-from stopdown.pipelines.sources import resolve_source, verify_source
+from stopdown.files.json_files import UnreadableError
+from stopdown.frames.media import iterate_frames, read_image, write_media
 from stopdown.plans.plan_files import read_plan, seal_plan
 from stopdown.records import (
     ComponentPlan,
@@ -60,6 +53,13 @@ from stopdown.records import (
 )
 from stopdown.runtime import journal
 from stopdown.runtime.journal_values import PackingError, pack, unpack
+from stopdown.sources.headers import (
+    DamagedFileError,
+    find_missing_shards,
+    read_header,
+    read_shard_index,
+)
+from stopdown.sources.sources import resolve_source, verify_source
 
 OURS = (StopdownError, UnreadableError, DamagedFileError, PackingError)
 """What a reader may raise; the last three become sentences where they are caught."""

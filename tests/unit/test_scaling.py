@@ -16,8 +16,8 @@ from rescaling_models import make_example, run_calls
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks
+from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
-from stopdown.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling import exponent_rules as rules

@@ -14,10 +14,10 @@ from torch import nn
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
+from stopdown.component_calls.call_interception import Call, Rank, intercept
+from stopdown.component_calls.components import find_callees
 from stopdown.errors import NonFiniteError
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept
-from stopdown.pipelines.components import find_callees
+from stopdown.interception.patches import Patches
 from stopdown.runtime import fault_handler, session_check
 from stopdown.runtime.culprit import find_culprit
 from stopdown.runtime.guard import guard

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stopdown.graph.capture import build_fake, capture_call, find_mode
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
-from stopdown.pipelines.sources import resolve_source
+from stopdown.sources.sources import resolve_source
 
 SaveTiny = Callable[..., Path]
 

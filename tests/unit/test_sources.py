@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import testing
 from stopdown.errors import SourceError
-from stopdown.pipelines import hub, sources
-from stopdown.pipelines.component_classes import limited_building
-from stopdown.pipelines.headers import StoredTensor, choose_weights, find_weights
-from stopdown.pipelines.hub import choose_files
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import (
+from stopdown.sources import hub, sources
+from stopdown.sources.component_classes import limited_building
+from stopdown.sources.headers import StoredTensor, choose_weights, find_weights
+from stopdown.sources.hub import choose_files
+from stopdown.sources.sources import (
     fingerprint,
     is_hub_id,
     read_stored_dtypes,
@@ -97,7 +97,7 @@ def test_every_tiny_pipeline_passes_and_loads(name: str, tmp_path: Path) -> None
 def test_sources_need_neither_torch_nor_diffusers(saved: Path) -> None:
     """Resolving, verifying and reading dtypes leave both unloaded in a fresh process."""
     script = (
-        "import sys; from stopdown.pipelines.sources import *\n"
+        "import sys; from stopdown.sources.sources import *\n"
         "source = resolve_source(sys.argv[1]); verify_source(source); fingerprint(source)\n"
         "read_stored_dtypes(source)\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers')))"

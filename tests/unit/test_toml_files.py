@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from stopdown.devices.environment import judge_accelerator
+from stopdown.devices.model_needs import Need, keeps_clamps, read_needs
 from stopdown.dtype_rules.findings import SEVERITIES, is_fault, make_finding, read_kinds
-from stopdown.environment import judge_accelerator
-from stopdown.model_needs import Need, keeps_clamps, read_needs
-from stopdown.toml_files import parse_rows, read_folder, read_rules
+from stopdown.files.toml_files import parse_rows, read_folder, read_rules
 
 
 def test_files_of_a_folder_come_sorted() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown import doctor, environment
+from stopdown import doctor
 from stopdown.app import cli
-from stopdown.environment import choose_device, list_devices, select_device
+from stopdown.devices import environment
+from stopdown.devices.environment import choose_device, list_devices, select_device
+from stopdown.devices.torch_builds import Build, find_missing_kernels, find_missing_system
 from stopdown.errors import OptionError
-from stopdown.torch_builds import Build, find_missing_kernels, find_missing_system
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_37", "sm_90"]
 CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]

@@ -262,7 +262,7 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
 
 def test_a_plan_falls_back_and_says_why() -> None:
     """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
-    from stopdown.pipelines.components import Callee
+    from stopdown.component_calls.components import Callee
     from stopdown.plans import calibrated
     from stopdown.plans.call_recorder import RecordedCall
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.environment import choose_device, probe_formats
+from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import OutputError, StopdownWarning
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import Strategy
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import decide, gather_facts, load_decided
+from stopdown.sources.sources import resolve_source
 
 REQUEST = Request(prompt="a cat", steps=2, height=32, width=32, frames=5)
 

@@ -47,9 +47,14 @@ from stopdown.batch.prompts import Item, is_url, naming_line, read_items
 from stopdown.batch.records import BatchRecord, ItemResult
 from stopdown.batch.request_digest import digest_request
 from stopdown.batch.stores import Store, open_store
-from stopdown.environment import choose_device, describe_machine, has_moving_cursor, list_devices
+from stopdown.devices.environment import (
+    choose_device,
+    describe_machine,
+    has_moving_cursor,
+    list_devices,
+)
 from stopdown.errors import InputError, OptionError
-from stopdown.outputs import find_record_path
+from stopdown.files.outputs import find_record_path
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
 from stopdown.records import from_json, to_json

@@ -17,13 +17,13 @@ from stopdown.app.flags import DeviceOption, ForceOption, SizeOptions
 from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.table import render
-from stopdown.environment import Device, choose_device
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
+from stopdown.files.outputs import check_suffix, check_target, written_beside
 from stopdown.number_formats import parse_bytes
-from stopdown.outputs import check_suffix, check_target, written_beside
 from stopdown.pipelines.requests import Request, list_needed_fields, name_arguments
-from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.records import describe_other, read_record, to_json
+from stopdown.sources.sources import resolve_source, verify_source
 
 if TYPE_CHECKING:
     from stopdown.benchmark.subjects import Subject
@@ -171,8 +171,8 @@ def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     """The model that was named, and generated weights of the size that was asked for or fits."""
     from stopdown.benchmark.subjects import make_generated, make_real
     from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
-    from stopdown.pipelines.component_classes import find_class
     from stopdown.pipelines.loader import complete_source
+    from stopdown.sources.component_classes import find_class
 
     source = resolve_source(options.source, variant=options.variant)
     verify_source(source)

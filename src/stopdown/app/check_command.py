@@ -21,10 +21,13 @@ from stopdown.app.remedies import name_source
 from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
+from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
-from stopdown.outputs import check_target, written_beside
-from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
-from stopdown.pipelines.sources import (
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
+from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
+from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
+from stopdown.sources.sources import (
     Source,
     describe_damage,
     find_kind,
@@ -34,9 +37,6 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import parse_request
-from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,7 +170,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
     shown = display or Display()
     shown.progress("import", "PyTorch", 0, 0)
     from stopdown.dtype_rules.file_values import inspect_file
-    from stopdown.pipelines.weight_files import open_weight_file
+    from stopdown.sources.weight_files import open_weight_file
 
     path = Path(options.source).expanduser()
     try:
@@ -295,7 +295,7 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
 
 def _save(pipe: Any, folder: Path) -> None:
     """Write a pipeline beside its place and move it there when it is whole."""
-    from stopdown.pipelines.folders import told_as_oserror
+    from stopdown.sources.folders import told_as_oserror
 
     with written_beside(folder) as part, told_as_oserror():
         pipe.save_pretrained(part)

@@ -34,7 +34,7 @@ from stopdown.comparison.prompts import read_prompts
 from stopdown.comparison.records import BadLine, Comparison
 from stopdown.comparison.thresholds import Thresholds
 from stopdown.errors import InputError
-from stopdown.outputs import (
+from stopdown.files.outputs import (
     check_suffix,
     check_target,
     find_free,
@@ -43,10 +43,10 @@ from stopdown.outputs import (
     write_numbered,
     written_beside,
 )
-from stopdown.pipelines.sources import Source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
 from stopdown.report.pages import render_comparison
+from stopdown.sources.sources import Source
 
 DEFAULT_OUTPUT = Path("report.html")
 """Where the page goes when nobody says; it replaces nothing there."""

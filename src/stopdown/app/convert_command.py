@@ -15,9 +15,9 @@ from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
-from stopdown.pipelines.lora_names import is_lora_file
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent
+from stopdown.sources.lora_names import is_lora_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,9 +135,9 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.checkpoints.output_places import Target
-    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
+    from stopdown.sources.library_messages import quiet_libraries
 
     if options.call is not None:
         request = dataclasses.replace(request, arguments=read_call(options.call))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.errors import OptionError
-from stopdown.json_files import UnreadableError, read_small_file
+from stopdown.files.json_files import UnreadableError, read_small_file
 
 NAME = "stopdown.toml"
 _MOST_BYTES = 2**16

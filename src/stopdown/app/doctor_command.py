@@ -11,7 +11,7 @@ import typer
 
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import CommandOptions
-from stopdown.device_profiles import find_target, format_profile
+from stopdown.devices.device_profiles import find_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes

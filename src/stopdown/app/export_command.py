@@ -12,11 +12,11 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ForceOption, SizeOptions
 from stopdown.errors import OptionError
-from stopdown.outputs import check_target, refuse_nameless, written_beside
+from stopdown.files.outputs import check_target, refuse_nameless, written_beside
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.scale_table import FORMATS, write_table
+from stopdown.sources.sources import resolve_source, verify_source
 
 
 @dataclass(frozen=True)

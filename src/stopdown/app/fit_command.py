@@ -27,8 +27,8 @@ from stopdown.app.flags import (
 )
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
-from stopdown.device_memory import HOST_SHARE, find_host_bytes
-from stopdown.device_profiles import Profile, find_target, is_profile
+from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
+from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes, parse_bytes
@@ -40,10 +40,10 @@ from stopdown.pipelines.requests import (
     find_steps,
     list_needed_fields,
 )
-from stopdown.pipelines.sources import Source
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import MemoryForecast, MemoryRow, Plan, Reduction
+from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,9 +121,9 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     found = find_source(options, display, with_weights=False)
     load_libraries(display)
     from stopdown.pipelines.drawn_inputs import complete_request
-    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.pipelines.loader import complete_source
     from stopdown.plans.precision_and_memory import build_way, choose_way, list_rows
+    from stopdown.sources.library_messages import quiet_libraries
 
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(options.memory, profile)

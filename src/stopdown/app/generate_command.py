@@ -44,16 +44,16 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.device_memory import peak_memory
-from stopdown.environment import Device, choose_device
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import OptionError, OutputError
-from stopdown.media import check_output
-from stopdown.outputs import check_target, find_free, find_record_path, refuse_nameless
+from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
+from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import Request, refuse_missing_prompt
-from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.plan_files import describe_no_plan, write_cached_plan, write_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Finding, Plan, RunRecord, describe_no_run
+from stopdown.sources.sources import Source, fingerprint
 
 if TYPE_CHECKING:
     from stopdown.parallel.ranks import Ranks
@@ -258,8 +258,8 @@ def generate(
         load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
-    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.runtime.runs import write_record
+    from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display, ranks) as journal:
         run = _Run(started, numbered, journal, ranks, kept)
@@ -406,8 +406,8 @@ def _spread(
     if ranks is None:
         yield ""
         return
+    from stopdown.interception.patches import Patches
     from stopdown.parallel.process_group import put_parallel
-    from stopdown.patches import Patches
 
     with Patches() as patches:
         way = put_parallel(loaded.pipe, options.parallel, patches, display.announce)

@@ -22,7 +22,7 @@ from stopdown.app.flags import (
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
-from stopdown.outputs import check_suffix, check_target, find_free
+from stopdown.files.outputs import check_suffix, check_target, find_free
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
 from stopdown.records import ComponentPlan, Plan
@@ -153,12 +153,12 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     if source.components:
         check_components(others, source.components)
     load_libraries(display)
-    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.calibrated import STEPS
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
     from stopdown.runtime.plan_maker import make_plan
+    from stopdown.sources.library_messages import quiet_libraries
 
     if options.measures:
         refuse_unmeasurable(source, request, options.device, display, precision="auto")

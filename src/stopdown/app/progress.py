@@ -29,7 +29,7 @@ from rich.text import Text
 
 from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
-from stopdown.environment import has_moving_cursor
+from stopdown.devices.environment import has_moving_cursor
 from stopdown.errors import make_printable
 from stopdown.records import to_json
 

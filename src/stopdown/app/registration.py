@@ -23,7 +23,7 @@ import typer
 
 from stopdown.app.flags import SHOWN
 from stopdown.app.remedies import reword
-from stopdown.environment import token_in_use
+from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, StopdownError
 
 

@@ -14,8 +14,8 @@ from stopdown.app.compare_command import check_page, write_page
 from stopdown.app.flags import CommandOptions, ForceOption
 from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
-from stopdown.media import WRITERS
-from stopdown.outputs import find_free
+from stopdown.files.outputs import find_free
+from stopdown.frames.media import WRITERS
 from stopdown.records import RunRecord
 from stopdown.report.pages import read_any, render_comparison, render_run
 

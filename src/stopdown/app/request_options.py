@@ -8,17 +8,17 @@ from pathlib import Path
 
 from stopdown.app.display import Display
 from stopdown.app.flags import SourceOptions
-from stopdown.device_profiles import find_profile, is_profile
-from stopdown.environment import is_device_name
+from stopdown.devices.device_profiles import find_profile, is_profile
+from stopdown.devices.environment import is_device_name
 from stopdown.errors import OptionError
-from stopdown.media import read_image, read_video
+from stopdown.frames.media import read_image, read_video
 from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source, refuse_ignored
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import parse_request
+from stopdown.sources.sources import Source, refuse_ignored
 
 LARGEST_SEED = 2**63 - 1
 

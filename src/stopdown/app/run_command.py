@@ -22,10 +22,10 @@ from stopdown.app.generate_command import keep_updated
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
-from stopdown.environment import choose_device
+from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
+from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
-from stopdown.outputs import check_target
 from stopdown.plans.plan_files import describe_no_plan, read_plan
 from stopdown.plans.precision import PrecisionRequest, parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
@@ -148,11 +148,14 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     start = _find_start(options)
     path = _check_options(options)
     refuse_unknown_device(options.device)
-    from stopdown.patches import Patches
-    from stopdown.pipelines.library_messages import drop_empty_remarks
-    from stopdown.pipelines.pipeline_interception import redirect_devices, stop_without_kernels
+    from stopdown.component_calls.pipeline_interception import (
+        redirect_devices,
+        stop_without_kernels,
+    )
+    from stopdown.interception.patches import Patches
     from stopdown.quantizers.script_loading import plan_loads
     from stopdown.runtime.scripts import ScriptGuard
+    from stopdown.sources.library_messages import drop_empty_remarks
 
     plan = read_plan(path) if path is not None else None
     wanted = find_format(options.precision.strip())  # None for the script's own, or a plan's

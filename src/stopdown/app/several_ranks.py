@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stopdown.environment import choose_device, read_rank
+from stopdown.devices.environment import choose_device, read_rank
 from stopdown.errors import OptionError, RankError, StopdownError
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def joined_ranks(
             expected="Offloading does not work with several processes.",
             remedy="Leave --memory out, or start one process.",
         )
+    from stopdown.interception.patches import Patches
     from stopdown.parallel.process_group import joined, name_device
-    from stopdown.patches import Patches
 
     device = name_device(device, settings)
     with joined(choose_device(device)) as ranks, Patches() as patches:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from stopdown.app.display import Display
 from stopdown.app.fit_command import find_ways
 from stopdown.app.request_options import read_limit
-from stopdown.device_profiles import describe_device
-from stopdown.environment import Device, choose_device
+from stopdown.devices.device_profiles import describe_device
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
@@ -28,7 +28,7 @@ from stopdown.pipelines.requests import (
     find_frames,
     list_needed_fields,
 )
-from stopdown.pipelines.sources import Source
+from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
     from stopdown.memory.forecast import Fit

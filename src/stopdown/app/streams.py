@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.errors import StopdownError
-from stopdown.outputs import explain_refusal
+from stopdown.files.outputs import explain_refusal
 
 
 class StdoutError(StopdownError):

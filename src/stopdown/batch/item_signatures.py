@@ -18,9 +18,9 @@ from typing import Any
 from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Job
 from stopdown.pipelines.class_selection import Selection
-from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.records import Plan
+from stopdown.sources.descriptions import read_description
 
 
 def describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str, Any]:

@@ -20,20 +20,20 @@ from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
 from stopdown.batch.prompts import Item, is_url, naming_line
 from stopdown.batch.records import BatchRecord
 from stopdown.batch.settings import Job, Settings
-from stopdown.environment import choose_device, probe_formats
+from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
-from stopdown.media import read_image, read_video
+from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
-from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request, find_target
-from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
 from stopdown.records import Decision, Plan
+from stopdown.sources.component_classes import find_class
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import fingerprint
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from stopdown.batch.limits import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
-from stopdown.environment import copy_variables, put_variables
+from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
 from stopdown.records import Plan
 from stopdown.runtime.guard import Observer

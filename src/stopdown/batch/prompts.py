@@ -22,7 +22,7 @@ import msgspec
 
 from stopdown.batch.limits import MOST_ITEMS
 from stopdown.errors import InputError, take_first_line
-from stopdown.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.pipelines.requests import MEDIA
 
 LONGEST = 4096

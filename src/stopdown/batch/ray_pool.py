@@ -25,7 +25,7 @@ from stopdown.batch.pools import Slot, Workers
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store
 from stopdown.batch.worker import Answer, Worker
-from stopdown.environment import list_devices, read_version, require_package
+from stopdown.devices.environment import list_devices, read_version, require_package
 from stopdown.errors import InputError, StopdownError, take_first_line
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import Plan

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.prompts import Item, is_url
-from stopdown.environment import read_version
+from stopdown.devices.environment import read_version
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -19,7 +19,13 @@ from pathlib import Path
 
 from stopdown.batch.prompts import is_url
 from stopdown.errors import InputError, OutputError, take_first_line
-from stopdown.outputs import check_target, discard, explain_refusal, held_folder, written_beside
+from stopdown.files.outputs import (
+    check_target,
+    discard,
+    explain_refusal,
+    held_folder,
+    written_beside,
+)
 
 _PROBE = ".stopdown-probe-"
 

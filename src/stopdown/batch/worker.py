@@ -24,17 +24,15 @@ from stopdown.batch.jobs import Task
 from stopdown.batch.records import ItemResult, Status
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, open_store, write_probe
-from stopdown.device_memory import peak_memory
-from stopdown.environment import choose_device
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, StopdownError, describe_error
-from stopdown.media import SUFFIXES, draw_preview
-from stopdown.outputs import find_record_path
+from stopdown.files.outputs import find_record_path
+from stopdown.frames.media import SUFFIXES, draw_preview
 from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request
-from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.applier import load_planned
 from stopdown.plans.planned_loader import Loaded, load_decided
 from stopdown.plans.precision import parse_request
@@ -43,6 +41,8 @@ from stopdown.runtime.guard import Observer
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.memory_limits import Fitted, choose_limit, fit_run, shrink_request
 from stopdown.runtime.runs import describe_run, make_frames, write_frames, write_record
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import fingerprint
 
 
 @dataclass(frozen=True)

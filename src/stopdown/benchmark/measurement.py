@@ -17,13 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.benchmark.records import KernelTime
-from stopdown.device_memory import free_memory, peak_memory
+from stopdown.component_calls.components import find_components
+from stopdown.devices.device_memory import free_memory, peak_memory
+from stopdown.devices.environment import Device
 from stopdown.doctor import attend_with, list_kernels
-from stopdown.environment import Device
 from stopdown.memory.speed import time_runs
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.components import find_components
 
 REPEATS = 2
 """Timed runs of which the fastest counts."""

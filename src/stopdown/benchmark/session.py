@@ -22,23 +22,23 @@ from stopdown.benchmark.measurement import REPEATS, Counter, measure_peak, time_
 from stopdown.benchmark.records import Benchmark, Measurement
 from stopdown.benchmark.subjects import Subject
 from stopdown.benchmark.ways import WAYS, Way, running
-from stopdown.device_memory import free_memory, is_out_of_memory
+from stopdown.component_calls.call_interception import Rank
+from stopdown.component_calls.step_counter import StepCounter
+from stopdown.devices.device_memory import free_memory, is_out_of_memory
+from stopdown.devices.environment import Device, describe_machine
 from stopdown.doctor import try_attention
-from stopdown.environment import Device, describe_machine
 from stopdown.errors import take_one_line
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import predict_run
 from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
-from stopdown.pipelines.call_interception import Rank
 from stopdown.pipelines.drawn_inputs import complete_request
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
-from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
 
 Keep = Callable[[Benchmark], None]
 

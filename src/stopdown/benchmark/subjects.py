@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import Device
+from stopdown.devices.environment import Device
 from stopdown.number_formats import format_bytes
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.pipelines.tiny_pipelines import build_wide, overflow_
+from stopdown.sources.sources import Source
 
 FP32_SHARE = 0.3
 """Of a device's memory for generated weights in fp32: a plan is tried on a copy beside them."""

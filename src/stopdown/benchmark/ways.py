@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from stopdown.accumulation import accumulating
-from stopdown.device_memory import free_memory
-from stopdown.environment import Device
+from stopdown.component_calls.components import cast_component_, find_callees, find_components
+from stopdown.devices.device_memory import free_memory
+from stopdown.devices.environment import Device
+from stopdown.interception.accumulation import accumulating
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.plans.applier import put_for_good
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard

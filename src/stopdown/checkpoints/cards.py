@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from stopdown.environment import read_version
+from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError
-from stopdown.pipelines.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 from stopdown.records import Conversion, ConvertedComponent
+from stopdown.sources.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 
 MARK = "stopdown"
 """The entry in the metadata of a converted file: the version, and the seal of the plan."""

@@ -12,14 +12,14 @@ import torch
 from stopdown.checkpoints.cards import word_card
 from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
+from stopdown.component_calls.components import find_kept_fp32
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
-from stopdown.pipelines.components import find_kept_fp32
-from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights
 from stopdown.records import Conversion, ConvertedComponent, to_json
 from stopdown.scaling import cast_, fold_scaling
+from stopdown.sources.folders import edit_config, find_dtype_field, write_card, write_weights
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:

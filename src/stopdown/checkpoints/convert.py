@@ -45,50 +45,22 @@ from stopdown.checkpoints.file_exponents import (
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.component_call_names import QUANT_METHOD
-from stopdown.environment import choose_device, read_version
+from stopdown.component_calls.components import find_kept_fp32, is_autoencoder
+from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
+from stopdown.files.outputs import written_beside
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import FORMATS
-from stopdown.outputs import written_beside
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.eps_fields import find_eps_fields
-from stopdown.pipelines.folders import (
-    copy_descriptions,
-    copy_weights,
-    edit_config,
-    told_as_oserror,
-    write_weights,
-)
-from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_file_names import (
-    Piece,
-    arrange,
-    change_tensor,
-    check_layouts,
-    find_folder,
-    find_whole,
-    lay_out,
-    list_merged,
-)
 from stopdown.pipelines.single_files import (
     Rows,
     spread_exponents,
     trace_columns,
     trace_rows,
     write_single_file,
-)
-from stopdown.pipelines.sources import (
-    Source,
-    list_weight_files,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
 )
 from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests
@@ -101,6 +73,34 @@ from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom
+from stopdown.sources.component_classes import find_class
+from stopdown.sources.folders import (
+    copy_descriptions,
+    copy_weights,
+    edit_config,
+    told_as_oserror,
+    write_weights,
+)
+from stopdown.sources.headers import read_rescaled
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.single_file_names import (
+    Piece,
+    arrange,
+    change_tensor,
+    check_layouts,
+    find_folder,
+    find_whole,
+    lay_out,
+    list_merged,
+)
+from stopdown.sources.sources import (
+    Source,
+    list_weight_files,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
 
 
 @dataclass

@@ -28,13 +28,12 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import bared
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.fold_names import read_clamp, split_name
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import bared
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
-from stopdown.pipelines.single_file_names import read_layouts
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
@@ -43,6 +42,7 @@ from stopdown.scaling.folds import has_more_than_folds
 from stopdown.scaling.measurement import Captures, Kind, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
+from stopdown.sources.single_file_names import read_layouts
 
 EFFECT_LIMIT = 2.0**-11
 """Relative change of an output that passes: half a unit in the last place of fp16."""

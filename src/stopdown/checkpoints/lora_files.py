@@ -25,28 +25,28 @@ from safetensors.torch import load_file, save_file
 
 from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest
-from stopdown.environment import read_version
+from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
+from stopdown.files.outputs import check_target, written_beside
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import list_some
-from stopdown.outputs import check_target, written_beside
-from stopdown.pipelines.headers import (
+from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
+from stopdown.pipelines.single_files import spread_exponents, trace_columns, trace_rows
+from stopdown.plans.applier import check_source
+from stopdown.plans.plan_files import read_plan
+from stopdown.records import Conversion, ConvertedComponent, Plan
+from stopdown.scaling.adapter_exponents import find_part_exponents
+from stopdown.scaling.folds import has_more_than_folds
+from stopdown.sources.headers import (
     EXPONENTS_ENTRY,
     RESCALED_ENTRY,
     DamagedFileError,
     read_header,
     read_metadata,
 )
-from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.lora_names import Layer, find_layer, index_layers, list_layers, split_name
-from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
-from stopdown.pipelines.single_files import spread_exponents, trace_columns, trace_rows
-from stopdown.pipelines.sources import Source, list_weight_files, resolve_source
-from stopdown.plans.applier import check_source
-from stopdown.plans.plan_files import read_plan
-from stopdown.records import Conversion, ConvertedComponent, Plan
-from stopdown.scaling.adapter_exponents import find_part_exponents
-from stopdown.scaling.folds import has_more_than_folds
+from stopdown.sources.lora_names import Layer, find_layer, index_layers, list_layers, split_name
+from stopdown.sources.sources import Source, list_weight_files, resolve_source
 
 Tensors = Mapping[str, torch.Tensor]
 

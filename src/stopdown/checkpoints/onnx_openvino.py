@@ -21,20 +21,20 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.environment import require_package
+from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError, ignoring_warnings, take_first_line
+from stopdown.files.outputs import check_target, written_beside
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.outputs import check_target, written_beside
-from stopdown.patches import Patches
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_entry, check_source
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.records import ComponentPlan, Plan
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source
 
 Form = Literal["onnx", "openvino"]
 

@@ -14,13 +14,13 @@ from typing import Literal
 
 from stopdown.checkpoints.cards import MARK
 from stopdown.errors import InputError, OptionError, OutputError
+from stopdown.files.outputs import check_target, find_free
 from stopdown.number_formats import list_some
-from stopdown.outputs import check_target, find_free
-from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
-from stopdown.pipelines.single_file_names import find_whole
-from stopdown.pipelines.sources import Source, has_weights
-from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.records import Conversion, read_record
+from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
+from stopdown.sources.single_file_names import find_whole
+from stopdown.sources.sources import Source, has_weights
+from stopdown.sources.weight_files import open_weight_file
 
 RECORD_NAME = "stopdown.json"
 """The record inside a converted folder, with the names and sizes of all that was written there."""

@@ -20,15 +20,15 @@ from safetensors import safe_open
 
 from stopdown.checkpoints.cards import refuse_rescaled
 from stopdown.errors import ScalingError
-from stopdown.pipelines import gguf_files
-from stopdown.pipelines.headers import (
+from stopdown.plans.quantised_bounds import has_row_scales, is_power
+from stopdown.sources import gguf_files
+from stopdown.sources.headers import (
     RESCALED_ENTRY,
     copy_with_metadata,
     read_header,
     read_header_bytes,
 )
-from stopdown.pipelines.weight_files import FileWeight, open_weight_file
-from stopdown.plans.quantised_bounds import has_row_scales, is_power
+from stopdown.sources.weight_files import FileWeight, open_weight_file
 
 Folds = Mapping[str, torch.Tensor]
 """Weight of a file to the exponent of each of its rows, `[R]` int32."""

@@ -42,24 +42,24 @@ from stopdown.checkpoints.file_exponents import (
     express_component,
 )
 from stopdown.checkpoints.output_places import check_place
-from stopdown.environment import read_version
+from stopdown.component_calls.components import Callee, find_kept_fp32
+from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
+from stopdown.files.outputs import written_beside
 from stopdown.graph.capture import capture_call, name_parameters
-from stopdown.outputs import written_beside
-from stopdown.pipelines.component_classes import describing_failures, find_class, limited_building
-from stopdown.pipelines.components import Callee, find_kept_fp32
-from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.folders import copy_descriptions, find_dtype_field, told_as_oserror
-from stopdown.pipelines.headers import DamagedFileError, find_weights, read_header, read_rescaled
-from stopdown.pipelines.hub import download_component
-from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.sources import Source, is_hub_id
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
+from stopdown.sources.component_classes import describing_failures, find_class, limited_building
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.folders import copy_descriptions, find_dtype_field, told_as_oserror
+from stopdown.sources.headers import DamagedFileError, find_weights, read_header, read_rescaled
+from stopdown.sources.hub import download_component
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source, is_hub_id
 
 _ENCODERS = {
     "T5ForConditionalGeneration": "T5EncoderModel",

@@ -19,16 +19,16 @@ from stopdown.comparison.measures import Frames, clean_frames, find_headroom, re
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened, Run
-from stopdown.device_memory import peak_memory
-from stopdown.environment import Device
+from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.environment import Device
 from stopdown.errors import InputError, describe_error, ignoring_warnings, take_first_line
-from stopdown.frame_faults import find_frame_findings
-from stopdown.media import to_uint8
-from stopdown.outputs import written_beside
-from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.files.outputs import written_beside
+from stopdown.frames.frame_faults import find_frame_findings
+from stopdown.frames.media import to_uint8
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.records import CallSummary
 from stopdown.runtime.guard import Guard, GuardOptions, Observer
+from stopdown.sources.library_messages import quiet_libraries
 
 
 @dataclass(frozen=True)

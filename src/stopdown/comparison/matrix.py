@@ -47,19 +47,19 @@ from stopdown.comparison.verdicts import (
     rank_precisions,
     recommend,
 )
-from stopdown.environment import describe_machine, name_device
+from stopdown.component_calls.components import explain_run
+from stopdown.devices.environment import describe_machine, name_device
+from stopdown.devices.model_needs import keeps_clamps
 from stopdown.errors import InputError, describe_error
-from stopdown.json_files import UnreadableError, read_json_table
-from stopdown.media import to_uint8
-from stopdown.model_needs import keeps_clamps
-from stopdown.outputs import written_beside
-from stopdown.pipelines.components import explain_run
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.files.json_files import UnreadableError, read_json_table
+from stopdown.files.outputs import written_beside
+from stopdown.frames.media import to_uint8
 from stopdown.pipelines.requests import MEDIA, Request, check_request
 from stopdown.plans.plan_files import read_class_versions, write_plan
 from stopdown.plans.precision import write_request
 from stopdown.records import Plan, convert_record, from_json, to_json
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
 
 if TYPE_CHECKING:
     import torch

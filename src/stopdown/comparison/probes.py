@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stopdown.number_formats import FP16
-from stopdown.numerics import count_non_finite, iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     find_module,
     intercept,
     intercept_components,
 )
-from stopdown.pipelines.components import Callee
-from stopdown.pipelines.step_counter import StepCounter
+from stopdown.component_calls.components import Callee
+from stopdown.component_calls.step_counter import StepCounter
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import FP16
+from stopdown.numerics import count_non_finite, iterate_tensors
 
 SAMPLES = 64
 """Values of a block's output that are kept."""

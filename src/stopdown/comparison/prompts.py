@@ -13,7 +13,7 @@ from pathlib import Path
 from stopdown.batch.prompts import LONGEST, find_text_fault
 from stopdown.comparison.records import BadLine
 from stopdown.errors import InputError
-from stopdown.json_files import UnreadableError, read_small_file
+from stopdown.files.json_files import UnreadableError, read_small_file
 
 MOST_LINES = 10_000
 _MOST_BYTES = 4 * LONGEST * 1_000

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.comparison.thresholds import Thresholds
+from stopdown.files.outputs import written_beside
 from stopdown.number_formats import FP16
-from stopdown.outputs import written_beside
 from stopdown.record_display import Displayed
 from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
 

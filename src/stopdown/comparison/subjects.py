@@ -18,18 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.device_memory import free_memory
-from stopdown.environment import Device, choose_device, probe_formats
-from stopdown.errors import OptionError, StopdownError
-from stopdown.mapped_weights import find_stored
-from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
-from stopdown.memory.offloader import Offloader
-from stopdown.number_formats import FORMATS, format_bytes
-from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.call_interception import intercept_components, put_cast
-from stopdown.pipelines.class_selection import select_pipeline
-from stopdown.pipelines.components import (
+from stopdown.component_calls.call_interception import intercept_components, put_cast
+from stopdown.component_calls.components import (
     cast_component_,
     check_run,
     find_callees,
@@ -38,10 +28,17 @@ from stopdown.pipelines.components import (
     put_precision,
     refuse_run,
 )
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.devices.device_memory import free_memory
+from stopdown.devices.environment import Device, choose_device, probe_formats
+from stopdown.errors import OptionError, StopdownError
+from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import find_stored
+from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
+from stopdown.memory.offloader import Offloader
+from stopdown.number_formats import FORMATS, format_bytes
+from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.requests import Request, name_arguments
-from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_choice import choose_loader, choose_plan
@@ -51,6 +48,9 @@ from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
 from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source, fingerprint, resolve_source, verify_source
 
 Run = Callable[[], Any]
 """Runs a program once: pictures, arrays or tensors."""

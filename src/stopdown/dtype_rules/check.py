@@ -22,19 +22,8 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_function, check_type
-from stopdown.backend_rules import Place
 from stopdown.component_call_names import split_module_path
-from stopdown.device_profiles import Profile, find_target
-from stopdown.dtype_rules import environment_findings, parameters
-from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
-from stopdown.dtype_rules.inspection import Examination, examine, examine_program
-from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
-from stopdown.environment import name_device, read_version
-from stopdown.errors import OptionError
-from stopdown.number_formats import FORMATS, find_format
-from stopdown.pipelines import hub, sources
-from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.components import (
+from stopdown.component_calls.components import (
     Callee,
     check_run,
     explain_run,
@@ -46,10 +35,17 @@ from stopdown.pipelines.components import (
     list_calls,
     refuse_run,
 )
-from stopdown.pipelines.headers import read_rescaled
+from stopdown.devices.backend_rules import Place
+from stopdown.devices.device_profiles import Profile, find_target
+from stopdown.devices.environment import name_device, read_version
+from stopdown.dtype_rules import environment_findings, parameters
+from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
+from stopdown.dtype_rules.inspection import Examination, examine, examine_program
+from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
+from stopdown.errors import OptionError
+from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
 from stopdown.pipelines.skeletons import build_skeleton, copy_module, copy_skeleton
-from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import (
     apply_plan,
     apply_without_weights,
@@ -66,6 +62,10 @@ from stopdown.plans.precision import (
     write_request,
 )
 from stopdown.records import Finding, Plan
+from stopdown.sources import hub, sources
+from stopdown.sources.component_classes import find_class
+from stopdown.sources.headers import read_rescaled
+from stopdown.sources.sources import Source
 
 
 @dataclass(frozen=True)

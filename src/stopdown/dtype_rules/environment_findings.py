@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from stopdown.device_profiles import DeviceFault, Profile
+from stopdown.devices.device_profiles import DeviceFault, Profile
+from stopdown.devices.model_needs import read_needs
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
-from stopdown.model_needs import read_needs
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import HALVES
 from stopdown.records import Finding

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from stopdown.device_profiles import Profile, find_target, read_profiles
+from stopdown.devices.device_profiles import Profile, find_target, read_profiles
 from stopdown.dtype_rules.findings import make_finding, sort_findings
 from stopdown.number_formats import FP16, format_bytes, list_some
-from stopdown.pipelines.component_prefixes import DENOISER, split_prefix
-from stopdown.pipelines.headers import RESCALED_ENTRY
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.lora_names import is_factor
-from stopdown.pipelines.lora_names import split_name as split_lora_name
-from stopdown.pipelines.weight_files import FileWeight, WeightFile
 from stopdown.records import FileCheck, FilePart, Finding
+from stopdown.sources.component_prefixes import DENOISER, split_prefix
+from stopdown.sources.headers import RESCALED_ENTRY
+from stopdown.sources.hub import Progress
+from stopdown.sources.lora_names import is_factor
+from stopdown.sources.lora_names import split_name as split_lora_name
+from stopdown.sources.weight_files import FileWeight, WeightFile
 
 ZERO_TAIL = 4096
 """So many zeros at the end of a file's last matrix are none that were trained."""

@@ -12,8 +12,8 @@ import msgspec
 
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.observations import Observation
+from stopdown.files.toml_files import read_rules
 from stopdown.records import Finding
-from stopdown.toml_files import read_rules
 
 SEVERITIES = ("error", "wrong", "slow", "note")
 """From the worst on."""

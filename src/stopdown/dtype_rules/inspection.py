@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from stopdown.autocast import list_autocast
-from stopdown.backend_rules import Place
 from stopdown.component_call_names import name_module_path
+from stopdown.component_calls.call_interception import find_argument_names
+from stopdown.component_calls.components import Callee, read_precisions
+from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.parameters import find_kept_parameters
 from stopdown.dtype_rules.tracer import (
@@ -32,11 +33,10 @@ from stopdown.dtype_rules.tracer import (
     set_origin,
 )
 from stopdown.errors import take_one_line
-from stopdown.module_paths import ModulePaths
+from stopdown.interception.autocast import list_autocast
+from stopdown.interception.module_paths import ModulePaths
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.call_interception import find_argument_names
-from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.dry_run import (
     ComponentCall,
     ComponentFailed,

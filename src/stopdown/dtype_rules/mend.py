@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from stopdown.autocast import without_autocast
 from stopdown.component_call_names import name_module_path, split_module_path
+from stopdown.component_calls.call_interception import Call, Rank, intercept, put_cast
+from stopdown.component_calls.components import Callee, find_components, read_precisions
+from stopdown.devices.environment import name_device
 from stopdown.dtype_rules.check import Checked, check_call, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
-from stopdown.environment import name_device
 from stopdown.graph.mixed_dtypes import cast_parameters, cast_to_weights
+from stopdown.interception.autocast import without_autocast
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept, put_cast
-from stopdown.pipelines.components import Callee, find_components, read_precisions
 from stopdown.records import Finding, Operands
 
 ROUNDS = 8

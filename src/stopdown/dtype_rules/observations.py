@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from stopdown.backend_rules import (
+from stopdown.component_call_names import name_module_path
+from stopdown.devices.backend_rules import (
     Operation,
     Place,
     Ruling,
@@ -27,7 +28,6 @@ from stopdown.backend_rules import (
     judge_format,
     judge_operands,
 )
-from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 from stopdown.numerics import HALVES

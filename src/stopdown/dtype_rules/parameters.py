@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
+from stopdown.component_calls.components import find_kept_fp32, read_precisions
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.numerics import HALVES
-from stopdown.pipelines.components import find_kept_fp32, read_precisions
-from stopdown.pipelines.headers import read_rescaled
 from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
 from stopdown.scaling.folds import RESCALED
+from stopdown.sources.headers import read_rescaled
 
 SUBNORMAL_SHARE = 0.5
 """A tensor of whose values this share is subnormal in a format is reported."""

@@ -18,16 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.accumulation import Sum, find_sums
 from stopdown.component_call_names import name_module_path
-from stopdown.device_profiles import DeviceFault, Profile
-from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
-from stopdown.environment import choose_device
-from stopdown.errors import ignoring_warnings
-from stopdown.memory.affordable_size import choose_size
-from stopdown.number_formats import FP16
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     find_module,
@@ -35,7 +27,7 @@ from stopdown.pipelines.call_interception import (
     intercept_components,
     put_cast,
 )
-from stopdown.pipelines.components import (
+from stopdown.component_calls.components import (
     Callee,
     find_adapter,
     find_components,
@@ -43,9 +35,17 @@ from stopdown.pipelines.components import (
     find_kept_fp32,
     put_precision,
 )
+from stopdown.devices.device_profiles import DeviceFault, Profile
+from stopdown.devices.environment import choose_device
+from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
+from stopdown.errors import ignoring_warnings
+from stopdown.interception.accumulation import Sum, find_sums
+from stopdown.interception.patches import Patches
+from stopdown.memory.affordable_size import choose_size
+from stopdown.number_formats import FP16
 from stopdown.pipelines.dry_run import make_arguments
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.records import Finding
+from stopdown.sources.library_messages import quiet_libraries
 
 STEPS = 2
 """Denoising steps of the run: the two ends of the schedule."""

@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.autocast import list_autocast
 from stopdown.graph import operations
 from stopdown.graph.operations import list_kinds, read_calls
-from stopdown.module_paths import ModulePaths
+from stopdown.interception.autocast import list_autocast
+from stopdown.interception.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 
 if TYPE_CHECKING:

@@ -46,13 +46,13 @@ from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, read_calls
-from stopdown.module_paths import list_parts
+from stopdown.interception.module_paths import list_parts
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import kept_random
+from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.randomness import kept_random
 from stopdown.records import Operands
-from stopdown.tracing import CALLS_REPLACED
 
 _PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

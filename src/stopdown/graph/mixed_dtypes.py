@@ -21,9 +21,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from stopdown.arguments import hook_arguments
+from stopdown.interception.arguments import hook_arguments
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
 from stopdown.records import Operands
 
 NO_OPERANDS = Operands()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stopdown.toml_files import read_rules
+from stopdown.files.toml_files import read_rules
 
 CONVOLUTIONS = ("convolution", "any_convolution", "transposed_convolution")
 PRODUCTS = ("linear", *CONVOLUTIONS, "matrix", "attention")

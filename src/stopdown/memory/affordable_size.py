@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.components import find_components
 from stopdown.memory.forecast import Fit, predict_resident
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.pipelines.allowed_sizes import (
@@ -24,7 +25,6 @@ from stopdown.pipelines.allowed_sizes import (
     find_grid,
     read_pipe_configs,
 )
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import find_frames, find_target
 from stopdown.pipelines.skeletons import copy_skeleton
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import read_cpu_flags
+from stopdown.devices.environment import read_cpu_flags
 
 
 def _find_block() -> int:

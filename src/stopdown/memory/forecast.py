@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stopdown.component_calls.components import find_components, is_autoencoder
+from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import decodes_in_chunks, put_variant
 from stopdown.memory.speed import Speed
@@ -22,8 +24,6 @@ from stopdown.memory.strategies import (
     list_strategies,
     predict,
 )
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components, is_autoencoder
 from stopdown.pipelines.dry_run import Answers
 from stopdown.records import MemoryRow
 

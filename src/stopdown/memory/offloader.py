@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
-from stopdown.device_memory import free_memory, is_out_of_memory
+from stopdown.component_calls.call_interception import Call, Rank, intercept
+from stopdown.component_calls.components import Callee, find_callees, find_components
+from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
+from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import (
     USABLE_SHARE,
     Fit,
@@ -34,9 +37,6 @@ from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.number_formats import format_bytes
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept
-from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.components import find_blocks, find_components
+from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import LISTS, weigh
 from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_blocks, find_components
 from stopdown.scaling.call_watch import WAITING
 
 

@@ -22,15 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.component_call_names import name_component
+from stopdown.component_calls.call_interception import sign_arguments
+from stopdown.component_calls.components import find_blocks, find_components
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.tiles import Given, Tile, describe_output
-from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import sign_arguments
-from stopdown.pipelines.components import find_blocks, find_components
 from stopdown.pipelines.dry_run import Answers, ComponentCall, ComponentFailed, Listener, dry_run
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from stopdown.device_memory import is_out_of_memory
-from stopdown.device_profiles import Profile
-from stopdown.environment import Device, synchronise
+from stopdown.devices.device_memory import is_out_of_memory
+from stopdown.devices.device_profiles import Profile
+from stopdown.devices.environment import Device, synchronise
 from stopdown.number_formats import FORMATS
 
 LINK_BYTES_PER_S = 12e9

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stopdown.component_call_names import is_inside, name_component
+from stopdown.component_calls.components import is_autoencoder
 from stopdown.memory.run_memory import CallMemory, RunMemory
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.components import is_autoencoder
 from stopdown.pipelines.dry_run import ComponentCall
 
 Placement = Literal["resident", "component", "block", "leaf"]

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import Call
+from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
     find_stored,
@@ -31,8 +33,6 @@ from stopdown.mapped_weights import (
     wait_,
 )
 from stopdown.memory.strategies import Placement
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call
 
 _STORE = "stopdown_weight_store"
 """Attribute of a component whose weights wait: its `WeightStore`."""

@@ -23,11 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from stopdown.arguments import put_back, replace_tensors
-from stopdown.numerics import iterate_tensors
-from stopdown.parallel.ranks import GROUP
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     find_argument_names,
@@ -35,7 +31,11 @@ from stopdown.pipelines.call_interception import (
     map_tensors,
     sign_arguments,
 )
-from stopdown.pipelines.components import Callee, find_callees
+from stopdown.component_calls.components import Callee, find_callees
+from stopdown.interception.arguments import put_back, replace_tensors
+from stopdown.interception.patches import Patches
+from stopdown.numerics import iterate_tensors
+from stopdown.parallel.ranks import GROUP
 
 _WHOLE = ("rotary", "freqs", "img_ids", "txt_ids")
 """Arguments that all rows share."""

@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from stopdown.environment import Device, RankSettings
+from stopdown.component_calls.components import find_callees
+from stopdown.devices.environment import Device, RankSettings
 from stopdown.errors import OptionError
+from stopdown.interception.patches import Patches
 from stopdown.parallel.guidance import put_guidance_parallel
 from stopdown.parallel.ranks import Ranks
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.context_parallel import find_plan, put_context_parallel
 
 _LIMIT_S = 1800.0

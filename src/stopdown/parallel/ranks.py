@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stopdown.component_calls.components import find_components
 from stopdown.errors import InputError, RankError, StopdownError, take_one_line
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
+from stopdown.interception.patches import Patches
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|peer", re.IGNORECASE)
 """Words of what PyTorch says when a rank cannot be reached any more."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.errors import OptionError, SourceError
-from stopdown.pipelines.descriptions import read_description
+from stopdown.sources.descriptions import read_description
 
 _FAR = 2
 """A pipeline's default stays where it has at most this many times the pixels that the configs name."""
@@ -160,7 +160,7 @@ def choose_own_sides(pipe: Any) -> dict[str, int]:
 
 def read_pipe_configs(pipe: Any) -> dict[str, dict[str, Any]]:
     """The config of each component of a pipeline, by component."""
-    from stopdown.pipelines.components import find_components
+    from stopdown.component_calls.components import find_components
 
     found = {}
     for name, part in find_components(pipe).items():

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
-from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request, find_target, name_arguments
-from stopdown.pipelines.sources import Source
+from stopdown.sources.component_classes import find_class
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source
 
 _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
 """What a request holds, to pairs of classes that have the same weights and are in no table of Diffusers."""

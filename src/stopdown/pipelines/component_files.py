@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.components import build_module, is_of_transformers
 from stopdown.errors import SourceError
 from stopdown.number_formats import list_some
-from stopdown.pipelines.component_classes import (
+from stopdown.pipelines.skeleton_components import build_empty_component
+from stopdown.sources.component_classes import (
     describe_misfit,
     describing_failures,
     find_class,
     limited_building,
 )
-from stopdown.pipelines.component_prefixes import split_prefix
-from stopdown.pipelines.components import build_module, is_of_transformers
-from stopdown.pipelines.single_file_names import measure, take_apart
-from stopdown.pipelines.skeleton_components import build_empty_component
-from stopdown.pipelines.sources import Part, Source, has_weights
-from stopdown.pipelines.weight_files import read_shapes
+from stopdown.sources.component_prefixes import split_prefix
+from stopdown.sources.single_file_names import measure, take_apart
+from stopdown.sources.sources import Part, Source, has_weights
+from stopdown.sources.weight_files import read_shapes
 
 _WHOLE = (
     ("model.diffusion_model.",),

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import Call, Rank, put_layer
+from stopdown.component_calls.step_caches import bypass_hooks, iterate_hooks
 from stopdown.errors import OptionError
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, put_layer
-from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.step_caches import bypass_hooks, iterate_hooks
+from stopdown.interception.patches import Patches
+from stopdown.sources.library_messages import quiet_libraries
 
 
 def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:

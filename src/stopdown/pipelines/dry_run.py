@@ -27,13 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
-from stopdown.graph.capture import find_mode
-from stopdown.module_paths import ModulePaths
-from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     intercept,
@@ -41,10 +35,16 @@ from stopdown.pipelines.call_interception import (
     map_tensors,
     sign_arguments,
 )
-from stopdown.pipelines.components import Callee, find_callees
-from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.component_calls.components import Callee, find_callees
+from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
+from stopdown.graph.capture import find_mode
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
+from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
 from stopdown.pipelines.requests import PROMPTS, list_needed
 from stopdown.pipelines.skeletons import copy_module
+from stopdown.sources.library_messages import quiet_libraries
 
 _SIDE = 256
 

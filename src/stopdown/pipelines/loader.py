@@ -22,36 +22,36 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import QUANT_METHOD
-from stopdown.device_memory import describing_out_of_memory
-from stopdown.environment import Device, choose_device
+from stopdown.component_calls.components import cast_component_, find_components, is_of_transformers
+from stopdown.devices.device_memory import describing_out_of_memory
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import choose_folder, find_stored
 from stopdown.number_formats import FORMATS, list_some, name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines import hub
-from stopdown.pipelines.component_classes import (
+from stopdown.pipelines.component_files import find_parts, load_parts
+from stopdown.pipelines.loras_and_schedulers import put_extras
+from stopdown.pipelines.mapped_components import map_component
+from stopdown.sources import hub
+from stopdown.sources.component_classes import (
     describe_misfit,
     describing_failures,
     find_class,
     limited_building,
 )
-from stopdown.pipelines.component_files import find_parts, load_parts
-from stopdown.pipelines.components import cast_component_, find_components, is_of_transformers
-from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loras_and_schedulers import put_extras
-from stopdown.pipelines.mapped_components import map_component
-from stopdown.pipelines.source_problems import make_error
-from stopdown.pipelines.sources import (
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.headers import StoredTensor, find_weights, read_header
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.source_problems import make_error
+from stopdown.sources.sources import (
     Source,
     list_weight_files,
     resolve_source,
     verify_descriptions,
 )
-from stopdown.pipelines.weight_files import load_weights, open_weight_file, read_shapes
+from stopdown.sources.weight_files import load_weights, open_weight_file, read_shapes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
 """One dtype, or component → dtype with `default` for the others (fp32 without it); None: as stored."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from stopdown.environment import require_package
+from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError, SourceError, take_one_line
-from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.headers import DamagedFileError, read_header, read_rescaled
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.sources import (
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.headers import DamagedFileError, read_header, read_rescaled
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import (
     Source,
     list_library_classes,
     list_weight_files,

@@ -19,11 +19,11 @@ import torch
 from safetensors import safe_open
 
 from stopdown.component_call_names import QUANT_METHOD
+from stopdown.component_calls.components import build_module, find_kept_fp32
 from stopdown.mapped_weights import map_copy
 from stopdown.number_formats import FORMATS, name_dtype
-from stopdown.pipelines.components import build_module, find_kept_fp32
-from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.headers import StoredTensor
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.headers import StoredTensor
 
 
 def map_component(

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
 from stopdown.fold_names import list_folds, list_runs, spread_columns, spread_rows
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
-from stopdown.patches import Patches
 from stopdown.pipelines.component_files import load_parts
-from stopdown.pipelines.components import find_components
-from stopdown.pipelines.headers import StoredTensor, encode_header, read_header_bytes
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.sources import Source
-from stopdown.pipelines.weight_files import read_shapes
+from stopdown.sources.headers import StoredTensor, encode_header, read_header_bytes
+from stopdown.sources.sources import Source
+from stopdown.sources.weight_files import read_shapes
 
 MOST_ROWS = 2**24
 """Whole numbers up to here are exact in fp32."""

@@ -13,11 +13,11 @@ import functools
 
 import torch
 
+from stopdown.component_calls.components import build_module, find_kept_fp32
 from stopdown.graph.capture import build_fake
 from stopdown.number_formats import name_dtype
-from stopdown.pipelines.component_classes import describing_failures, find_class, limited_building
-from stopdown.pipelines.components import build_module, find_kept_fp32
-from stopdown.pipelines.sources import Source
+from stopdown.sources.component_classes import describing_failures, find_class, limited_building
+from stopdown.sources.sources import Source
 
 
 def build_empty_component(

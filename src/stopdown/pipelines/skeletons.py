@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stopdown.component_calls.call_interception import Rank, bared, copy_layers
+from stopdown.component_calls.components import find_components, find_kept_fp32
 from stopdown.graph.capture import find_mode, mark_as_parameter, name_parameters, renew_fakes
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Rank, bared, copy_layers
-from stopdown.pipelines.component_classes import describing_failures, find_class
-from stopdown.pipelines.components import find_components, find_kept_fp32
-from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.skeleton_components import build_empty_component
-from stopdown.pipelines.sources import Source, has_weights
+from stopdown.sources.component_classes import describing_failures, find_class
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source, has_weights
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 """Files of which a tokenizer that knows words has one."""

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stopdown.toml_files import read_rows, read_rules
+from stopdown.files.toml_files import read_rows, read_rules
 
 LARGEST_WEIGHT = 32768.0
 """Scaled weights stay below this, so that they survive the cast to fp16."""

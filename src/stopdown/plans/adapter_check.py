@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import Call, Rank, intercept, intercept_components
+from stopdown.component_calls.components import Callee, find_component
 from stopdown.errors import PlanError, warn_user
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept, intercept_components
-from stopdown.pipelines.components import Callee, find_component
+from stopdown.interception.patches import Patches
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling.adapters import list_adapter_names, list_misfitting, measure_growth
 from stopdown.scaling.folds import read_headroom

@@ -17,16 +17,8 @@ from typing import Any
 
 import torch
 
-from stopdown.accumulation import accumulating, sum_linear_in_fp16
-from stopdown.environment import Device
-from stopdown.errors import PlanError, ScalingError, warn_user
-from stopdown.graph.capture import casts_weights
-from stopdown.mapped_weights import StoredWeight, put_, wait_
-from stopdown.number_formats import FORMATS
-from stopdown.numerics import is_away
-from stopdown.patches import Patches
-from stopdown.pipelines.attribute_walk import find_parts
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.attribute_walk import find_parts
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     drop_upcast,
@@ -34,7 +26,7 @@ from stopdown.pipelines.call_interception import (
     intercept_components,
     put_cast,
 )
-from stopdown.pipelines.components import (
+from stopdown.component_calls.components import (
     Callee,
     cast_component_,
     find_adapter,
@@ -42,10 +34,16 @@ from stopdown.pipelines.components import (
     find_components,
     put_precision,
 )
-from stopdown.pipelines.hub import Progress
+from stopdown.devices.environment import Device
+from stopdown.errors import PlanError, ScalingError, warn_user
+from stopdown.graph.capture import casts_weights
+from stopdown.interception.accumulation import accumulating, sum_linear_in_fp16
+from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import StoredWeight, put_, wait_
+from stopdown.number_formats import FORMATS
+from stopdown.numerics import is_away
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
-from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.calibrated import count_folds
 from stopdown.plans.foreign_casts import explain_foreign_casts
@@ -64,6 +62,8 @@ from stopdown.scaling.folds import (
     load_scaled,
     widen_,
 )
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source, fingerprint, has_weights
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 

@@ -25,17 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_function
-from stopdown.device_memory import find_host_bytes
-from stopdown.environment import Device, choose_device, name_device, probe_formats
-from stopdown.errors import OptionError
-from stopdown.mapped_weights import wait_
-from stopdown.memory.affordable_size import choose_size
-from stopdown.number_formats import FORMATS, FP16, name_dtype
-from stopdown.numerics import HALVES
-from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.components import (
+from stopdown.component_calls.components import (
     cast_component_,
     explain_run,
     find_adapter,
@@ -44,8 +34,17 @@ from stopdown.pipelines.components import (
     find_device,
     read_precisions,
 )
+from stopdown.devices.device_memory import find_host_bytes
+from stopdown.devices.environment import Device, choose_device, name_device, probe_formats
+from stopdown.errors import OptionError
+from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import wait_
+from stopdown.memory.affordable_size import choose_size
+from stopdown.number_formats import FORMATS, FP16, name_dtype
+from stopdown.numerics import HALVES
+from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.drawn_inputs import draw_inputs
-from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import (
     complete_source,
     load_component,
@@ -58,13 +57,6 @@ from stopdown.pipelines.requests import (
     check_request,
     list_needed_fields,
     list_prompts,
-)
-from stopdown.pipelines.sources import (
-    Source,
-    fingerprint,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
 )
 from stopdown.plans.call_recorder import (
     PROMPTS,
@@ -83,6 +75,14 @@ from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import describe_trial, read_headroom
 from stopdown.scaling.weight_checks import find_quantised
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import (
+    Source,
+    fingerprint,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
 
 WHOLE_COPIES = 3
 """Copies in fp32 that a component takes while its exponents are tried: itself, and what its folds undo."""

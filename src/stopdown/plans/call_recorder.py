@@ -20,10 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.errors import StopdownError
-from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     Call,
     Rank,
     intercept,
@@ -31,12 +28,15 @@ from stopdown.pipelines.call_interception import (
     put_cast,
     sign_arguments,
 )
-from stopdown.pipelines.components import Callee, find_adapter
-from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.library_messages import quiet_truncation
+from stopdown.component_calls.components import Callee, find_adapter
+from stopdown.component_calls.step_counter import StepCounter
+from stopdown.errors import StopdownError
+from stopdown.interception.patches import Patches
+from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
-from stopdown.pipelines.step_counter import StepCounter
 from stopdown.scaling.trial import Call as PlainCall
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_truncation
 
 MOST_CALLS = 24
 """Calls of one component call that are kept, spread over the prompts."""

@@ -25,25 +25,14 @@ from safetensors import safe_open
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded
 from stopdown.bounds.propagation import Load
-from stopdown.environment import Device, choose_device, probe_formats
+from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_component, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
-from stopdown.pipelines.sources import (
-    Source,
-    fingerprint,
-    has_weights,
-    list_weight_files,
-    narrow_source,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
-)
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
@@ -61,6 +50,17 @@ from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import (
+    Source,
+    fingerprint,
+    has_weights,
+    list_weight_files,
+    narrow_source,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
 
 _WHOLE = "Only the whole component in fp32 keeps its bounds in range."
 _UNTRIED = Trial(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from stopdown.component_calls.components import Callee, list_component_calls
 from stopdown.errors import OptionError, take_first_line
-from stopdown.pipelines.components import Callee, list_component_calls
 
 Arguments = Mapping[str, Any]
 """Of one call by their names."""

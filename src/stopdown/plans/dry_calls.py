@@ -15,12 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_call
+from stopdown.component_calls.call_interception import drop_upcast, put_cast
+from stopdown.component_calls.components import find_callees
 from stopdown.errors import SourceError, take_first_line
-from stopdown.module_paths import ModulePaths
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import drop_upcast, put_cast
-from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.dry_run import (
     ComponentCall,
     ComponentFailed,
@@ -30,8 +30,8 @@ from stopdown.pipelines.dry_run import (
 )
 from stopdown.pipelines.requests import Request, find_target
 from stopdown.pipelines.skeletons import build_skeleton
-from stopdown.pipelines.sources import Source
 from stopdown.plans.call_recorder import MOST_FRAMES, RecordedCall
+from stopdown.sources.sources import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}
 """Sizes of a drawn call: eps matter as much in a small picture."""

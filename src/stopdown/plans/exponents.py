@@ -19,9 +19,9 @@ from functools import partial
 import torch
 
 from stopdown.bounds.input_limits import name_inputs
+from stopdown.component_calls.call_interception import find_argument_names
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import measure_amax
-from stopdown.pipelines.call_interception import find_argument_names
 from stopdown.plans.call_recorder import RecordedCall, sign_call
 from stopdown.records import Scaling
 from stopdown.scaling import scale_calls

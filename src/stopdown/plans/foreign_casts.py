@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from stopdown.diagnosis import REFUSALS, is_refusal
-from stopdown.errors import PlanError
-from stopdown.graph.capture import name_parameters
-from stopdown.number_formats import name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     UNPLANNED,
     Call,
     Rank,
@@ -29,7 +24,12 @@ from stopdown.pipelines.call_interception import (
     intercept,
     intercept_components,
 )
-from stopdown.pipelines.components import Callee, find_components
+from stopdown.component_calls.components import Callee, find_components
+from stopdown.diagnosis import REFUSALS, is_refusal
+from stopdown.errors import PlanError
+from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import name_dtype
 from stopdown.records import Plan
 
 

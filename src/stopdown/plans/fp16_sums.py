@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from stopdown.accumulation import GROUP, bound_rounded_sum
 from stopdown.errors import OptionError
+from stopdown.interception.accumulation import GROUP, bound_rounded_sum
 from stopdown.number_formats import FP16
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import Accumulation, ComponentPlan, Plan, SumBound

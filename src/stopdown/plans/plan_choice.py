@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stopdown.environment import Device, probe_formats
+from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import OutputError, PlanError, warn_user
-from stopdown.pipelines.hub import PLAN_BESIDE, Progress
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source, fingerprint, narrow_source
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
@@ -38,6 +36,8 @@ from stopdown.plans.precision import (
     parse_request,
 )
 from stopdown.records import Plan
+from stopdown.sources.hub import PLAN_BESIDE, Progress
+from stopdown.sources.sources import Source, fingerprint, narrow_source
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from stopdown.argument_types import check_type
-from stopdown.environment import cache_folder, read_version
+from stopdown.devices.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
-from stopdown.json_files import UnreadableError, parse_json, read_small_file
-from stopdown.outputs import explain_refusal, write_numbered, written_beside
+from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.files.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.plans.plan_validation import list_faults
 from stopdown.records import Plan, convert_record, describe_other, from_json, to_json
 

@@ -9,23 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from stopdown.component_call_names import name_component
-from stopdown.environment import Device, Support
-from stopdown.mapped_weights import wait_
-from stopdown.number_formats import FORMATS, PRECISIONS
-from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.call_interception import put_cast
-from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.components import (
+from stopdown.component_calls.call_interception import put_cast
+from stopdown.component_calls.components import (
     cast_component_,
     find_callees,
     find_components,
     find_kept_fp32,
     list_calls,
 )
-from stopdown.pipelines.hub import Progress
+from stopdown.devices.environment import Device, Support
+from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import wait_
+from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
-from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
 from stopdown.plans.precision import (
     ComponentFacts,
     decide_precisions,
@@ -33,6 +30,9 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import Decision, Plan
+from stopdown.sources.component_classes import find_class
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source, has_weights, read_stored_dtypes
 
 
 @dataclass(frozen=True)

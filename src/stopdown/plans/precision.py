@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.component_call_names import split_call
-from stopdown.environment import SLOW, Support
+from stopdown.devices.environment import SLOW, Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
 from stopdown.records import ComponentPlan, Decision

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stopdown.environment import Support
+from stopdown.devices.environment import Support
 from stopdown.memory.forecast import (
     USABLE_SHARE,
     Fit,
@@ -27,11 +27,11 @@ from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.skeletons import build_skeleton
-from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights
 from stopdown.plans.planned_loader import decide, widest_by_component
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import MemoryRow, Plan
+from stopdown.sources.sources import Source
 
 
 @dataclass(frozen=True)

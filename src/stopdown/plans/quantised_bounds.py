@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
+from stopdown.component_calls.components import find_components
+from stopdown.interception.patches import Patches
 from stopdown.pipelines.single_files import Rows, trace_rows
-from stopdown.pipelines.sources import Source
-from stopdown.pipelines.weight_files import FileWeight, WeightFile, open_weight_file
 from stopdown.scaling.fold_bounds import FoldBound, bound_scales, find_normal, put_bounds
+from stopdown.sources.sources import Source
+from stopdown.sources.weight_files import FileWeight, WeightFile, open_weight_file
 
 
 def put_file_bounds(source: Source, program: Any) -> Rows | None:

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.text_encoders import list_calls
-from stopdown.environment import choose_device
+from stopdown.component_calls.components import is_of_transformers
+from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight
 from stopdown.number_formats import list_some
-from stopdown.patches import Patches
-from stopdown.pipelines.components import is_of_transformers
-from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
 from stopdown.plans.plan_choice import find_or_certify
@@ -39,6 +38,7 @@ from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.scaling.call_watch import note_weights
+from stopdown.sources.sources import Source, resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]
 

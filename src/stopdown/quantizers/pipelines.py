@@ -8,14 +8,14 @@ from typing import Any
 
 from diffusers.quantizers import PipelineQuantizationConfig
 
-from stopdown.environment import choose_device
-from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.sources import resolve_source, verify_source
+from stopdown.devices.environment import choose_device
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.plan_files import take_plan
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import Plan
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import resolve_source, verify_source
 
 
 def quantization(

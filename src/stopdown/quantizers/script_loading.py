@@ -20,10 +20,10 @@ from diffusers import DiffusionPipeline, ModelMixin
 from transformers import PreTrainedModel
 
 from stopdown.component_call_names import QUANT_METHOD
-from stopdown.environment import choose_device, probe_formats
+from stopdown.component_calls.components import find_components
+from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import StopdownError, take_first_line
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
+from stopdown.interception.patches import Patches
 from stopdown.plans.precision import prefers_fp16
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.quantizers.pipelines import quantization

@@ -12,7 +12,7 @@ from stopdown.comparison.records import Cell, Comparison, Variant
 from stopdown.comparison.thresholds import PARTING
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
-from stopdown.json_files import UnreadableError, read_json_table
+from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures, formats

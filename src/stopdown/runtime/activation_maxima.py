@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import is_inside
-from stopdown.module_paths import list_parts
+from stopdown.component_calls.components import find_blocks
+from stopdown.interception.module_paths import list_parts
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.numerics import has_values, is_readable, iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_blocks
 from stopdown.runtime.clamps import find_clamping
-from stopdown.tracing import is_traced
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 

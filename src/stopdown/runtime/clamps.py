@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from stopdown.model_needs import keeps_clamps
-from stopdown.module_paths import list_parts
+from stopdown.devices.model_needs import keeps_clamps
+from stopdown.interception.module_paths import list_parts
 from stopdown.number_formats import FP16
 
 CLAMPED_FROM = FP16.largest - 1000

@@ -26,10 +26,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stopdown.component_call_names import name_module_path
 from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
-from stopdown.module_paths import ModulePaths
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
-from stopdown.patches import Patches
 from stopdown.runtime.hidden_values import FUNCTIONS
 from stopdown.runtime.session_check import SessionFault
 

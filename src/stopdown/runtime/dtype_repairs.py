@@ -22,14 +22,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_module_path
+from stopdown.component_calls.components import read_precisions
+from stopdown.component_calls.step_caches import clear_caches
 from stopdown.diagnosis import REFUSALS
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
+from stopdown.interception.randomness import save_random
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.components import read_precisions
-from stopdown.pipelines.step_caches import clear_caches
-from stopdown.randomness import save_random
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import Adjustment

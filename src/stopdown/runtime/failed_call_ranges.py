@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from stopdown.autocast import without_autocast
+from stopdown.component_calls.call_interception import sign_arguments
 from stopdown.errors import ScalingError
-from stopdown.pipelines.call_interception import sign_arguments
+from stopdown.interception.autocast import without_autocast
 from stopdown.records import ResidualStream
 from stopdown.scaling import Measured
 from stopdown.scaling.measurement import Captures, add_call

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.environment import choose_device, probe_formats
+from stopdown.component_calls.step_caches import clear_caches
+from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
+from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
 from stopdown.parallel.ranks import Ranks, is_lost
-from stopdown.pipelines.step_caches import clear_caches
-from stopdown.randomness import find_random
 from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.component_locks import find_lock

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stopdown.pipelines.components import Callee
+from stopdown.component_calls.components import Callee
 
 _MOST_RANGES = 4
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import Call, find_argument_names
+from stopdown.component_calls.components import Callee
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
-from stopdown.pipelines.call_interception import Call, find_argument_names
-from stopdown.pipelines.components import Callee
 from stopdown.runtime.call_check import CallCheck, is_operation
 from stopdown.runtime.fault_places import describe_place, name_axes
 from stopdown.runtime.guarded_call import GuardedCall

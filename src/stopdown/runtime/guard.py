@@ -41,6 +41,34 @@ import torch
 from stopdown.argument_types import check_function, check_type
 from stopdown.bounds.input_limits import Size
 from stopdown.component_call_names import name_component, name_module_path
+from stopdown.component_calls.call_interception import (
+    Call,
+    Rank,
+    find_module,
+    find_slot,
+    intercept,
+    put_layer,
+)
+from stopdown.component_calls.components import (
+    GENERAL,
+    GENERAL_KEEPS,
+    Callee,
+    find_adapter,
+    find_callees,
+    find_component,
+    find_components,
+)
+from stopdown.component_calls.outermost_calls import (
+    entered,
+    find_outermost,
+    is_enclosed,
+    is_in_training,
+    listen,
+    wants_gradients,
+)
+from stopdown.component_calls.pipeline_interception import put_run_layer
+from stopdown.component_calls.step_counter import StepCounter
+from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import (
     InputError,
@@ -51,38 +79,10 @@ from stopdown.errors import (
     take_first_line,
     warn_user,
 )
-from stopdown.frame_faults import find_frame_findings
-from stopdown.model_needs import keeps_clamps
+from stopdown.frames.frame_faults import find_frame_findings
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
-    Call,
-    Rank,
-    find_module,
-    find_slot,
-    intercept,
-    put_layer,
-)
-from stopdown.pipelines.components import (
-    GENERAL,
-    GENERAL_KEEPS,
-    Callee,
-    find_adapter,
-    find_callees,
-    find_component,
-    find_components,
-)
-from stopdown.pipelines.outermost_calls import (
-    entered,
-    find_outermost,
-    is_enclosed,
-    is_in_training,
-    listen,
-    wants_gradients,
-)
-from stopdown.pipelines.pipeline_interception import put_run_layer
-from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
 from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.plans.planned_loader import LoadedPlan

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from stopdown.autocast import read_autocast
 from stopdown.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
+from stopdown.component_calls.call_interception import Call, find_argument_names, find_float_dtype
+from stopdown.component_calls.components import Callee
+from stopdown.component_calls.step_caches import save_caches
 from stopdown.graph.capture import casts_weights
+from stopdown.interception.autocast import read_autocast
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import Restore, save_random
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_argument_names, find_float_dtype
-from stopdown.pipelines.components import Callee
-from stopdown.pipelines.step_caches import save_caches
-from stopdown.randomness import Restore, save_random
 from stopdown.records import CallSummary
 from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck

@@ -6,8 +6,8 @@ import functools
 import inspect
 from typing import Any
 
+from stopdown.component_calls.components import find_adapter, find_components
 from stopdown.errors import OptionError, warn_user
-from stopdown.pipelines.components import find_adapter, find_components
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.rescale import explain_call

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stopdown.patches import Patches
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.runtime.clamps import CLAMPED_FROM
-from stopdown.tracing import is_traced
 
 Note = Callable[[str, torch.Tensor], object]
 """Given the name of an operation, and a tensor whose bounds say whether it hid something."""

@@ -40,17 +40,22 @@ import safetensors.torch
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.environment import choose_device, describe_machine
+from stopdown.component_calls.call_interception import Call, Rank, find_module, intercept
+from stopdown.component_calls.components import (
+    Callee,
+    find_callees,
+    find_components,
+    read_precisions,
+)
+from stopdown.devices.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
-from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
+from stopdown.files.json_files import UnreadableError, parse_json, read_json_table, read_small_file
+from stopdown.files.outputs import LOCK, lock_folder
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import RandomSource, find_random
 from stopdown.number_formats import name_dtype
-from stopdown.outputs import LOCK, lock_folder
 from stopdown.parallel.ranks import Ranks
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
-from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.randomness import RandomSource, find_random
 from stopdown.records import JournalUse
 from stopdown.runtime.journal_values import (
     PackingError,

@@ -8,21 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
-from stopdown.environment import Device, choose_device, name_device
+from stopdown.devices.environment import Device, choose_device, name_device
 from stopdown.errors import OptionError, warn_user
 from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.drawn_inputs import complete_request
-from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import (
-    OPTIONAL_COMPONENTS,
-    Source,
-    has_weights,
-    resolve_source,
-    verify_source,
-)
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.planned_loader import Loaded
@@ -30,6 +22,14 @@ from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.memory_limits import Limit, choose_limit, fit_run
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import (
+    OPTIONAL_COMPONENTS,
+    Source,
+    has_weights,
+    resolve_source,
+    verify_source,
+)
 
 if TYPE_CHECKING:
     import torch

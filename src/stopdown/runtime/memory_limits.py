@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.component_call_names import split_call
-from stopdown.device_memory import HOST_SHARE, find_host_bytes
-from stopdown.device_profiles import describe_device
+from stopdown.component_calls.components import find_components
+from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
+from stopdown.devices.device_profiles import describe_device
+from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
-from stopdown.environment import Device
 from stopdown.memory import speed as speeds
 from stopdown.memory.forecast import Fit, choose, keep_tiling
 from stopdown.memory.offloader import Offloader, make_offloader, predict_run
@@ -23,7 +24,6 @@ from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
 from stopdown.plans.planned_loader import Loaded

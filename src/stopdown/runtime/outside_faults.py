@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stopdown.component_calls.step_counter import StepCounter
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Repair
 from stopdown.runtime.fault_texts import describe_counts
 

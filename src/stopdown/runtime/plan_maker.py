@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.environment import Device
+from stopdown.devices.environment import Device
 from stopdown.errors import warn_user
 from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import load_planned
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
 from stopdown.plans.certified import certify_plan
@@ -22,6 +20,8 @@ from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.memory_limits import Limit, fit_run
 from stopdown.scaling.trial import WideProducts
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
     import torch

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import describe_machine
+from stopdown.component_calls.components import find_components, read_precisions
+from stopdown.devices.environment import describe_machine
 from stopdown.errors import InputError
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.parallel.ranks import Ranks, find_group
-from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime.call_check import CallCheck

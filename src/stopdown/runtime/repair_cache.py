@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from stopdown.pipelines.components import read_precisions
+from stopdown.component_calls.components import read_precisions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repairs import Adjustment, ComponentState

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from stopdown.autocast import list_autocast, read_autocast, without_autocast
+from stopdown.component_calls.call_interception import UNPLANNED, Call, bared, call_cast
+from stopdown.component_calls.components import Callee, read_precisions
+from stopdown.component_calls.step_caches import without_caches
 from stopdown.errors import InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
+from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
+from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import UNPLANNED, Call, bared, call_cast
-from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.context_parallel import without_context_parallel
-from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
 from stopdown.records import Operands, ResidualStream, Scaling
 from stopdown.runtime.component_locks import find_lock

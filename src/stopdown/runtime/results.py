@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.media import to_uint8
+from stopdown.frames.media import to_uint8
 from stopdown.numerics import bound_values, iterate_leaves
 
 _WHOLE_VIDEO = 4

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.device_memory import PeakMemory, describing_out_of_memory
-from stopdown.environment import Device, describe_machine
+from stopdown.devices.device_memory import PeakMemory, describing_out_of_memory
+from stopdown.devices.environment import Device, describe_machine
 from stopdown.errors import InputError
-from stopdown.frame_faults import find_frame_findings
-from stopdown.media import choose_format, to_uint8, write_media
-from stopdown.outputs import find_record_path, written_beside
+from stopdown.files.outputs import find_record_path, written_beside
+from stopdown.frames.frame_faults import find_frame_findings
+from stopdown.frames.media import choose_format, to_uint8, write_media
 from stopdown.pipelines.requests import (
     Request,
     build_arguments,
@@ -30,12 +30,12 @@ from stopdown.pipelines.requests import (
     list_own_sides,
     read_frames,
 )
-from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.planned_loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
 from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
 from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.repair_order import OnFault
+from stopdown.sources.sources import Source, fingerprint
 
 
 @dataclass(frozen=True)

@@ -27,26 +27,26 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from stopdown.component_call_names import name_call
-from stopdown.errors import NonFiniteError, PlanError, StopdownError
-from stopdown.frame_faults import find_frame_findings
-from stopdown.graph.capture import set_own_dtypes
-from stopdown.number_formats import name_dtype
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import find_module, put_cast
-from stopdown.pipelines.components import (
+from stopdown.component_calls.call_interception import find_module, put_cast
+from stopdown.component_calls.components import (
     GENERAL_KEEPS,
     Callee,
     cast_component_,
     find_callees,
     read_precisions,
 )
-from stopdown.pipelines.outermost_calls import (
+from stopdown.component_calls.outermost_calls import (
     intercept_methods,
     is_in_training,
     listen,
     silenced,
 )
-from stopdown.pipelines.pipeline_interception import intercept_runs
+from stopdown.component_calls.pipeline_interception import intercept_runs
+from stopdown.errors import NonFiniteError, PlanError, StopdownError
+from stopdown.frames.frame_faults import find_frame_findings
+from stopdown.graph.capture import set_own_dtypes
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.guard import Guard, GuardOptions

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.randomness import save_random
 from stopdown.numerics import bound_values, iterate_tensors
-from stopdown.randomness import save_random
 from stopdown.records import Finding
 from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.weight_history import WeightHistory

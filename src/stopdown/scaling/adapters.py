@@ -27,10 +27,10 @@ from stopdown.bounds.singular_values import estimate_sigma
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.fold_names import Folds, spread_columns, spread_rows
-from stopdown.patches import Patches
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.records import Scaling
 from stopdown.scaling.adapter_exponents import find_part_exponents
-from stopdown.tracing import is_traced
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""

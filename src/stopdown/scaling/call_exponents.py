@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
 from stopdown.graph.capture import Capture, name_parameters
-from stopdown.patches import Place
+from stopdown.interception.patches import Place
 from stopdown.records import Scaling
 from stopdown.scaling.linear_system import ZERO, System
 from stopdown.scaling.problem import (

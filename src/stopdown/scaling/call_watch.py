@@ -25,16 +25,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.autocast import without_autocast
 from stopdown.bounds.input_limits import name_inputs
-from stopdown.errors import ScalingError, warn_user
-from stopdown.fold_names import split_name
-from stopdown.graph.call_signatures import sign_call
-from stopdown.graph.capture import capture_call, name_parameters
-from stopdown.number_formats import name_dtype
-from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import (
+from stopdown.component_calls.call_interception import (
     UNPLANNED,
     Call,
     Rank,
@@ -47,10 +39,18 @@ from stopdown.pipelines.call_interception import (
     map_tensors,
     put_layer,
 )
-from stopdown.pipelines.components import GENERAL_KEEPS, Callee
+from stopdown.component_calls.components import GENERAL_KEEPS, Callee
+from stopdown.component_calls.step_caches import clear_caches, save_caches, without_caches
+from stopdown.errors import ScalingError, warn_user
+from stopdown.fold_names import split_name
+from stopdown.graph.call_signatures import sign_call
+from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.interception.autocast import without_autocast
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import save_random
+from stopdown.number_formats import name_dtype
+from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
 from stopdown.pipelines.context_parallel import without_context_parallel
-from stopdown.pipelines.step_caches import clear_caches, save_caches, without_caches
-from stopdown.randomness import save_random
 from stopdown.records import Scaling
 from stopdown.scaling.adapters import unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends

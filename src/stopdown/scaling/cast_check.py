@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import ScalingError
 from stopdown.graph.capture import name_parameters
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
-from stopdown.patches import Patches
-from stopdown.tracing import is_traced
 
 CHECK = "stopdown_cast_check"
 """Attribute of a module under which its check is found."""

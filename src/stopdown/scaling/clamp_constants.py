@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16
-from stopdown.patches import Patches
 
 _CLAMPS = frozenset(
     getattr(owner, name)

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import list_some
 from stopdown.numerics import (
     count_attention_on_cpu,
@@ -31,7 +32,6 @@ from stopdown.numerics import (
     iterate_tensors,
     measure_amax,
 )
-from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.headroom import ASKED_BITS
 from stopdown.scaling.trial import Call, Reference, count_layer_flops, run_call, try_scaling

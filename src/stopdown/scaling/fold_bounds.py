@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, find_format
-from stopdown.patches import Patches
 
 BOUNDS = "stopdown_fold_bounds"
 """Attribute of a module: parameter name to its `FoldBound`."""

@@ -15,8 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_type
-from stopdown.arguments import hook_arguments
-from stopdown.autocast import leave_autocast
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
 from stopdown.fold_names import Place, list_folds, read_clamp, split_name
@@ -29,10 +27,12 @@ from stopdown.graph.capture import (
     set_own_dtypes,
 )
 from stopdown.graph.mixed_dtypes import cast_operands
+from stopdown.interception.arguments import hook_arguments
+from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling, Trial
 from stopdown.scaling.adapters import follow_adapters, keep_merges, unwrap_name
 from stopdown.scaling.cast_check import CHECK, CastCheck

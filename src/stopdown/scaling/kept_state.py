@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.patches import Patches
 from stopdown.numerics import has_values
-from stopdown.patches import Patches
 
 _OWN = frozenset(vars(torch.nn.Module()))
 _MOST_NAMED = 3

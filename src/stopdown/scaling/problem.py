@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
+from stopdown.devices.model_needs import keeps_clamps
 from stopdown.fold_names import name_block, name_clamp, split_name
 from stopdown.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
@@ -31,7 +32,6 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.range_measurement import Range, Ranges, find_saturating, log2_of
-from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.records import Operands
 from stopdown.scaling.exponent_rules import Operation, state_equations

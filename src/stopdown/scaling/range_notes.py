@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call_interception import is_kept
 from stopdown.numerics import bound_values, is_readable, iterate_tensors
-from stopdown.pipelines.call_interception import is_kept
 from stopdown.records import Scaling
 
 _REMEDY = (

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_type
-from stopdown.arguments import hook_arguments
-from stopdown.autocast import read_autocast, watched_autocast, without_autocast
-from stopdown.device_memory import is_out_of_memory
+from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.errors import OptionError, take_one_line
-from stopdown.patches import Patches
+from stopdown.interception.arguments import hook_arguments
+from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
+from stopdown.interception.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling.call_watch import WatchOptions, watch_calls
 from stopdown.scaling.certificate import check_ranges

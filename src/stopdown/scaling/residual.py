@@ -30,7 +30,7 @@ from stopdown.errors import ScalingError
 from stopdown.graph.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, find_operation
-from stopdown.patches import Patches
+from stopdown.interception.patches import Patches
 from stopdown.records import ResidualStream
 from stopdown.scaling.folds import put_stream
 from stopdown.scaling.problem import count_flops

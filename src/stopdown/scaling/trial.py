@@ -28,12 +28,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.autocast import watched_autocast
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.graph.mixed_dtypes import PRODUCT_FUNCTIONS
+from stopdown.interception.autocast import watched_autocast
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import find_random
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
-from stopdown.patches import Patches
-from stopdown.randomness import find_random
 from stopdown.records import Scaling, Trial
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.kept_state import KeptState, describe_kept

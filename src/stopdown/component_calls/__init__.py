@@ -1,0 +1,1 @@
+"""The components of a program and their calls: found, named, intercepted, counted."""

@@ -1,0 +1,452 @@
+"""The components of a program and the calls through which a run uses them.
+
+A component call is a call of a module, or of a method that the program calls on one (`vae.decode`), that no
+other module's call encloses. A Diffusers pipeline names its components; of any other program
+the attribute path is the name. A `Callee` is one such call: the object, the method, and the
+name it has in records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from stopdown.component_call_names import list_outermost, name_call
+from stopdown.component_calls.attribute_walk import find_parts
+from stopdown.errors import InputError
+from stopdown.interception.module_paths import list_parts
+from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import StoredWeight, cast_tensor
+from stopdown.number_formats import name_dtype
+
+ENTRY_POINTS = "stopdown.adapters"
+"""Group of entry points by which other packages bring adapters."""
+
+DIFFUSERS_KEEPS = (
+    "*timestep*",
+    "*sigma*",
+    "*guidance*",
+    "*rotary*",
+    "*freqs*",
+    "*_ids*",
+    "*size*",
+    "*coords*",
+)
+"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+
+GENERAL_KEEPS = (*DIFFUSERS_KEEPS, "t", "ts", "times")
+"""The same where nobody knows the family."""
+
+_ENCODERS = ("text_encoder", "image_encoder")
+_LAST = ("safety_checker",)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """One call that a program makes.
+
+    Attributes:
+        name: of the call, in records: `transformer`, `vae.decode`.
+        owner: the object whose method is called.
+        method: `forward`, `encode`, `decode`…
+        stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
+        keeps: patterns of names of arguments that keep their dtype at a boundary.
+    """
+
+    name: str
+    owner: torch.nn.Module
+    method: str
+    stage: str
+    keeps: tuple[str, ...] = DIFFUSERS_KEEPS
+
+    @property
+    def component_name(self) -> str:
+        """Without the method: `transformer`, `vae`."""
+        return self.name.removesuffix(f".{self.method}")
+
+    def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """What is called where this module is the owner: itself, or its `encode` or `decode`."""
+        return module if self.method == "forward" else getattr(module, self.method)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is known of one family of programs.
+
+    Another package adds one by an entry point of the group `stopdown.adapters`, whose value is an
+    `Adapter`. These are asked before Diffusers' own, and the general one is asked last.
+
+    Attributes:
+        name: of the family.
+        recognises: whether a program is of the family.
+        find_components: a program's modules by name.
+        find_callees: the calls that are known before it runs, in order.
+        name_modules: modules whose calls are found as they happen, by name; none where all are known.
+        is_pipeline: one call of the program is a run, whose scheduler counts the steps.
+        read_step: the step from 0, and the number of steps, by the keywords of a component call;
+            None where they do not say.
+    """
+
+    name: str
+    recognises: Callable[[Any], bool]
+    find_components: Callable[[Any], dict[str, torch.nn.Module]]
+    find_callees: Callable[[Any], tuple[Callee, ...]]
+    name_modules: Callable[[Any], dict[str, torch.nn.Module]] = lambda program: {}
+    is_pipeline: bool = False
+    read_step: Callable[[Mapping[str, Any]], tuple[int, int] | None] = lambda kwargs: None
+
+
+def find_adapter(program: Any) -> Adapter:
+    """The adapter of a program's family."""
+    return next(one for one in (*_load_adapters(), *_OWN_ADAPTERS) if one.recognises(program))
+
+
+@functools.cache
+def _load_adapters() -> tuple[Adapter, ...]:
+    """Those that other packages bring."""
+    return tuple(entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def find_components(program: Any) -> dict[str, torch.nn.Module]:
+    """The modules of a program by name."""
+    return find_adapter(program).find_components(program)
+
+
+def find_component(program: Any, name: str) -> torch.nn.Module | None:
+    """The component of this name; None when there is none."""
+    adapter = find_adapter(program)
+    found = adapter.find_components(program).get(name)
+    return adapter.name_modules(program).get(name) if found is None else found
+
+
+def find_device(program: Any) -> str:
+    """Where a program is: `cpu`, `cuda:0`."""
+    if find_adapter(program).is_pipeline:
+        return str(getattr(program, "device", "cpu"))
+    weights = (x for module in find_components(program).values() for x in module.parameters())
+    return str(next((x.device for x in weights), "cpu"))
+
+
+def find_named_callees(program: Any, names: Iterable[str]) -> tuple[Callee, ...]:
+    """The calls of these names, those among them that are found as they happen."""
+    known = {callee.name: callee for callee in find_callees(program)}
+    found = {name: known.get(name) or _find_plain(program, name) for name in names}
+    return tuple(callee for callee in found.values() if callee is not None)
+
+
+def _find_plain(program: Any, name: str) -> Callee | None:
+    module = find_component(program, name)
+    return None if module is None else Callee(name, module, "forward", "call", GENERAL_KEEPS)
+
+
+def find_callees(program: Any) -> tuple[Callee, ...]:
+    """Every call of a program that is known before it runs, in the order of its components."""
+    return find_adapter(program).find_callees(program)
+
+
+def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
+    """Whether a program is run by `run`, and not by its own call.
+
+    Args:
+        run: what runs it; None without.
+        arguments: of a pipeline's call; None without.
+        name: of the function that was called.
+
+    Raises:
+        InputError: a program that is no pipeline has no `run`, or arguments that nobody would get; or the
+            other way round.
+    """
+    kind = type(program).__name__
+    if find_adapter(program).is_pipeline:
+        refuse_run(run, f"pipeline {kind}")
+        return False
+    if arguments is not None:
+        raise InputError(
+            f"Arguments of a call were given for a {kind}, which is no pipeline.",
+            expected="They are those of a pipeline's call; other programs are run by a function.",
+            remedy=f"Give them there: {name}(program, run=lambda: ...).",
+        )
+    find_components(program)  # refuses what holds no module
+    if run is None:
+        raise explain_run(f"A {kind} is not a pipeline, so it is not known how to run it.", name)
+    return True
+
+
+def refuse_run(run: Any, what: object) -> None:
+    """Refuse what would run something that is run by its own call.
+
+    Raises:
+        InputError: `run` is there.
+    """
+    if run is not None:
+        raise InputError(
+            f"A function that runs it was given for {what}.",
+            expected="A pipeline, and what one is loaded from, is run by its own call.",
+            remedy="Leave it out, and give the arguments of that call.",
+        )
+
+
+def explain_run(what: str, name: str) -> InputError:
+    """For a program whose calls are not known.
+
+    Args:
+        name: of the function that was called.
+    """
+    given = "lambda: ..." if name == "compare" else "run=lambda: ..."
+    return InputError(
+        what,
+        expected=f"{name} needs the calls that a run makes.",
+        remedy=f"Give a function that runs it: {name}(program, {given}).",
+    )
+
+
+def is_autoencoder(module: Any) -> bool:
+    """Whether a module, or a module class, is used through `encode` and `decode`."""
+    return callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None))
+
+
+def list_calls(name: str, module: Any) -> tuple[str, ...]:
+    """What a component is called as: its name, or `vae.encode` and `vae.decode`.
+
+    Args:
+        module: it, or its class.
+    """
+    return (
+        (name_call(name, "encode"), name_call(name, "decode"))
+        if is_autoencoder(module)
+        else (name,)
+    )
+
+
+def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {
+        name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+    }
+
+
+def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
+    """The calls of components by their names, of an autoencoder those of its methods."""
+    callees: list[Callee] = []
+    for name, module in modules.items():
+        if is_autoencoder(module):
+            callees += list_methods(name, module)
+        else:
+            callees.append(Callee(name, module, "forward", find_stage(name)))
+    return tuple(callees)
+
+
+def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
+    """The calls through which an autoencoder is used."""
+    return tuple(
+        Callee(name_call(name, method), module, method, method) for method in ("encode", "decode")
+    )
+
+
+DIFFUSERS = Adapter(
+    "diffusers",
+    lambda program: isinstance(getattr(program, "components", None), Mapping),
+    _find_parts,
+    lambda pipe: list_component_calls(_find_parts(pipe)),
+    is_pipeline=True,
+)
+"""Pipelines of Diffusers, and whatever names its `components` as they do."""
+
+ONE_CALL = Adapter(
+    "call",
+    lambda program: isinstance(program, Callee),
+    lambda callee: {callee.name: callee.owner},
+    lambda callee: (callee,),
+)
+"""A single component call."""
+
+
+def _find_networks(program: Any) -> dict[str, torch.nn.Module]:
+    if hasattr(program, "first_stage_model"):
+        return {"vae": program.first_stage_model}
+    if hasattr(program, "cond_stage_model"):
+        parts = program.cond_stage_model.named_modules()
+        return {
+            path.rpartition(".")[0] or path: part
+            for path, part in parts
+            if path.endswith("transformer") and isinstance(part, torch.nn.Module)
+        }
+    return {"diffusion_model": program.model.diffusion_model}
+
+
+def _list_network_calls(program: Any) -> tuple[Callee, ...]:
+    callees: list[Callee] = []
+    stage = "encode" if hasattr(program, "cond_stage_model") else "denoise"
+    for name, module in _find_networks(program).items():
+        is_vae = hasattr(program, "first_stage_model")
+        known = list_methods(name, module) if is_vae else (Callee(name, module, "forward", stage),)
+        callees += [dataclasses.replace(callee, keeps=GENERAL_KEEPS) for callee in known]
+    return tuple(callees)
+
+
+def _read_sigmas(kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """ComfyUI's samplers name the noise levels of a run, and that of a call.
+
+    Cost: a host read.
+    """
+    options = kwargs.get("transformer_options") or {}
+    levels, level = options.get("sample_sigmas"), options.get("sigmas")
+    if levels is None or level is None:
+        return None
+    reached = int((levels >= level.max() * (1 - 1e-6)).sum())
+    return max(reached, 1) - 1, len(levels) - 1
+
+
+COMFYUI = Adapter(
+    "comfyui",
+    lambda program: hasattr(getattr(program, "patcher", program), "patches_uuid"),
+    _find_networks,
+    _list_network_calls,
+    read_step=_read_sigmas,
+)
+"""ComfyUI's MODEL, CLIP and VAE, as they are loaded at a call."""
+
+
+def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
+    """The outermost modules of any program, and the owners of the methods that it names."""
+    parts = find_parts(program)
+    owners = {name.rpartition(".")[0] or name: owner for name, (owner, _) in parts.methods.items()}
+    inner = {id(x) for module in parts.modules.values() for x in list(module.modules())[1:]}
+    return {name: x for name, x in parts.modules.items() if id(x) not in inner} | owners
+
+
+def _list_named_calls(program: Any) -> tuple[Callee, ...]:
+    """Methods that a program is known to call: those that it names, and those of autoencoders."""
+    parts = find_parts(program)
+    callees = [
+        callee
+        for name, module in parts.modules.items()
+        if is_autoencoder(module)
+        for callee in list_methods(name, module)
+    ]
+    for name, (owner, method) in parts.methods.items():
+        stage = method if method in ("encode", "decode") else "call"
+        callees.append(Callee(name, owner, method, stage))
+    return tuple(dataclasses.replace(callee, keeps=GENERAL_KEEPS) for callee in callees)
+
+
+GENERAL = Adapter(
+    "general",
+    lambda program: True,
+    _find_outermost,
+    _list_named_calls,
+    name_modules=lambda program: find_parts(program).modules,
+)
+"""Any program: its modules are found by walking its attributes, their calls as they happen."""
+
+_OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
+
+
+def find_stage(component: str) -> str:
+    """Which stage of a run a component belongs to: `encode`, `denoise` or `decode`."""
+    if component.startswith(_ENCODERS):
+        return "encode"
+    return "decode" if component in _LAST else "denoise"
+
+
+def is_of_transformers(module_class: type) -> bool:
+    """Whether Transformers has a class, and not Diffusers."""
+    return module_class.__module__.startswith("transformers")
+
+
+def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
+    """A component from its configuration alone, under whatever mode the caller has set."""
+    if is_of_transformers(module_class):
+        from transformers.initialization import no_init_weights
+
+        config = module_class.config_class.from_pretrained(folder, local_files_only=True)
+        # Not the class itself: its inner models would have the dtype that the config was stored with.
+        with (
+            no_init_weights()
+        ):  # some draws need values, which a model without memory does not have
+            built = module_class._from_config(config, dtype=torch.get_default_dtype())
+        built.tie_weights()
+        module: torch.nn.Module = built
+        return module
+    config = module_class.load_config(folder, local_files_only=True)
+    return module_class.from_config(config)
+
+
+def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
+    """Parts of a class that its authors keep in fp32 when it is loaded in a precision.
+
+    Transformers keeps `_keep_in_fp32_modules` in fp16 only, and `_keep_in_fp32_modules_strict` in
+    bf16 too; Diffusers knows the first name alone, for both.
+    """
+    if precision == "fp32":
+        return ()
+    plain = getattr(module_class, "_keep_in_fp32_modules", None) or []
+    strict = getattr(module_class, "_keep_in_fp32_modules_strict", None) or []
+    is_foreign = is_of_transformers(module_class)
+    return tuple(dict.fromkeys(strict if is_foreign and precision == "bf16" else [*plain, *strict]))
+
+
+def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
+    """Floating dtypes of a module's parameters, the one with most values first."""
+    sizes: dict[torch.dtype, int] = {}
+    parameters = {id(x): x for part in list_parts(module) for x in part._parameters.values()}
+    for parameter in parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            size = 0 if is_lazy(parameter) else parameter.numel()
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size
+    return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
+
+
+def cast_component_(
+    module: torch.nn.Module, dtype: torch.dtype, put: Callable[..., None] | None = None
+) -> torch.nn.Module:
+    """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
+
+    What its authors keep in fp32 is in fp32, and what is not a weight stays as it is.
+
+    Args:
+        put: given each weight and what it becomes: `wait_` leaves parameters in the files that they were
+            mapped from, for a `WeightStore` to read. None casts them.
+    """
+    kept = find_kept_fp32(type(module), name_dtype(dtype))
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not tensor.is_floating_point():
+            continue
+        is_kept = any(part in kept for part in name.split("."))
+        wanted = torch.float32 if is_kept else dtype
+        if put is None:
+            tensor.data = cast_tensor(tensor.data, wanted)
+        else:
+            put(tensor, StoredWeight(tensor.data, wanted))
+    return module
+
+
+def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    """As `cast_component_`, until `patches` is undone; the old weights are held until then."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, dtype)
+
+
+def find_blocks(
+    module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
+) -> tuple[str, ...]:
+    """Paths of the members of a component's outermost lists of modules.
+
+    Args:
+        kinds: what counts as a list.
+    """
+    lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path in list_outermost(lists)
+        for name, _ in module.get_submodule(path).named_children()
+    )

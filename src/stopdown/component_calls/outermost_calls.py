@@ -1,0 +1,212 @@
+"""The calls of outermost modules, found as they happen: those that no other module's call encloses.
+
+While somebody listens, `torch.nn.Module.__call__` goes through here: a listener is entered around each
+call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
+counts as such a call while it is `entered`; `intercept_methods` finds these as they happen as well.
+
+**Catches** calls of modules of every kind, in every thread. A module without weights that is given another
+one to call is no component, and that other one is.
+**Does not catch** calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
+`torch.func`, a CUDA graph that is recorded), where no value can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import CALLS_REPLACED, is_traced
+
+Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
+"""Given the module that is called, and its method; entered around the call."""
+
+
+class _Thread(threading.local):
+    outermost: tuple[torch.nn.Module, str] | None = None
+
+
+_thread = _Thread()
+_listeners: tuple[weakref.ref[Listener], ...] = ()  # replaced, never changed: a call keeps its own
+_patches = Patches()
+
+
+def find_outermost() -> torch.nn.Module | None:
+    """The module whose call encloses everything that this thread does now; None outside of calls."""
+    return None if _thread.outermost is None else _thread.outermost[0]
+
+
+def is_enclosed(module: torch.nn.Module, method: str) -> bool:
+    """Whether another call than this one is this thread's outermost one."""
+    found = _thread.outermost
+    return found is not None and (found[0] is not module or found[1] != method)
+
+
+@contextlib.contextmanager
+def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
+    """This call is the outermost one of its thread, unless another one is."""
+    before = _thread.outermost
+    _thread.outermost = before if before is not None else (module, method)
+    try:
+        yield
+    finally:
+        _thread.outermost = before
+
+
+def listen(listener: Listener, patches: Patches) -> None:
+    """Enter `listener` around the calls of outermost modules, until `patches` is undone or gone."""
+    global _listeners
+    refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
+    entry = refer(listener, _stop)
+    with CALLS_REPLACED:
+        if not _listeners:
+            _put_on()
+        _listeners = (*_listeners, entry)
+    patches.defer(functools.partial(_leave, listener, entry))  # and holds the listener
+
+
+def _leave(listener: Listener, entry: weakref.ref[Listener]) -> None:
+    _stop(entry)
+
+
+def _stop(entry: weakref.ref[Listener]) -> None:
+    global _listeners
+    with CALLS_REPLACED:
+        _listeners = tuple(other for other in _listeners if other is not entry)
+        if not _listeners:
+            _patches.undo()
+
+
+def _put_on() -> None:
+    original = vars(torch.nn.Module)["__call__"]
+
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_traced() or _thread.outermost is not None:
+            return original(self, *args, **kwargs)
+        if _hands_on(self, args, kwargs):
+            return original(self, *args, **kwargs)
+        with _met(self, "forward"):
+            return original(self, *args, **kwargs)
+
+    _patches.set_class_attribute(torch.nn.Module, "__call__", call)
+
+
+def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module has no weights and calls one that it is given, as sgm's denoiser does."""
+    is_given = any(isinstance(x, torch.nn.Module) for x in (*args, *kwargs.values()))
+    return is_given and next(module.parameters(), None) is None
+
+
+@contextlib.contextmanager
+def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
+    """Around an outermost call, with every listener."""
+    with entered(module, method), contextlib.ExitStack() as stack:
+        for listener in [entry() for entry in _listeners] if is_plain() else ():
+            if listener is not None:
+                stack.enter_context(listener(module, method))
+        yield
+
+
+def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
+    """Have calls of these methods count as calls of their modules, until `patches` is undone.
+
+    Args:
+        methods: of classes that have all of them, and whose modules are made from now on.
+    """
+    original = vars(torch.nn.Module)["__init__"]
+    known: set[type] = set()
+
+    @functools.wraps(original)
+    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(self) not in known:
+            known.add(type(self))
+            _wrap_methods(type(self), methods, patches)
+        original(self, *args, **kwargs)
+
+    patches.set_class_attribute(torch.nn.Module, "__init__", init)
+
+
+def _wrap_methods(kind: type, methods: tuple[str, ...], patches: Patches) -> None:
+    owners = [next((k for k in kind.__mro__ if name in vars(k)), object) for name in methods]
+    found = [vars(owner).get(name) for name, owner in zip(methods, owners, strict=True)]
+    if not all(map(inspect.isfunction, found)):
+        return
+    for name, owner, function in zip(methods, owners, found, strict=True):
+        if function is not None and not hasattr(function, _MARK):
+            patches.set_class_attribute(owner, name, _wrap_method(function, name))
+
+
+def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
+        if is_traced() or _thread.outermost is not None or not is_own:
+            return original(self, *args, **kwargs)
+        with _met(self, name):
+            return getattr(self, name)(*args, **kwargs)  # with what the listeners put around it
+
+    setattr(call, _MARK, True)
+    return call
+
+
+_MARK = "stopdown_intercepted"
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """No call of this thread is an outermost one: somebody else guards them."""
+    with entered(_NOBODY, ""):
+        yield
+
+
+_NOBODY = torch.nn.Identity()
+
+
+def is_in_training(module: torch.nn.Module) -> bool:
+    """Whether a call of now is one of training: it is left alone.
+
+    Modules are in training mode until somebody says `eval()`, so that alone shows nothing.
+
+    Cost: for the first call in training mode with gradients on what `wants_gradients` costs.
+    """
+    if not (module.training and torch.is_grad_enabled()):
+        return False
+    if module not in _trained:
+        _trained[module] = wants_gradients(module)
+    return _trained[module]
+
+
+_trained: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def wants_gradients(module: torch.nn.Module) -> bool:
+    """Whether gradients of a module's parameters are wanted: one has a gradient, or is in an optimizer.
+
+    Cost: where parameters require gradients a look at every object of the process, up to a second.
+    """
+    wanted = {id(x): x for x in module.parameters() if x.requires_grad}
+    if not wanted or not torch.is_grad_enabled():
+        return False
+    if any(x.grad is not None for x in wanted.values()):
+        return True
+    optimizers: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return any(id(x) in wanted for group in groups for x in group["params"])
+
+
+def is_plain() -> bool:
+    """Whether a call of now computes values that can be read: it is not traced or transformed."""
+    is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not (is_recorded or is_transformed or torch.jit.is_tracing())

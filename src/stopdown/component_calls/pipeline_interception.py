@@ -1,0 +1,244 @@
+"""Stand at the calls of one pipeline, or of every pipeline of a process, made later ones too.
+
+Each pipeline class has a `__call__` of its own. All of them register their components when they are
+made, so that is where a class that was not met before gets the layer put on its `__call__`.
+
+`redirect_devices` lets a script that was written for CUDA run where there is none.
+
+**Catches** pipelines made in any way that Diffusers knows, and classes of a script's own.
+**Does not catch** pipelines that were made before; for devices: what a script asks of `torch.cuda`,
+and autocast on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch.utils._device import DeviceContext, _device_constructors
+
+from stopdown.component_calls.call_interception import Call, Layer, Rank, put_layer
+from stopdown.devices.environment import list_devices, require_kernels
+from stopdown.interception.patches import Patches
+
+RunLayer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a pipeline: the pipeline, what to call, its arguments."""
+
+_CHANGING = threading.RLock()
+"""Held while layers come and go: pipelines of one class share its `__call__`."""
+
+
+class _Held:
+    """A layer as an attribute of its pipeline, gone when that is; a copy has it and does not use it."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def __deepcopy__(self, memo: object) -> _Held:
+        return self
+
+
+def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
+    """Lead the calls of one pipeline through `layer`, until `patches` is undone or the pipeline is gone.
+
+    Python looks `__call__` up in the class, so that is where it is put; other pipelines of the class
+    are called as ever. A pipeline without a `__call__` is left alone.
+    """
+    owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
+    if owner is None:
+        return
+    here, held, on_class = weakref.ref(pipe), _Held(layer), Patches()
+    name = f"_stopdown_run_layer_{id(held)}"
+
+    def lead(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = vars(args[0]).get(name) if args[0] is here() else None
+        if found is None:
+            return call(*args, **kwargs)
+        return found.layer(functools.partial(call, args[0]), args[1:], kwargs)
+
+    vars(pipe)[name] = held
+    with _CHANGING:
+        put_layer(owner, "__call__", lead, on_class, Rank.GUARD)
+    leave = weakref.finalize(pipe, _leave, on_class)
+    leave.atexit = False
+    patches.defer(functools.partial(_drop, here, name))
+    patches.defer(leave)
+
+
+def _leave(on_class: Patches) -> None:
+    with _CHANGING:
+        on_class.undo()
+
+
+def _drop(here: weakref.ref[Any], name: str) -> None:
+    pipe = here()
+    if pipe is not None:
+        vars(pipe).pop(name, None)
+
+
+_OFFLOADS = (
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "enable_group_offload",
+)
+
+
+def intercept_runs(layer: RunLayer, patches: Patches) -> None:
+    """Lead the calls of every pipeline that is made from now on through `layer`."""
+    wrapped: set[type] = set()
+    register = DiffusionPipeline.register_modules
+
+    @functools.wraps(register)
+    def register_and_wrap(self: Any, **modules: Any) -> None:
+        register(self, **modules)
+        owner = next((kind for kind in type(self).__mro__ if "__call__" in vars(kind)), None)
+        if owner is not None and owner not in wrapped:
+            wrapped.add(owner)
+            _wrap_call(owner, layer, patches)
+
+    patches.set_class_attribute(DiffusionPipeline, "register_modules", register_and_wrap)
+
+
+def _wrap_call(owner: type, layer: RunLayer, patches: Patches) -> None:
+    original = vars(owner)["__call__"]
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer(self, functools.partial(original, self), args, kwargs)
+
+    patches.set_class_attribute(owner, "__call__", call)
+
+
+def redirect_devices(target: str, announce: Callable[[str], None], patches: Patches) -> None:
+    """Send to `target` whatever a script sends to CUDA: pipelines, modules, tensors, generators.
+
+    Offloading, which needs an accelerator, is left out where the target is none.
+    """
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            announce(text)
+
+    def redirect(value: Any) -> Any:
+        if _is_cuda(value) and str(value) != target:
+            say_once(f"The script asks for {value}; it gets {target}, as --device says.")
+            return torch.device(target)
+        return value
+
+    for owner, name in _list_device_takers():
+        _redirect_call(owner, name, redirect, patches)
+    for owner in (torch.nn.Module, torch.Tensor):
+        _replace_cuda(owner, redirect, patches)
+    patches.set_attribute(torch, "Generator", _make_generator(redirect))
+    if target == "cpu":
+        for name in _OFFLOADS:
+            _leave_out(name, say_once, patches)
+    _drop_device_map(say_once, patches)
+
+
+def stop_without_kernels(patches: Patches) -> None:
+    """End a script, when it first uses CUDA, if this build of PyTorch has no kernels for any card here.
+
+    It is not asked earlier: a script may choose its cards by environment variables until then.
+    """
+    start, was_asked = torch.cuda._lazy_init, False
+
+    def ask() -> None:
+        nonlocal was_asked
+        start()
+        if not was_asked:
+            was_asked = True
+            cards = [device for device in list_devices() if device.type == "cuda"]
+            if all(card.missing for card in cards):
+                require_kernels(*cards[:1])
+
+    patches.set_attribute(torch.cuda, "_lazy_init", ask)
+
+
+def _list_device_takers() -> list[tuple[Any, str]]:
+    """Owners and names of what takes a device: what moves, loads or makes tensors, or sets the default.
+
+    What makes tensors is torch's own list, which torch keeps from the first time that it is asked for. It
+    is made anew here, before any of these functions is replaced: Transformers may have had a
+    `torch.linspace` of its own in place when it was made (5.23.0).
+    """
+    _device_constructors.cache_clear()
+    makers = {id(function) for function in _device_constructors()}
+    return [
+        (DiffusionPipeline, "to"),
+        *((torch.nn.Module, name) for name in ("to", "to_empty")),
+        *((torch.Tensor, name) for name in ("to", *_NEW)),
+        *((torch, name) for name in ("load", "normal")),
+        (DeviceContext, "__init__"),  # of torch.set_default_device and `with torch.device("cuda")`
+        *((torch, name) for name in vars(torch) if name.endswith("_like") and name[0] != "_"),
+        *(
+            (owner, name)
+            for owner in (torch, torch.fft, torch.nested)
+            for name, value in vars(owner).items()
+            if id(value) in makers
+        ),
+    ]
+
+
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+def _redirect_call(owner: Any, name: str, redirect: Callable[[Any], Any], patches: Patches) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(redirect, args), **{k: redirect(x) for k, x in kwargs.items()})
+
+    put = patches.set_class_attribute if isinstance(owner, type) else patches.set_attribute
+    put(owner, name, call)
+
+
+def _replace_cuda(owner: type, redirect: Callable[[Any], Any], patches: Patches) -> None:
+    """`.cuda()` as `.to("cuda")`, which is redirected."""
+
+    def cuda(self: Any, device: Any = None, *_: Any, **__: Any) -> Any:
+        return self.to(redirect("cuda"))
+
+    patches.set_class_attribute(owner, "cuda", cuda)
+
+
+def _make_generator(redirect: Callable[[Any], Any]) -> type:
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, redirect(device))  # type: ignore[call-arg]  # it takes one
+
+    return Generator
+
+
+def _leave_out(name: str, say: Callable[[str], None], patches: Patches) -> None:
+    @functools.wraps(getattr(DiffusionPipeline, name))
+    def leave_out(self: Any, *_: Any, **__: Any) -> None:
+        say(f"The script calls {name}(), which needs an accelerator; on the CPU it is left out.")
+
+    patches.set_class_attribute(DiffusionPipeline, name, leave_out)
+
+
+def _drop_device_map(say: Callable[[str], None], patches: Patches) -> None:
+    original = vars(DiffusionPipeline)["from_pretrained"].__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("device_map", None) is not None:
+            say("The script asks for a device_map; with --device there is none.")
+        return original(cls, *args, **kwargs)
+
+    patches.set_class_attribute(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))

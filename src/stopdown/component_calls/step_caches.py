@@ -1,0 +1,124 @@
+"""What step caches keep in a component between calls, so that the same call can be made again.
+
+Diffusers' hooks that skip work (first block cache, pyramid attention broadcast, FasterCache, MagCache,
+TaylorSeer…) count calls and keep outputs of earlier ones. Before a call is run again they are put back
+to what they held; when the component was changed in between, what they kept is dropped. A capture, which
+must see the whole call and no tensor from another one, runs beneath them.
+
+**Catches** states of the hooks that Diffusers itself resets.
+**Does not catch** caches of other libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stopdown.interception.patches import Patches
+
+
+def save_caches(module: torch.nn.Module) -> Callable[[], None]:
+    """Brings back what the step caches of a component hold now; does nothing without one.
+
+    Cost: nothing without a cache; with one a look at each module, and no copy of a tensor.
+    """
+    kept = [(target, _copy(vars(target))) for target in _find_states(module)]
+
+    def restore() -> None:
+        for target, values in kept:
+            vars(target).clear()
+            vars(target).update(_copy(values))
+
+    return restore
+
+
+@contextlib.contextmanager
+def without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """The module as it is beneath its step caches; other hooks of Diffusers (offloading) stay."""
+    with Patches() as patches:
+        if getattr(module, "is_cache_enabled", False):
+            bypass_hooks(module, _keeps_states, patches)
+        yield
+
+
+def bypass_hooks(
+    module: torch.nn.Module, is_meant: Callable[[Any], bool], patches: Patches
+) -> None:
+    """Have some of Diffusers' hooks on a module and its children do nothing, until `patches` is undone."""
+    for child in module.modules():
+        registry = vars(child).get("_diffusers_hook")
+        hooks = list(registry.hooks.values()) if registry is not None else []
+        if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
+            _take_off(child, hooks[0], patches)
+        else:
+            for hook in filter(is_meant, hooks):
+                _bypass(hook.fn_ref, patches)
+
+
+def _take_off(module: torch.nn.Module, innermost: Any, patches: Patches) -> None:
+    """A copy of the module must not hold its hooks: these would call the original."""
+    patches.remove_attribute(module, "_diffusers_hook")
+    forward = innermost.fn_ref.original_forward or innermost.fn_ref.forward
+    if getattr(forward, "__func__", None) is type(module).forward:
+        patches.remove_attribute(module, "forward")
+    else:
+        patches.set_attribute(module, "forward", forward)
+
+
+def _bypass(reference: Any, patches: Patches) -> None:
+    patches.set_attribute(reference, "pre_forward", lambda _, *args, **kwargs: (args, kwargs))
+    patches.set_attribute(reference, "post_forward", lambda _, output: output)
+    if reference.original_forward is not None:
+        patches.set_attribute(reference, "forward", reference.original_forward)
+
+
+def _keeps_states(hook: Any) -> bool:
+    """Whether a hook belongs to a step cache; followers of a stateful hook are not stateful themselves."""
+    managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
+    return managed or bool(getattr(hook, "_is_stateful", False))
+
+
+def clear_caches(module: torch.nn.Module) -> None:
+    """Drop what step caches kept from earlier calls: they count from here as from a run's start."""
+    for hook in _find_hooks(module):
+        for value in vars(hook).values():
+            if isinstance(states := getattr(value, "_state_cache", None), dict):
+                states.clear()
+            elif callable(getattr(value, "reset", None)):
+                value.reset()
+
+
+def _find_states(module: torch.nn.Module) -> Iterator[Any]:
+    """Objects whose attributes are what is kept: hooks' managers and states."""
+    seen: set[int] = set()
+    for hook in _find_hooks(module):
+        for value in vars(hook).values():
+            states = getattr(value, "_state_cache", None)
+            found = [value, *states.values()] if isinstance(states, dict) else [value]
+            for target in found if states is not None or hasattr(value, "reset") else ():
+                if id(target) not in seen:
+                    seen.add(id(target))
+                    yield target
+
+
+def _find_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    if getattr(module, "is_cache_enabled", False):
+        yield from (x for x in iterate_hooks(module) if getattr(x, "_is_stateful", False))
+
+
+def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """Diffusers' hooks on a module and its children."""
+    for child in module.modules():
+        registry = vars(child).get("_diffusers_hook")
+        yield from registry.hooks.values() if registry is not None else ()
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, lists and mappings in copies of their own."""
+    return {
+        name: type(value)(value) if type(value) in (dict, list, set) else value
+        for name, value in values.items()
+    }

@@ -1,0 +1,1 @@
+"""Devices: what this machine has and computes in, what is known of others, builds of PyTorch, memory."""

@@ -1,0 +1,409 @@
+"""What is known of a device without owning it: profiles as data, each fact with its source.
+
+A profile is a TOML file in `knowledge/devices/`, or one of the user's own: which formats the device
+computes in and at what rate, its compute capability, its memory, and what is known to be wrong with
+it. It answers what a probe would have answered: `supports` gives `Support` by format, so that every
+decision about a precision can be taken for a machine that is not here. What depends on the compute
+capability alone (attention kernels, missing operations) stands in `backends`.
+
+**Catches** a file with an unknown key, a state that does not exist, or a fact without a source.
+**Does not catch** a fact that is wrong. Rates are those of large matrix products; a run sees a part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stopdown.devices.environment import (
+    Device,
+    Support,
+    Verdict,
+    find_onednn_formats,
+    is_device_name,
+    judge_device,
+    list_devices,
+    read_cpu_flags,
+    read_onednn_formats,
+    require_kernels,
+    select_device,
+)
+from stopdown.errors import OptionError
+from stopdown.files.json_files import UnreadableError, read_small_file
+from stopdown.files.toml_files import read_folder
+from stopdown.number_formats import FORMATS, PRECISIONS
+
+State = Literal["native", "emulated", "slow", "broken", "missing"]
+"""`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small
+part of the rate of fp32. `broken`: in the units, with wrong results. `missing`: refused."""
+
+
+class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a device computes in one format.
+
+    Attributes:
+        state: see `State`.
+        source: where that is said.
+        rate: rate of large matrix products over that of fp32, as PyTorch computes fp32 by default (2.0 is
+            twice as fast): measured with PyTorch where a source has that, else the maker's peak; None
+            when no source gives it.
+        accumulates: what products are summed in: `fp32`, `fp16`; "" when no source says so.
+        note: a sentence for people.
+        tflops: rate of large matrix products in 10^12 operations a second; None when no source says.
+    """
+
+    state: State
+    source: str
+    rate: float | None = None
+    accumulates: str = ""
+    note: str = ""
+    tflops: float | None = None
+
+
+class Capability(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """CUDA compute capability: major and minor number."""
+
+    number: tuple[int, int]
+    source: str
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of the device; of several sizes sold the smallest."""
+
+    gib: float
+    source: str
+
+
+class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that is known to go wrong on the device.
+
+    Attributes:
+        what: one sentence.
+        source: who reported it.
+        formats: in which formats; empty for all.
+        operations: in which operations, by their names in `backends`; empty for all.
+        remedy: what to type or do.
+        accumulates: what the operation sums in where the fault is its sums: `fp16`.
+    """
+
+    what: str
+    source: str
+    formats: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
+    remedy: str = ""
+    accumulates: str = ""
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device, known from its maker's papers.
+
+    Attributes:
+        name: what `--device` takes: `v100`.
+        title: the maker's name.
+        kind: `cuda` (AMD's as well, as in PyTorch), `mps` or `cpu`.
+        formats: facts by name of the format.
+        matches: pattern of the names that the system gives such a device; "" matches none.
+        aliases: other names that `--device` takes.
+        architecture: `sm70`, `gfx1100`, `M1`, `avx512`.
+        capability: None unless it is NVIDIA's.
+        macos: version of macOS that the facts hold for, on mps.
+        memory: None when it differs from machine to machine.
+        faults: what is known to go wrong.
+        instructions: of a CPU, the instruction sets that `knowledge/rules/instructions.toml` names;
+            None when they are not known.
+        onednn: of a CPU, formats whose convolutions PyTorch gives to oneDNN, where PyTorch was asked.
+    """
+
+    name: str
+    title: str
+    kind: Literal["cuda", "mps", "cpu"]
+    formats: dict[str, FormatFact]
+    matches: str = ""
+    aliases: tuple[str, ...] = ()
+    architecture: str = ""
+    capability: Capability | None = None
+    macos: tuple[int, ...] = ()
+    memory: Memory | None = None
+    faults: tuple[DeviceFault, ...] = ()
+    instructions: tuple[str, ...] | None = None
+    onednn: tuple[str, ...] | None = None
+
+    @property
+    def onednn_formats(self) -> tuple[str, ...] | None:
+        """Formats whose convolutions PyTorch gives to oneDNN; None when that is not known."""
+        if self.onednn is None and self.instructions is not None:
+            return find_onednn_formats(self.instructions)
+        return self.onednn
+
+    @property
+    def number(self) -> tuple[int, int] | None:
+        """The compute capability, None elsewhere than on NVIDIA's."""
+        return self.capability.number if self.capability else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device in bytes, 0 when it is not known."""
+        return int(self.memory.gib * 2**30) if self.memory else 0
+
+    @property
+    def supports(self) -> dict[str, Support]:
+        """What a probe of fp32, bf16 and fp16 would say, as far as the sources tell."""
+        return {name: self._support(name) for name in PRECISIONS}
+
+    def _support(self, name: str) -> Support:
+        fact = self.formats.get(name)
+        if fact is None:
+            return Support(False, False, None, f"Nothing is known of {name} on {self.title}.")
+        works = fact.state not in ("missing", "broken")
+        ratio = round(1 / fact.rate, 3) if fact.rate and works else None
+        return Support(fact.state == "native", works, ratio, self.describe_format(name))
+
+    def describe_format(self, name: str) -> str:
+        """What is known of a format here, in whole sentences with the source."""
+        fact = self.formats[name]
+        is_told = fact.rate and name != "fp32"
+        rate = f" Rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
+        note = f" {fact.note}" if fact.note else ""
+        return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
+
+    def as_device(self) -> Device:
+        """The profile in the place of a device of this machine."""
+        reason = f"The profile {self.name} was requested; this machine may have another device."
+        return Device(self.kind, 0, self.title, self.number, self.memory_bytes, reason)
+
+
+def list_profiles() -> list[str]:
+    """The names of the profiles that come with the package, sorted."""
+    return sorted(read_profiles())
+
+
+@functools.cache
+def read_profiles() -> dict[str, Profile]:
+    """The profiles that come with the package, by name."""
+    profiles = [_convert_profile(tables, name) for name, tables in read_folder("devices").items()]
+    return {profile.name: profile for profile in profiles}
+
+
+def is_profile(name: str) -> bool:
+    """Whether a name that `--device` got means a profile, and not a device of this machine."""
+    return name.strip().endswith(".toml") or _find_by_name(name) is not None
+
+
+def find_profile(name: str) -> Profile:
+    """The profile with this name or alias, or in this TOML file.
+
+    Raises:
+        OptionError: there is none, or the file is not a profile.
+    """
+    if name.strip().endswith(".toml"):
+        return _read_own(Path(name.strip()))
+    found = _find_by_name(name)
+    if found is None:
+        raise _unknown_profile(name)
+    return found
+
+
+def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
+    """The device that `--device` means, of this machine or a profile, and what is known of it.
+
+    Args:
+        name: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`; a profile: `v100`; or a path to one: `mine.toml`.
+        needs_kernels: this build of PyTorch has to be able to compute on it.
+
+    Raises:
+        OptionError: it is neither, and the message lists both; or there are no kernels for it.
+    """
+    if is_profile(name):
+        profile = find_profile(name)
+        return profile.as_device(), profile
+    if not is_device_name(name):
+        raise _unknown_profile(name)
+    device = select_device(name, list_devices())
+    return require_kernels(device) if needs_kernels else device, describe_device(device)
+
+
+def describe_device(device: Device) -> Profile:
+    """What is known of a device of this machine: its profile, or what its kind tells.
+
+    The states are those of `environment.judge_device`, which looks at this very machine; the rates and
+    faults come from the profile that its name matches, when there is one.
+    """
+    known = match_profile(device)
+    facts = {
+        name: _join(verdict, known.formats.get(name) if known else None)
+        for name, verdict in judge_device(device).items()
+    }
+    capability = Capability(device.capability, "read here") if device.capability else None
+    return Profile(
+        name=device.torch_name,
+        title=device.name,
+        kind=device.type,  # type: ignore[arg-type]
+        formats=facts,
+        architecture=known.architecture if known else "",
+        capability=capability,
+        macos=known.macos if known else (),
+        memory=Memory(device.memory_bytes / 2**30, "read here"),
+        faults=known.faults if known else (),
+        instructions=tuple(sorted(read_cpu_flags())) if device.type == "cpu" else None,
+        onednn=read_onednn_formats() if device.type == "cpu" else None,
+    )
+
+
+def match_profile(device: Device) -> Profile | None:
+    """The profile whose `matches` the name of a device fits, None when there is none."""
+    for profile in read_profiles().values():
+        is_like = profile.kind == device.type and profile.matches
+        if is_like and re.search(profile.matches, device.name):
+            return profile
+    return None
+
+
+def _join(verdict: Verdict, fact: FormatFact | None) -> FormatFact:
+    state: State = "native" if verdict.native else "emulated"
+    if fact is None:
+        return FormatFact(state, "this machine", note=verdict.reason)
+    agrees = verdict.native == (fact.state == "native")
+    return FormatFact(
+        fact.state if agrees else state,
+        fact.source,
+        fact.rate if agrees else None,
+        fact.accumulates,
+        verdict.reason,
+    )
+
+
+def _find_by_name(name: str) -> Profile | None:
+    asked = name.strip().lower()
+    for profile in read_profiles().values():
+        if asked in (profile.name, *profile.aliases) and asked != profile.kind:
+            return profile
+    return None
+
+
+def _unknown_profile(name: str) -> OptionError:
+    known = list_profiles()
+    near = difflib.get_close_matches(name.strip().lower(), known, n=1)
+    return OptionError(
+        f"The device {name!r} is unknown.",
+        expected="A device of this machine is auto, cuda, cuda:1, mps or cpu. Profiles are "
+        f"{', '.join(known)}, and one of your own is a .toml file.",
+        remedy=f'Use device="{near[0] if near else "auto"}".',
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+_MOST_BYTES = 2**16
+"""The longest profile of the package has 1,400."""
+
+
+def _read_own(path: Path) -> Profile:
+    try:
+        text = read_small_file(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except (UnreadableError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"The profile {path} cannot be read: {error}.",
+            remedy="Name a TOML file that exists; stopdown doctor --device v100 --toml prints one "
+            "to start from.",
+        ) from None
+    return parse_profile(text, str(path))
+
+
+def parse_profile(text: str, name: str) -> Profile:
+    """The profile that a TOML text holds.
+
+    Args:
+        text: the file's text.
+        name: the file's name, for messages.
+
+    Raises:
+        OptionError: it is not TOML, lacks a fact or a source, or has a key that is unknown.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error
+        raise _bad_profile(name, f"is not TOML: {error}") from None
+    return _convert_profile(tables, name)
+
+
+def _convert_profile(tables: dict[str, Any], name: str) -> Profile:
+    try:
+        profile = msgspec.convert(tables, Profile)
+    except msgspec.ValidationError as error:
+        raise _bad_profile(name, f"is not complete: {error}") from None
+    problem = _find_problem(profile)
+    if problem:
+        raise _bad_profile(name, problem)
+    return profile
+
+
+def _find_problem(profile: Profile) -> str:
+    unknown = [name for name in profile.formats if name not in FORMATS]
+    if unknown:
+        return f"names the format {unknown[0]}; known are {', '.join(FORMATS)}"
+    absent = [name for name in PRECISIONS if name not in profile.formats]
+    if absent:
+        return f"does not say how {absent[0]} is computed (table [formats.{absent[0]}])"
+    if profile.kind == "cuda" and not profile.capability and not profile.architecture:
+        return "is of the kind cuda and has neither capability nor architecture"
+    if profile.memory and not 0 <= profile.memory.gib <= _LARGEST_GIB:
+        return f"gives it {profile.memory.gib} GiB of memory, which no device has"
+    return _find_bad_fact(profile.formats)
+
+
+def _find_bad_fact(formats: Mapping[str, FormatFact]) -> str:
+    for name, fact in formats.items():
+        if not fact.source.strip():
+            return f"gives no source for formats.{name}"
+        if fact.rate is not None and not fact.rate > 0:
+            return f"gives formats.{name} the rate {fact.rate}, which is not above 0"
+        for what, number in (("rate", fact.rate), ("tflops", fact.tflops)):
+            if number is not None and not _LEAST_RATE <= number <= _LARGEST_RATE:
+                return f"gives formats.{name} {number} for {what}, which no device has"
+    return ""
+
+
+_LEAST_RATE, _LARGEST_RATE = 1e-6, 1e6
+_LARGEST_GIB = 1e6
+
+
+def format_profile(profile: Profile) -> str:
+    """A profile as TOML, which `parse_profile` reads back."""
+    lines = [*_format_plain(profile)]
+    for name in ("capability", "memory"):
+        if getattr(profile, name):
+            lines += ["", f"[{name}]", *_format_plain(getattr(profile, name))]
+    for name, fact in profile.formats.items():
+        lines += ["", f"[formats.{name}]", *_format_plain(fact)]
+    for fault in profile.faults:
+        lines += ["", "[[faults]]", *_format_plain(fault)]
+    return "\n".join(lines) + "\n"
+
+
+def _format_plain(entry: msgspec.Struct) -> Iterator[str]:
+    """The fields of a record that are text, numbers or lists of them, empty ones left out."""
+    for name in entry.__struct_fields__:
+        value = getattr(entry, name)
+        if isinstance(value, tuple):
+            value = list(value) if all(isinstance(item, str | int) for item in value) else None
+        if value not in (None, "", []) and not isinstance(value, dict | msgspec.Struct):
+            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _bad_profile(name: str, problem: str) -> OptionError:
+    return OptionError(
+        f"The profile {name} {problem}.",
+        expected="A profile has name, title, kind (cuda, mps or cpu) and a table [formats.NAME] with "
+        "state (native, emulated, slow, broken or missing) and source for fp32, bf16 and fp16.",
+        remedy="See stopdown doctor --device v100 --toml for one that is complete.",
+    )

@@ -1,0 +1,910 @@
+"""The machine as facts with reasons: devices, formats, versions, settings and memory.
+
+The only module that reads environment variables, devices and versions. Which formats a device
+computes in comes from two sources that check each other: what its maker says (compute capability,
+CPU flags, chip and system), which is data in `knowledge/rules/`, and a timed probe of a small
+matmul and convolution. `torch.cuda.is_bf16_supported()` is not asked: it says True on a V100,
+because emulation counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from stopdown.argument_types import check_type
+from stopdown.devices.torch_builds import (
+    Build,
+    MissingKernels,
+    find_missing_kernels,
+    find_missing_system,
+)
+from stopdown.errors import OptionError, OutputError, take_first_line
+from stopdown.files.json_files import UnreadableError, read_json_table
+from stopdown.files.outputs import written_beside
+from stopdown.files.toml_files import read_rows, read_rules
+from stopdown.number_formats import FORMATS, PRECISIONS
+
+if TYPE_CHECKING:
+    import torch
+
+# ---------------------------------------------------------------------------------------------
+# Settings
+
+_NUMERIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+def read_numeric_variables() -> dict[str, str]:
+    """Variables of PyTorch and its libraries that are set and change numbers, speed or the choice of
+    devices. Stopdown does not act on them; it records them.
+    """
+    return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+
+
+def copy_variables() -> dict[str, str]:
+    """The environment, for a process that a fork server begins: it has that of the server's start."""
+    return dict(os.environ)
+
+
+def put_variables(variables: Mapping[str, str]) -> None:
+    """Take over the environment of another process."""
+    os.environ.update(variables)
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Which of several processes this is, as `torchrun` tells them.
+
+    Attributes:
+        number: among all of them, from 0.
+        count: of all of them.
+        local: among those of this machine, from 0; the index of its device.
+    """
+
+    number: int
+    count: int
+    local: int
+
+
+def read_rank() -> RankSettings | None:
+    """Which of the processes that `torchrun` started this is; None for a process alone.
+
+    Raises:
+        OptionError: the variables are no numbers.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if not given["WORLD_SIZE"] or not given["RANK"]:
+        return None
+    try:
+        found = RankSettings(*(int(given[x] or 0) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    except ValueError as error:
+        raise OptionError(
+            f"The environment says RANK={given['RANK']}, WORLD_SIZE={given['WORLD_SIZE']} and "
+            f"LOCAL_RANK={given['LOCAL_RANK']}.",
+            expected="torchrun sets them to whole numbers.",
+            remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
+        ) from error
+    return found if found.count > 1 else None
+
+
+def cache_folder() -> Path:
+    """The folder for what Stopdown keeps between runs; it need not exist yet.
+
+    `STOPDOWN_CACHE` when it is set; else `stopdown` in the system's place for caches.
+
+    Raises:
+        OptionError: `STOPDOWN_CACHE` is not a folder.
+    """
+    given = os.environ.get("STOPDOWN_CACHE")
+    if not given:
+        return _system_cache() / "stopdown"
+    folder = Path(given).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(
+            f"The environment variable STOPDOWN_CACHE is {given}, which is a file.",
+            expected="It names the folder in which Stopdown keeps its files.",
+            remedy="Set it to a folder, or remove it: unset STOPDOWN_CACHE",
+        )
+    return folder
+
+
+def _system_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    given = os.environ.get(variable)
+    return Path(given) if given else Path.home() / ".cache"
+
+
+# ---------------------------------------------------------------------------------------------
+# The machine
+
+_PACKAGES = ("stopdown", "torch", "diffusers", "transformers", "accelerate")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Facts about this machine, ready for JSON; no package is imported to learn them.
+
+    Returns:
+        `versions` (package to version, None when it is not installed), `python`, `platform`,
+        `cpu` (model), `cores` (physical), `threads` (logical, as far as this process may use
+        them), `torch_threads` (None before torch is loaded), `memory_bytes`.
+    """
+    import psutil
+
+    torch = sys.modules.get("torch")
+    return {
+        "versions": {name: read_version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": read_cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        "torch_threads": torch.get_num_threads() if torch else None,
+        "memory_bytes": _read_memory_bytes(),
+    }
+
+
+def has_moving_cursor() -> bool:
+    """Whether lines that were written can be written over: not in the cell of a notebook, which shows a
+    terminal to the commands that it runs and keeps every line.
+    """
+    return "JPY_PARENT_PID" not in os.environ
+
+
+@contextmanager
+def token_in_use(token: str | None) -> Iterator[None]:
+    """Within the block the Hub's client has this token; None leaves what is set."""
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if token is not None:
+            del os.environ["HF_TOKEN"]
+            os.environ |= {"HF_TOKEN": before} if before is not None else {}
+
+
+def read_version(package: str) -> str | None:
+    """The installed version of a package, None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_package(package: str, extra: str, what: str, *, otherwise: str = "") -> None:
+    """Refuse what needs a package that is not here.
+
+    Args:
+        package: as it is imported.
+        extra: of Stopdown, that brings it.
+        what: needs it: `A LoRA`.
+        otherwise: what the remedy ends with: ` or leave it out`.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise OptionError(
+            f"{what} needs the package {package}, which is not installed.",
+            remedy=f"Install it: pip install 'stopdown[{extra}]'{otherwise}",
+        )
+
+
+@functools.cache
+def read_cpu_model() -> str:
+    """The CPU's name as its maker or the system gives it."""
+    if sys.platform == "darwin":
+        return _read_sysctl("machdep.cpu.brand_string") or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+@functools.cache
+def has_avx512() -> bool:
+    """Whether Linux says that this CPU has AVX-512."""
+    return bool(re.search(r"^flags\s*:.*\bavx512f\b", _read_text("/proc/cpuinfo"), re.MULTILINE))
+
+
+def _read_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its container's limit when lower."""
+    import psutil
+
+    limit = _read_text("/sys/fs/cgroup/memory.max").strip()
+    total = int(psutil.virtual_memory().total)
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_sysctl(name: str) -> str:
+    command = ["/usr/sbin/sysctl", "-n", name]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Devices
+
+
+KINDS = ("cpu", "cuda", "mps", "xpu")
+"""What PyTorch calls the kinds of devices that a run takes."""
+
+
+def is_device_name(name: str) -> bool:
+    """Whether a name is that of a device which some machine has: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`."""
+    kind, _, index = name.strip().lower().partition(":")
+    return (
+        kind in (*KINDS, *(() if index else ("auto",)))
+        and re.fullmatch("[0-9]*", index) is not None
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of this machine.
+
+    Attributes:
+        type: `cuda`, `mps`, `cpu`, or what PyTorch calls another accelerator: `xpu`.
+        index: which of several, from 0.
+        name: the maker's name.
+        capability: CUDA compute capability, such as (7, 0); None elsewhere.
+        memory_bytes: memory of the device, or what this process may use of the machine's.
+        reason: why this device was chosen, one sentence.
+        missing: why this build of PyTorch cannot compute on it; None when it can.
+    """
+
+    type: str
+    index: int
+    name: str
+    capability: tuple[int, int] | None
+    memory_bytes: int
+    reason: str = ""
+    missing: MissingKernels | None = None
+
+    @property
+    def torch_name(self) -> str:
+        """What `torch.device` takes: `cuda:0`, `mps` or `cpu`."""
+        return self.type if self.type in ("mps", "cpu") else f"{self.type}:{self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.torch_name} ({self.name})"
+
+
+def list_devices() -> list[Device]:
+    """The devices of this machine, the one that `auto` takes first: accelerators, then the CPU."""
+    import torch
+
+    found: list[Device] = []
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        found = [_describe_accelerator(kind, at) for at in range(torch.accelerator.device_count())]
+    return [*found, Device("cpu", 0, read_cpu_model(), None, _read_memory_bytes())]
+
+
+def _describe_accelerator(kind: str, index: int) -> Device:
+    import torch
+
+    if kind == "mps":
+        memory = int(torch.mps.recommended_max_memory())
+        return Device("mps", 0, read_cpu_model(), None, memory)
+    facts = torch.get_device_module(kind).get_device_properties(index)
+    capability = (int(facts.major), int(facts.minor)) if kind == "cuda" else None
+    missing = None
+    if capability is not None:
+        architecture = str(facts.gcnArchName).partition(":")[0] if torch.version.hip else ""
+        missing = find_missing_kernels(read_build(), capability, architecture)
+    return Device(
+        kind, index, str(facts.name), capability, int(facts.total_memory), missing=missing
+    )
+
+
+def describe_missing(device: Device) -> str:
+    """Why this build of PyTorch cannot compute on a device, in whole sentences; "" when it can."""
+    if (said := device.missing) is None:
+        return ""
+    return f"{said.what.format(device=device)} {said.expected} {said.remedy}."
+
+
+def read_build() -> Build:
+    """The build of PyTorch that is installed, for CUDA or ROCm."""
+    import torch
+
+    hip, cuda = torch.version.hip, torch.version.cuda
+    toolkit = f"ROCm {hip}" if hip else f"CUDA {cuda}"
+    return Build(torch.__version__, toolkit, tuple(torch.cuda.get_arch_list()))
+
+
+def find_missing_mps() -> MissingKernels | None:
+    """Why a Mac's GPU is not used, when that is its system."""
+    import torch
+
+    if not torch.backends.mps.is_built() or torch.backends.mps.is_available():
+        return None
+    return find_missing_system(torch.__version__, read_macos())
+
+
+def read_macos() -> tuple[int, ...]:
+    """The version of macOS; empty elsewhere."""
+    parts = platform.mac_ver()[0].split(".")
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def name_device(function: str, given: Any) -> str | None:
+    """Return the name of a device that is given by its name or as a `torch.device`; None for none.
+
+    Args:
+        function: that it was given to.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    import torch
+
+    check_type(
+        f"{function}(device=...)",
+        given,
+        (str, torch.device, type(None)),
+        'It is a name, "cuda", "cuda:1", "mps" or "cpu", or a torch.device.',
+        'Use device="cuda:0", or leave it out.',
+    )
+    return None if given is None else str(given)
+
+
+def choose_device(name: str = "auto") -> Device:
+    """The device with this name, with the reason for the choice.
+
+    Args:
+        name: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+
+    Raises:
+        OptionError: the device is unknown or not in this machine, and the message lists what is; or this
+            build of PyTorch has no kernels for it.
+    """
+    return require_kernels(select_device(name, list_devices()))
+
+
+def require_kernels(device: Device) -> Device:
+    """The same device.
+
+    Raises:
+        OptionError: this build of PyTorch has no kernels for it.
+    """
+    if said := device.missing:
+        what = said.what.format(device=device)
+        raise OptionError(what, expected=said.expected, remedy=f"{said.remedy}.")
+    return device
+
+
+def select_device(name: str, devices: list[Device]) -> Device:
+    """As `choose_device`, among given devices, the best of them first."""
+    asked = name.strip().lower()
+    matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
+    missing = find_missing_mps() if asked == "mps" and not matches else None
+    if missing is not None:
+        raise OptionError(missing.what, expected=missing.expected, remedy=f"{missing.remedy}.")
+    if not matches:
+        here = ", ".join(str(device) for device in devices)
+        raise OptionError(
+            f"There is no device {name} here."
+            if is_device_name(asked)
+            else f"The device {name!r} is unknown.",
+            expected=f"This machine, with this build of PyTorch, has: {here}.",
+            remedy=f'Use device="{devices[0].torch_name}", or device="auto".',
+        )
+    usable = [x for x in matches if x.missing is None and x.type != "cpu"]
+    chosen = (usable or matches)[0]  # of several cards one with kernels; never the CPU in silence
+    reason = (
+        f"{chosen.torch_name} was requested." if asked != "auto" else _explain_auto(devices, chosen)
+    )
+    return dataclasses.replace(chosen, reason=reason)
+
+
+def _explain_auto(devices: list[Device], chosen: Device) -> str:
+    others = ", ".join(device.torch_name for device in devices if device is not chosen)
+    if not others:
+        return f"{chosen} is the only device that this build of PyTorch finds here."
+    why = (
+        "comes first" if chosen is devices[0] else "is the first that this PyTorch has kernels for"
+    )
+    return f"{chosen} {why}; also here: {others}."
+
+
+# ---------------------------------------------------------------------------------------------
+# Formats: what the makers say
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a format on a device without trying it.
+
+    Attributes:
+        native: the device's arithmetic units compute in it, and no fault of theirs is known.
+        reason: one sentence, with the source.
+    """
+
+    native: bool
+    reason: str
+
+
+class _Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `knowledge/rules/arithmetic.toml`: what devices of one backend compute in."""
+
+    backend: Literal["cuda", "rocm", "mps"]
+    format: str
+    native: bool
+    reason: str
+    source: str
+    first: tuple[int, ...] = msgspec.field(default=(), name="from")
+    below: tuple[int, ...] = ()
+    only: tuple[tuple[int, ...], ...] = ()
+    name: str = ""
+
+    def fits(self, number: tuple[int, ...], name: str) -> bool:
+        return (
+            number >= self.first
+            and (not self.below or number < self.below)
+            and (not self.only or number in self.only)
+            and re.search(self.name, name) is not None
+        )
+
+
+@functools.cache
+def _read_units() -> tuple[_Unit, ...]:
+    return read_rows("arithmetic", "unit", _Unit)
+
+
+_FP32 = Verdict(True, "fp32 is native on every device.")
+
+
+def judge_accelerator(
+    backend: str, number: tuple[int, ...] = (), name: str = ""
+) -> dict[str, Verdict]:
+    """What an accelerator computes natively: the verdicts of the first rows that fit.
+
+    Args:
+        backend: `cuda`, `rocm` or `mps`.
+        number: compute capability, such as (7, 5); on mps the version of macOS, such as (14, 5).
+        name: of the device; of AMD's the architecture, such as `gfx90a`; on mps the chip, as
+            `read_cpu_model` gives it.
+    """
+    verdicts = {"fp32": _FP32}
+    written = ".".join(map(str, number))
+    for unit in _read_units():
+        if unit.backend == backend and unit.format not in verdicts and unit.fits(number, name):
+            reason = unit.reason.format(number=written, name=name)
+            verdicts[unit.format] = Verdict(unit.native, reason)
+    return verdicts
+
+
+@functools.cache
+def _read_instructions() -> dict[str, Any]:
+    """What instruction sets decide."""
+    return read_rules("instructions")
+
+
+def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
+    """What a CPU computes natively, by its flags in the spelling of `read_cpu_flags`.
+
+    Source: the instruction sets for which oneDNN and Arm's library have 16-bit kernels.
+    """
+    have = set(flags)
+    verdicts = {"fp32": _FP32}
+    arithmetic = _read_instructions()["arithmetic"]
+    for name in ("bf16", "fp16"):
+        wanted = arithmetic[name]
+        found = [flag for flag in wanted if flag in have]
+        reason = (
+            f"The CPU has {name} instructions ({', '.join(found)})."
+            if found
+            else f"The CPU has no {name} instructions (none of {', '.join(wanted)}); values are "
+            "converted to fp32 and back."
+        )
+        verdicts[name] = Verdict(bool(found), reason)
+    return verdicts
+
+
+_SPELLINGS = {
+    "avx512bw": "avx512_bw",
+    "avx512dq": "avx512_dq",
+    "avx512vl": "avx512_vl",
+    "bf16": "arm_bf16",
+    "svebf16": "sve_bf16",
+    "asimdhp": "arm_fp16",
+    "fp16_arith": "arm_fp16",
+    "hw.optional.arm.FEAT_BF16": "arm_bf16",
+    "hw.optional.arm.FEAT_FP16": "arm_fp16",
+}
+
+
+def list_known_flags() -> frozenset[str]:
+    """The instruction sets that something depends on."""
+    data = _read_instructions()
+    sets = [data["arithmetic"][name] for name in ("bf16", "fp16")]
+    sets += [one for name in PRECISIONS for one in data["onednn"][name]]
+    return frozenset(flag for flags in sets for flag in flags)
+
+
+def normalise_cpu_flags(flags: Iterable[str]) -> frozenset[str]:
+    """The flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
+    return frozenset(_SPELLINGS.get(flag, flag) for flag in flags) & list_known_flags()
+
+
+def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
+    """The flags that oneDNN uses under a limit.
+
+    Args:
+        flags: in the spelling of `read_cpu_flags`; those of Arm are not limited.
+        limit: what the variable ONEDNN_MAX_CPU_ISA says; "" and names that are unknown limit nothing.
+    """
+    found = frozenset(flags)
+    for entry in _read_instructions()["limits"]:
+        if limit.strip().upper() in entry["names"]:
+            return frozenset(
+                x for x in found if x in entry["flags"] or x.startswith(("arm", "sve"))
+            )
+    return found
+
+
+@functools.cache
+def read_cpu_flags() -> frozenset[str]:
+    """The 16-bit instruction sets of this CPU: from the system, and from torch where it knows.
+
+    Without those that ONEDNN_MAX_CPU_ISA keeps oneDNN from using.
+    """
+    found = {name for name in _SPELLINGS if name.startswith("hw.") and _read_sysctl(name) == "1"}
+    lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.M)
+    found.update(lines[0].split() if lines else ())
+    known = normalise_cpu_flags(found | _ask_torch_for_flags())
+    return limit_cpu_flags(known, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+
+
+def find_onednn_formats(flags: Iterable[str]) -> tuple[str, ...]:
+    """The formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
+    have, sets = set(flags), _read_instructions()["onednn"]
+    return tuple(name for name in PRECISIONS if any(have >= set(one) for one in sets[name]))
+
+
+def read_onednn_formats() -> tuple[str, ...]:
+    """The formats whose convolutions PyTorch gives to oneDNN on this machine, as PyTorch says."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return ()
+    known = find_onednn_formats(read_cpu_flags())
+    found = ["fp32"]
+    for name in ("bf16", "fp16"):
+        ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # not in every build
+        if name in known if ask is None else ask():
+            found.append(name)
+    return tuple(found)
+
+
+def _ask_torch_for_flags() -> set[str]:
+    import torch
+
+    ask = getattr(torch.cpu, "get_capabilities", None)  # absent in older torch
+    if ask is not None:
+        return {name for name, value in ask().items() if value is True}
+    helpers = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_fp16": "_is_amx_fp16_supported"}
+    return {flag for flag, name in helpers.items() if getattr(torch.cpu, name, bool)()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Formats: what a timed probe says
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a device supports a format.
+
+    Attributes:
+        native: the device's arithmetic units compute in it, and no fault of theirs is known.
+        works: a matmul and a convolution ran in it and gave finite values.
+        time_ratio: their time over that of fp32 (geometric mean; 2.0 is twice as slow), None when
+            they did not run, or when the machine was too busy to tell.
+        reason: why a precision is chosen by it, in whole sentences. It has no figures that were measured:
+            it stays the same from run to run on one machine.
+        measured: the figures that were measured here, a whole sentence; "" for none.
+    """
+
+    native: bool
+    works: bool
+    time_ratio: float | None
+    reason: str
+    measured: str = ""
+
+
+SLOW = 1.5
+"""A format that takes more than this many times as long as fp32 is not chosen for its speed."""
+
+
+def probe_formats(device: Device) -> dict[str, Support]:
+    """How a device supports fp32, bf16 and fp16, judged and then tried.
+
+    The answer is kept for the life of the process, and the times for later ones on this machine, so that
+    its choices stay the same. The probe draws no random numbers. Formats are timed in turns, and the
+    least time counts; on a machine that is too busy to tell nothing is said of speed, and nothing kept.
+
+    Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and
+    loads the libraries that a run would load anyway.
+    """
+    return dict(_probe_once(device.type, device.index))
+
+
+@functools.cache
+def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
+    device = next(d for d in list_devices() if (d.type, d.index) == (kind, index))
+    verdicts, times = judge_device(device), _time_formats(device)
+    return tuple(
+        (name, weigh_support(name, verdicts[name], times[name], times["fp32"]))
+        for name in PRECISIONS
+    )
+
+
+def judge_device(device: Device) -> dict[str, Verdict]:
+    """What a device computes natively according to its maker."""
+    if device.type == "mps":
+        return judge_accelerator("mps", read_macos(), device.name)
+    if device.type == "cpu":
+        return judge_cpu(read_cpu_flags())
+    if device.capability is None:
+        unknown = (
+            f"Nothing is known of the arithmetic of {device.type} devices but what a probe tells."
+        )
+        return {"fp32": _FP32, "bf16": Verdict(True, unknown), "fp16": Verdict(True, unknown)}
+    import torch
+
+    if torch.version.hip:
+        name = str(torch.cuda.get_device_properties(device.index).gcnArchName)
+        return judge_accelerator("rocm", name=name.partition(":")[0])
+    return judge_accelerator("cuda", device.capability, device.name)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the two operations of the probe, or the reason why they did not run.
+
+    Attributes:
+        matmul_s, convolution_s: the least of all samples: what else runs here only adds to it.
+        failure: why they did not run.
+        noise: how far the least quarter of the samples reaches above the least, as a factor.
+    """
+
+    matmul_s: float = math.nan
+    convolution_s: float = math.nan
+    failure: str = ""
+    noise: float = 1.0
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether both times can be compared."""
+        return self.matmul_s > 0 and self.convolution_s > 0
+
+
+MOST_NOISE = 1.5
+"""Two times are not compared when their samples disagree by this factor together, but for
+`CLEARLY_SLOW`: what takes that many times as long as fp32 when all noise is taken off is slow."""
+
+CLEARLY_SLOW = 2.0
+
+LEAST_RATIO = 1 / 64
+"""No device computes 16 bits faster than this beside fp32: matrix units reach a thirtieth."""
+
+
+def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
+    """What is known and what was measured, as one answer.
+
+    Args:
+        name: the format.
+        verdict: what the maker says.
+        timing: measured in this format.
+        reference: measured in fp32.
+    """
+    if timing.failure:
+        return Support(
+            False, False, None, f"{verdict.reason} It was tried and failed: {timing.failure}"
+        )
+    if name == "fp32" or reference.failure:
+        return Support(verdict.native, True, 1.0, verdict.reason)
+    matmul = timing.matmul_s / reference.matmul_s
+    convolution = timing.convolution_s / reference.convolution_s
+    ratio, noise = math.sqrt(matmul * convolution), timing.noise * reference.noise
+    is_noisy = noise > MOST_NOISE and ratio / noise < CLEARLY_SLOW
+    if is_noisy or min(matmul, convolution) < LEAST_RATIO:
+        busy = "The times measured here are too noisy to show how fast it is."
+        return Support(verdict.native, True, None, verdict.reason, busy)
+    slow = f" Here it takes more than {SLOW} times as long as fp32." if ratio > SLOW else ""
+    measured = (
+        f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
+        f"the time of fp32: {_describe_speed(ratio)}."
+    )
+    return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured)
+
+
+def _describe_speed(ratio: float) -> str:
+    if ratio < 0.9:
+        return "it is faster"
+    if ratio <= 1.1:
+        return "it saves memory but no time"
+    return "it saves memory but is slower"
+
+
+_SHARE_S = 0.05  # seconds for one operation in one format: three formats and two operations of it
+_ROUNDS = 20
+_Operation = Callable[[], Any]
+
+
+def _time_formats(device: Device) -> dict[str, Timing]:
+    """Return the time of each format on a device: what was kept on this machine, else measured now.
+
+    A ratio near a limit would otherwise lead to another precision from run to run.
+    """
+    try:
+        found = msgspec.convert(read_json_table(_kept_timings(device)), dict[str, Timing])
+    except (UnreadableError, msgspec.ValidationError):
+        return _measure_formats(device)
+    is_whole = set(found) == set(PRECISIONS) and all(x.is_positive for x in found.values())
+    return found if is_whole else _measure_formats(device)
+
+
+def forget_timings(device: Device) -> None:
+    """Have a device timed again by the next probe."""
+    with suppress(OSError):
+        _kept_timings(device).unlink(missing_ok=True)
+
+
+def _measure_formats(device: Device) -> dict[str, Timing]:
+    """Time all formats in alternation, so that other load affects all of them equally.
+
+    Times whose samples agree are kept for later processes, in `timings` of the cache's folder.
+    """
+    import torch
+
+    failures: dict[str, str] = {}
+    operations: dict[tuple[str, int], _Operation] = {}
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        for name in PRECISIONS:
+            try:
+                made = _make_operations(device, FORMATS[name].torch_dtype)
+                if not all(bool(torch.isfinite(operation()).all()) for operation in made):
+                    raise ArithmeticError("a sum of products of 0.125 was not finite")
+                operations |= {(name, at): operation for at, operation in enumerate(made)}
+            except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
+                failures[name] = f"{take_first_line(error).rstrip('.')}."
+        samples = _sample(device, operations)
+    found = {
+        name: Timing(failure=failures[name])
+        if name in failures
+        else _sum_up(samples[name, 0], samples[name, 1])
+        for name in PRECISIONS
+    }
+    reference = found["fp32"].noise
+    if not failures and all(x.noise * reference <= MOST_NOISE for x in found.values()):
+        _keep_timings(device, found)
+    return found
+
+
+def _keep_timings(device: Device, timings: Mapping[str, Timing]) -> None:
+    path = _kept_timings(device)
+    with suppress(OSError, OutputError):  # it is measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_beside(path) as part:
+            part.write_bytes(msgspec.json.encode(timings))
+
+
+def _kept_timings(device: Device) -> Path:
+    """Where the times of a device are kept, by all that they depend on."""
+    import torch
+
+    facts = (
+        device.type,
+        device.name,
+        device.capability,
+        torch.__version__,
+        torch.version.cuda or torch.version.hip,
+        read_macos() if device.type == "mps" else None,
+        (sorted(read_cpu_flags()), torch.get_num_threads()) if device.type == "cpu" else None,
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return cache_folder() / "timings" / f"{digest[:32]}.json"
+
+
+def _sample(
+    device: Device, operations: Mapping[tuple[str, int], _Operation]
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each operation, one after the other in each round; a slow one is run twice only."""
+    samples: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
+    for number in range(_ROUNDS):
+        for key, operation in list(operations.items())[:: 1 if number % 2 else -1]:
+            if number < 2 or number * min(samples[key]) < _SHARE_S:
+                synchronise(device)
+                start = time.perf_counter()
+                operation()
+                synchronise(device)
+                samples[key].append(time.perf_counter() - start)
+    return samples
+
+
+def _sum_up(matmul: list[float], convolution: list[float]) -> Timing:
+    noise = max(_measure_noise(matmul), _measure_noise(convolution))
+    return Timing(min(matmul), min(convolution), noise=noise)
+
+
+def _measure_noise(seconds: list[float]) -> float:
+    """How far the least quarter of the samples reaches above the least of all, as a factor."""
+    ordered = sorted(seconds)
+    return ordered[max(1, len(ordered) // 4)] / max(ordered[0], 1e-9)
+
+
+def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _Operation]:
+    """A matmul and a convolution whose exact results fit every format.
+
+    On an accelerator they are large enough to outweigh the launch; on a CPU small enough that a
+    format computed one value at a time stays within its share.
+    """
+    import torch
+
+    size, channels, side = (128, 32, 16) if device.type == "cpu" else (2048, 128, 64)
+
+    def fill(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.125, dtype=dtype, device=device.torch_name)
+
+    left, right = fill(size, size), fill(size, size)
+    image, kernel = fill(1, channels, side, side), fill(channels, channels, 3, 3)
+    return (
+        lambda: left @ right,
+        lambda: torch.nn.functional.conv2d(image, kernel, padding=1),
+    )
+
+
+def synchronise(device: Device) -> None:
+    """Wait until a device has done what it was given."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device.torch_name)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory

@@ -1,0 +1,161 @@
+"""What a build of PyTorch has kernels for, beside what a card needs: plain rules over plain facts.
+
+A build lists the architectures that it was compiled for (`torch.cuda.get_arch_list`). NVIDIA's cards run
+code of the same major compute capability and an equal or lower minor one, and intermediate code
+(`compute_90`) of any lower one; AMD's run code of their own architecture, or of its generic name.
+
+**Catches** cards for which nothing in the list can run: the first kernel would end in "no kernel image is
+available".
+**Does not catch** libraries beside PyTorch (flash attention, bitsandbytes), which have lists of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from stopdown.files.toml_files import read_rows
+
+Number = tuple[int, int]
+
+_INTEGRATED: tuple[Number, ...] = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0))
+"""Compute capabilities of Tegra and Jetson: code for cards does not run there, nor theirs on cards."""
+
+
+_ON_CPU = 'Or run on the CPU: device="cpu"'
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build of PyTorch.
+
+    Attributes:
+        version: `2.13.0+cu130`.
+        toolkit: `CUDA 13.0`, `ROCm 7.1`.
+        architectures: that it was compiled for: `sm_75`, `compute_90`, `gfx1030`; empty when unknown.
+    """
+
+    version: str
+    toolkit: str
+    architectures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MissingKernels:
+    """Why a build cannot compute on a device: parts of an error.
+
+    Attributes:
+        what: with the device named as `{device}`.
+        expected: which builds can.
+        remedy: what to type or do.
+    """
+
+    what: str
+    expected: str
+    remedy: str
+
+
+class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `card` in `knowledge/rules/builds.toml`."""
+
+    backend: Literal["cuda", "rocm"]
+    build: str
+    remedy: str
+    source: str
+    first: tuple[int, ...] = msgspec.field(default=(), name="from")
+    below: tuple[int, ...] = ()
+    name: str = ""
+
+    def fits(self, number: Number, name: str) -> bool:
+        return (
+            number >= self.first
+            and (not self.below or number < self.below)
+            and re.search(self.name, name) is not None
+        )
+
+
+class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `system` there: the least macOS with MPS."""
+
+    torch: str
+    least: Number
+    source: str
+
+
+@functools.cache
+def _read(table: str, kind: Any) -> tuple[Any, ...]:
+    return read_rows("builds", table, kind)
+
+
+def find_missing_kernels(
+    build: Build, number: Number, architecture: str = ""
+) -> MissingKernels | None:
+    """Why a build has no kernels for a card; None when it has, or does not tell.
+
+    Args:
+        number: compute capability.
+        architecture: of an AMD card: `gfx1031`; "" for one of NVIDIA.
+    """
+    listed = build.architectures
+    has = _runs_on_amd(listed, architecture) if architecture else _runs_on_nvidia(listed, number)
+    if has or not listed:
+        return None
+    backend, written = "rocm" if architecture else "cuda", ".".join(map(str, number))
+    row = next(
+        x for x in _read("card", _Card) if x.backend == backend and x.fits(number, architecture)
+    )
+    return MissingKernels(
+        f"This PyTorch ({build.version}, {build.toolkit}) has no kernels for {{device}}, which is "
+        f"{architecture or f'compute capability {written}'}. It was built for {', '.join(listed)}.",
+        row.build.format(number=written, name=architecture),
+        row.remedy if "cpu" in row.remedy else f"{row.remedy}. {_ON_CPU}",
+    )
+
+
+def _runs_on_nvidia(listed: Collection[str], number: Number) -> bool:
+    for entry in listed:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", entry)
+        if found is None:
+            continue
+        code, is_exact = (int(found[2]), int(found[3])), found[4] == "a"
+        if code == number or (found[1] == "compute" and not is_exact and code <= number):
+            return True
+        is_alike = code[0] == number[0] and code[1] <= number[1] and not is_exact
+        if found[1] == "sm" and is_alike and number not in _INTEGRATED and code not in _INTEGRATED:
+            return True
+    return False
+
+
+def _runs_on_amd(listed: Collection[str], architecture: str) -> bool:
+    generic = (
+        x.removesuffix("-generic").replace("-", "") for x in listed if x.endswith("-generic")
+    )
+    return architecture in {x.partition(":")[0] for x in listed} or architecture.startswith(
+        tuple(generic)
+    )
+
+
+def find_missing_system(version: str, macos: tuple[int, ...]) -> MissingKernels | None:
+    """Why a build has no MPS under a macOS; None when it has.
+
+    Args:
+        version: of PyTorch.
+        macos: such as (13, 7, 4).
+    """
+    from packaging.specifiers import SpecifierSet
+
+    rows = _read("system", _System)
+    row = next(x for x in rows if SpecifierSet(x.torch).contains(version, prereleases=True))
+    if macos >= row.least:
+        return None
+    here, least = ".".join(map(str, macos)), ".".join(map(str, row.least))
+    return MissingKernels(
+        f"This PyTorch ({version}) does not use the Apple GPU under macOS {here}.",
+        f"It needs macOS {least} or newer.",
+        f"Update macOS, or choose an older PyTorch at https://pytorch.org/get-started/locally/. {_ON_CPU}",
+    )

@@ -1,0 +1,1 @@
+"""Files that are read or written: JSON and TOML with limits, and places for results."""

@@ -1,0 +1,1 @@
+"""Finished frames: read, written, and looked at for faults."""

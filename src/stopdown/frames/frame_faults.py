@@ -1,0 +1,297 @@
+"""Faults of finished frames that carry no NaN: black, grey, one colour, frozen, noise.
+
+Each detector needs several signs at once, because a false alarm costs more trust than a miss that the
+guard finds elsewhere. `find_frame_faults` lists what is caught and what is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stopdown.files.toml_files import read_rules
+from stopdown.records import Finding
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Frames = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class FrameFault:
+    """What is wrong with finished frames.
+
+    Attributes:
+        kind: `black`, `grey`, `flat`, `frozen` or `noise`.
+        frames: indices of the frames, from 0.
+        evidence: what was measured, with the limit.
+    """
+
+    kind: str
+    frames: tuple[int, ...]
+    evidence: str
+
+    @property
+    def meaning(self) -> Meaning:
+        """What such a fault means."""
+        return read_meanings()[self.kind]
+
+    @property
+    def remedy(self) -> str:
+        """What to type or do."""
+        return self.meaning.remedy
+
+
+class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of `knowledge/rules/frames.toml`.
+
+    Attributes:
+        fault: the class of failures that it most often is.
+        says: what is seen.
+        why: what it can come from.
+        remedy: what to type or do.
+        elsewhere: other classes of failures to the precision to try for each.
+    """
+
+    fault: str
+    says: str
+    why: str
+    remedy: str
+    elsewhere: dict[str, str]
+
+
+@functools.cache
+def read_meanings() -> dict[str, Meaning]:
+    """What each kind of fault means."""
+    return msgspec.convert(read_rules("frames"), dict[str, Meaning])
+
+
+_SPREAD = 2.5  # standard deviation over a frame, of 255
+_PEAK = 12.0  # largest deviation of a 4x4 block from the frame's mean, of 255
+_DARK = 16.0  # mean of the brightest channel: black of limited-range video
+_TINT = 4.0  # difference between channel means up to which a colour is grey
+_STILL = 2.0  # largest change of a 4x4 block against the first frame, of 255
+
+
+def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
+    """Every fault that can be seen in finished frames; an empty list when they look healthy.
+
+    **Catches**
+
+    - *black*: a frame that is dark (mean at most 16 of 255) and one colour all over: standard
+      deviation below 2.5, and no block of 4x4 pixels more than 12 away from the mean.
+    - *grey* and *flat*: as uniform as that, in a neutral or another colour.
+    - *frozen*: a clip of several frames in which no block of 4x4 pixels ever changes by more than
+      2 against the first frame (the codec's own changes stay below that).
+    - *noise*: pixels that do not know their neighbours: at 1, 2 and 4 pixels, horizontally and
+      vertically, luma is correlated by less than 0.25, its spread falls as that of white noise
+      does, and its distribution has no tails as those of stars on a night sky.
+
+    **Does not catch**
+
+    - a dark scene with any structure, a faint gradient, a black frame with a few stray pixels;
+    - a freeze in part of a clip, or two frames that alternate;
+    - noise with a grain above one pixel, such as random latents decoded by an autoencoder;
+    - pictures that are wrong in any other way; and a prompt that asks for plain black, one
+      colour, a still picture or television static is reported although it was followed.
+
+    Args:
+        frames: `[T, H, W, 3]` uint8, or frames one after the other, of which two are held at a time.
+    """
+    looks = list(_look_at(frames if isinstance(frames, Iterator) else require_clip(frames)))
+    found = [fault for detect in _DETECTORS.values() for fault in detect(looks)]
+    uniform = {index for fault in found if fault.kind in _UNIFORM for index in fault.frames}
+    if len(uniform) == len(looks):  # of a clip without any picture, "frozen" says nothing new
+        return [fault for fault in found if fault.kind != "frozen"]
+    return found
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is measured in one frame.
+
+    Attributes:
+        colour: mean of its channels, when it is one colour all over.
+        spread: the largest standard deviation of these.
+        noise: the largest correlation of neighbouring pixels, when it is noise.
+        change: how far a block of 4x4 pixels is from that of the first frame, the largest until here;
+            measured until it is above `_STILL`.
+    """
+
+    colour: tuple[float, ...]
+    spread: float
+    noise: float | None
+    change: float
+
+    @property
+    def kind(self) -> str:
+        """Of a frame of one colour: `black`, `grey` or `flat`."""
+        if not self.colour:
+            return ""
+        if max(self.colour) <= _DARK:
+            return "black"
+        return "grey" if max(self.colour) - min(self.colour) <= _TINT else "flat"
+
+
+def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
+    first, change = None, 0.0
+    for frame in frames:
+        if first is None:
+            first = _shrink(frame, 4)
+        elif change <= _STILL:
+            change = max(change, float(abs(_shrink(frame, 4) - first).max()))
+        yield _Look(*_measure_colour(frame), _measure_noise(frame), change)
+
+
+def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
+    """What `find_frame_faults` finds, as a record holds it: `black-frames`, `frozen-frames`…
+
+    Args:
+        frames: `[T, H, W, 3]` uint8.
+        name: what they are: `output`.
+    """
+    return tuple(
+        Finding(f"{fault.kind}-frames", name, fault.evidence, fault.remedy)
+        for fault in find_frame_faults(frames)
+    )
+
+
+def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
+    """Means of blocks of `factor` x `factor` pixels; a picture too small for two stays as it is."""
+    import numpy as np
+
+    height, width = (size // factor * factor for size in picture.shape[:2])
+    if factor == 1 or min(height, width) < 2 * factor:
+        return picture.astype(np.float32)
+    blocks = picture[:height, :width].astype(np.float32)
+    shape = (height // factor, factor, width // factor, factor, *picture.shape[2:])
+    return np.asarray(blocks.reshape(shape).mean(axis=(1, 3)))
+
+
+def _measure_colour(frame: Frames) -> tuple[tuple[float, ...], float]:
+    """The colour of a frame that is one all over, and its spread; () for a frame that is not."""
+    # A quarter of the rows and columns holds 1/16 of the pixels: when its standard deviation is 4
+    # times the limit, that of the frame is above the limit.
+    if frame[::4, ::4].std(axis=(0, 1)).max() >= 4 * _SPREAD:
+        return (), 0.0
+    pixels = _shrink(frame, 1)
+    means, spread = pixels.mean(axis=(0, 1)), float(pixels.std(axis=(0, 1)).max())
+    if spread >= _SPREAD or abs(_shrink(frame, 4) - means).max() > _PEAK:
+        return (), 0.0
+    return tuple(means.tolist()), spread
+
+
+_UNIFORM = ("black", "grey", "flat")
+
+
+def _detect_uniform(looks: Sequence[_Look]) -> Iterator[FrameFault]:
+    for kind in _UNIFORM:
+        indices = tuple(index for index, look in enumerate(looks) if look.kind == kind)
+        if indices:
+            red, green, blue = looks[indices[0]].colour
+            evidence = (
+                f"{name_frames(indices, len(looks)).capitalize()}: mean colour ({red:.0f}, "
+                f"{green:.0f}, {blue:.0f}) of 255, standard deviation at most "
+                f"{max(looks[x].spread for x in indices):.2f} (a picture has more than {_SPREAD})."
+            )
+            yield FrameFault(kind, indices, evidence)
+
+
+def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
+    if len(looks) < 2 or looks[-1].change > _STILL:
+        return []
+    evidence = (
+        f"All {len(looks)} frames show the same picture: no block of 4x4 pixels changes by more "
+        f"than {looks[-1].change:.2f} of 255 (limit {_STILL:g})."
+    )
+    return [FrameFault("frozen", tuple(range(len(looks))), evidence)]
+
+
+def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
+    hits = {index: look.noise for index, look in enumerate(looks) if look.noise is not None}
+    if not hits:
+        return []
+    evidence = (
+        f"{name_frames(tuple(hits), len(looks)).capitalize()}: neighbouring pixels are correlated "
+        f"by at most {max(hits.values()):.2f} (a picture has more than {_KINSHIP})."
+    )
+    return [FrameFault("noise", tuple(hits), evidence)]
+
+
+_KINSHIP = 0.25  # correlation of neighbours, below which they are strangers
+_CONTRAST = 12.0  # standard deviation of luma that noise has at least, of 255
+_TAILS = 5.0  # kurtosis: 1.8 for uniform, 3 for normal noise, hundreds for stars on a night sky
+
+
+def _measure_noise(frame: Frames) -> float | None:
+    """The largest neighbour correlation of a frame that is white noise, None for a picture.
+
+    Luma is tested, because the chroma of video is smoothed by its subsampling; of a large frame
+    the middle 256x256 pixels.
+    """
+    import numpy as np
+
+    height, width = frame.shape[:2]
+    if min(height, width) < 32:
+        return None
+    top, left = max(0, height - 256) // 2, max(0, width - 256) // 2
+    crop = frame[top : top + 256, left : left + 256].astype(np.float32)
+    luma = crop @ np.array([0.2126, 0.7152, 0.0722], np.float32)
+    centred = luma - luma.mean()
+    spread = float(centred.std())
+    if spread < _CONTRAST or float((centred**4).mean()) > _TAILS * spread**4:
+        return None
+    scales = [_shrink(luma, factor) for factor in (1, 2, 4)]
+    whiteness = [
+        factor * float(s.std()) / spread for factor, s in zip((2, 4), scales[1:], strict=True)
+    ]
+    if not all(0.7 < ratio < 1.4 for ratio in whiteness):
+        return None
+    largest = max(_correlate_neighbours(scale) for scale in scales)
+    return largest if largest < _KINSHIP else None
+
+
+def _correlate_neighbours(luma: np.ndarray[Any, Any]) -> float:
+    """The larger magnitude of the horizontal and vertical lag-1 correlation; 1 without variance."""
+    import numpy as np
+
+    centred = luma - luma.mean()
+    variance = float((centred**2).mean())
+    if variance == 0:
+        return 1.0
+    across = float((centred[:, 1:] * centred[:, :-1]).mean()) / variance
+    down = float((centred[1:] * centred[:-1]).mean()) / variance
+    return float(np.max(np.abs([across, down])))
+
+
+_DETECTORS: dict[str, Callable[[Sequence[_Look]], Iterable[FrameFault]]] = {
+    "uniform": _detect_uniform,
+    "frozen": _detect_frozen,
+    "noise": _detect_noise,
+}
+
+
+def require_clip(frames: Frames) -> Frames:
+    import numpy as np
+
+    array = np.asarray(frames)
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[-1] != 3 or 0 in array.shape:
+        raise ValueError(
+            f"a clip is a uint8 array [T, H, W, 3] with at least one pixel, "
+            f"and this is {array.dtype} {list(array.shape)}"
+        )
+    return array
+
+
+def name_frames(indices: Sequence[int], total: int) -> str:
+    """Frames in words: `all 9 frames`, `frame 3 of 9`, `frames 4, 5 of 9`, counted from 1."""
+    if len(indices) == total:
+        return "the only frame" if total == 1 else f"all {total} frames"
+    shown = ", ".join(str(index + 1) for index in indices[:8])
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"frame{'s' if len(indices) > 1 else ''} {shown}{more} of {total}"

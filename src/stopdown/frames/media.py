@@ -1,0 +1,468 @@
+"""Pictures and clips, read and written as files.
+
+A clip is a uint8 array `[T, H, W, 3]` of red, green and blue; a picture is `[H, W, 3]`. Clips are
+written as H.264 in mp4 or VP9 in webm (yuv420p, BT.709), as gif, as one png, or as a folder of png
+files. A file is written beside its place under a temporary name and renamed when it is whole, so that
+a full disk or Ctrl-C leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stopdown.devices.environment import has_avx512
+from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
+from stopdown.files.outputs import check_target, refuse_nameless, write_numbered, written_beside
+from stopdown.frames.frame_faults import name_frames, require_clip
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+    Frames = np.ndarray[Any, np.dtype[np.uint8]]
+
+FOLDER = "folder"
+"""The format of an output that is a folder of png files."""
+
+# ---------------------------------------------------------------------------------------------
+# Where the output goes
+
+
+def choose_format(path: str | os.PathLike[str], frames: int) -> str:
+    """The format that an output path asks for: `mp4`, `webm`, `gif`, `png` or `folder`.
+
+    A path that ends in a slash, has no suffix, or is a folder already, is a folder of png files.
+
+    Args:
+        path: the output path as it was typed.
+        frames: how many frames will be written.
+
+    Raises:
+        OptionError: the suffix is unknown, or is .png for several frames.
+        OutputError: it is a folder that cannot be replaced.
+    """
+    refuse_nameless(path)
+    text, stem = os.fspath(path), Path(path).with_suffix("")
+    while stem.suffix.lower() in WRITERS:  # circle.mp4.json is the record of circle.mp4
+        stem = stem.with_suffix("")
+    suffix = Path(path).suffix.lower()
+    if not suffix or text.endswith(("/", os.sep)):
+        return FOLDER
+    if suffix not in WRITERS:
+        if Path(path).is_dir():
+            return FOLDER
+        raise OptionError(
+            f"The output {text} ends in {suffix}, which is not a format that Stopdown writes.",
+            expected=f"The formats are {', '.join(WRITERS)} (a single frame), and a folder of png files.",
+            remedy=f"Use -o {stem}.mp4, or -o {stem}/ for a folder of frames.",
+        )
+    if suffix == ".png" and frames > 1:
+        raise OptionError(
+            f"The output {text} is a single picture, and there are {frames} frames to write.",
+            expected="A .png file holds one frame.",
+            remedy=f"Use -o {stem}.mp4, -o {stem}.gif, or -o {stem}/ for a folder of frames.",
+        )
+    return suffix[1:]
+
+
+def check_output(
+    path: str | os.PathLike[str],
+    frames: int,
+    *,
+    force: bool = True,
+    inputs: Iterable[str | Path | None] = (),
+) -> str:
+    """The format of an output path, once it is certain that a file can be made there now.
+
+    Called before a long run. It makes a small file beside the output and removes it again.
+
+    Args:
+        path: the output path as it was typed.
+        frames: how many frames will be written.
+        force: whether a file that is there is replaced, and not refused.
+        inputs: files that the run reads, which the output must not replace.
+
+    Raises:
+        OptionError: as `choose_format`.
+        OutputError: the place does not exist, is taken, or cannot be written.
+    """
+    chosen = choose_format(path, frames)
+    check_target(path, folder=chosen == FOLDER, force=force, inputs=inputs)
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_media(
+    path: str | os.PathLike[str], frames: Frames, fps: float = 8.0, *, numbered: bool = False
+) -> Path:
+    """Write a clip in the format that the path asks for, whole or not at all.
+
+    A file that stands there is replaced; a folder has to be new or empty.
+
+    Args:
+        path: a .mp4, .webm, .gif or .png file, or a folder (see `choose_format`).
+        frames: `[T, H, W, 3]` uint8.
+        fps: frames per second, above 0; png files and folders do not keep it. A gif counts in
+            hundredths of a second and shows at most 50 frames per second.
+        numbered: replace nothing: take the first free name instead, with one for its record.
+
+    Returns:
+        The path written.
+
+    Raises:
+        OptionError: the suffix is unknown, or is .png for several frames.
+        OutputError: the operating system refused to write; the message says why.
+    """
+    frames = require_clip(frames)
+    chosen, target = choose_format(path, len(frames)), Path(path)
+    writer = _write_folder if chosen == FOLDER else WRITERS[f".{chosen}"]
+    if numbered:
+        return write_numbered(target, lambda part: writer(part, frames, fps), ".json")
+    check_target(target, folder=chosen == FOLDER)
+    with written_beside(target) as part:
+        writer(part, frames, fps)
+    return target
+
+
+_CODECS = {
+    "mp4": ("libx264", {"crf": "16"}, {"movflags": "+faststart"}),
+    "webm": ("libvpx-vp9", {"crf": "12", "b": "0", "row-mt": "1"}, {}),
+}
+"""Container to codec and the options of both, at a quality where what the codec loses stays below what half
+precision changes."""
+
+
+def _write_video(container: str, part: Path, frames: Frames, fps: float) -> None:
+    """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
+    import av
+    import numpy as np
+
+    height, width = frames.shape[1:3]
+    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    try:
+        _encode(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001), container)
+    except av.FFmpegError as error:
+        if isinstance(error, OSError):  # explained by `written_beside`
+            raise
+        raise OutputError(
+            f"{_CODECS[container][0]} cannot encode {len(frames)} frames of height {height} and width "
+            f"{width}: {_first_line(error)}.",
+            expected="The encoder takes sizes up to 16384.",
+            remedy="Write a folder of frames with -o frames/, or a smaller `height` and `width`.",
+        ) from error
+
+
+def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
+    import av
+    from av.video.reformatter import Colorspace
+
+    codec, codec_options, options = _CODECS[kind]
+    if codec == "libx264" and has_avx512():
+        # x264's code for AVX-512 reads memory that nobody wrote (MALLOC_PERTURB_ shows it), so that
+        # the same frames gave other bytes now and then; that for AVX2 gives the bytes of plain C.
+        codec_options = {**codec_options, "x264-params": "asm=AVX2"}
+    with av.open(str(part), "w", format=kind, options=options) as container:
+        stream: Any = container.add_stream(codec, rate=rate, options=codec_options)
+        stream.height, stream.width = frames.shape[1], frames.shape[2]
+        stream.pix_fmt = "yuv420p"
+        context = stream.codec_context
+        # BT.709, limited range: without these tags players guess from the size.
+        context.colorspace = context.color_primaries = context.color_trc = 1
+        context.color_range = 1
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            packed = picture.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)
+            container.mux(stream.encode(packed))
+        container.mux(stream.encode(None))
+
+
+def _write_gif(part: Path, frames: Frames, fps: float) -> None:
+    """One palette for the whole clip, so that still areas do not flicker from frame to frame."""
+    from PIL import Image
+
+    pictures = [Image.fromarray(frame) for frame in frames]
+    palette, is_exact = _make_palette(frames)
+    dither = Image.Dither.NONE if is_exact else Image.Dither.FLOYDSTEINBERG
+    indexed = [picture.quantize(palette=palette, dither=dither) for picture in pictures]
+    indexed[0].save(
+        part,
+        format="GIF",
+        save_all=True,
+        append_images=indexed[1:],
+        duration=_gif_durations(len(frames), fps),
+        loop=0,
+        optimize=False,
+    )
+
+
+def _make_palette(frames: Frames) -> tuple[Image.Image, bool]:
+    """A palette of 256 colours for all frames, and whether it holds every colour exactly."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = frames.reshape(-1, 3)
+    pixels = pixels[:: max(1, len(pixels) // 1_000_000)]
+    colours = np.unique(pixels, axis=0)
+    if len(colours) <= 256 and len(pixels) * 3 == frames.size:
+        exact = Image.new("P", (1, 1))
+        exact.putpalette(np.resize(colours, (256, 3)).tobytes())
+        return exact, True
+    sample = Image.fromarray(np.ascontiguousarray(pixels[None]))
+    return sample.quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1), False
+
+
+def _gif_durations(count: int, fps: float) -> list[int]:
+    """Milliseconds of each frame in whole hundredths of a second whose sum keeps the speed."""
+    ends = [round(100 * (index + 1) / fps) for index in range(count)]
+    steps = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return [10 * max(2, step) for step in steps]
+
+
+def _write_png(part: Path, frames: Frames, fps: float) -> None:
+    from PIL import Image
+
+    Image.fromarray(frames[0]).save(part, format="PNG")
+
+
+def _write_folder(part: Path, frames: Frames, fps: float) -> None:
+    part.mkdir()
+    for index, frame in enumerate(frames):
+        _write_png(part / f"frame_{index:04d}.png", frame[None], fps)
+
+
+WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
+    ".mp4": functools.partial(_write_video, "mp4"),
+    ".webm": functools.partial(_write_video, "webm"),
+    ".gif": _write_gif,
+    ".png": _write_png,
+}
+SUFFIXES = tuple(WRITERS)
+"""Of the files that can be written."""
+
+
+def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
+    """Frames as pixels, rounded to nearest; values outside 0 to 1 are clamped.
+
+    Args:
+        frames: `[T, H, W, 3]` floating, 0 (black) to 1 (white).
+
+    Returns:
+        `[T, H, W, 3]` uint8.
+
+    Raises:
+        NonFiniteError: a value is NaN or Inf; a cast would make it black without a word.
+    """
+    import numpy as np
+
+    broken = ~np.isfinite(frames)
+    if broken.any():
+        where = np.flatnonzero(broken.reshape(len(frames), -1).any(axis=1)).tolist()
+        nan = int(np.isnan(frames).sum())
+        raise NonFiniteError(
+            f"The decoded frames hold {nan} NaN and {int(broken.sum()) - nan} Inf among "
+            f"{frames.size} values, in {name_frames(where, len(frames))}.",
+            expected="Every value must be finite: a NaN that is cast to a pixel turns black.",
+            remedy='Use precision="vae=fp32", or precision="fp32" for the whole pipeline.',
+        )
+    scaled = np.clip(frames.astype(np.float32), 0.0, 1.0) * np.float32(255.0)
+    return np.asarray(np.rint(scaled).astype(np.uint8))
+
+
+def draw_preview(frames: Frames) -> str:
+    """Four frames of a clip at most side by side, 72 pixels high or as they are, as WebP in base64.
+
+    Args:
+        frames: `[T, H, W, 3]` uint8.
+    """
+    import base64
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    chosen = frames[np.linspace(0, len(frames) - 1, min(4, len(frames))).round().astype(int)]
+    strip = Image.fromarray(np.concatenate(list(chosen), axis=1))
+    if strip.height > 72:
+        strip = strip.resize((max(1, round(strip.width * 72 / strip.height)), 72))
+    held = io.BytesIO()
+    strip.save(held, "WEBP", quality=70)
+    return base64.b64encode(held.getvalue()).decode("ascii")
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+LARGEST_PICTURE = 2**26
+"""Pixels of a picture or frame that are read; one of 8K video has 33 million."""
+
+MOST_CLIP_BYTES = 2**32
+"""Bytes of the frames that are read from one clip: 690 frames of 1920x1080."""
+
+_PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
+"""Those that Pillow decodes by itself: for EPS, for example, it starts a program."""
+
+_VIDEO_FORMATS = (
+    "mov,matroska,avi,gif,flv,ogg,mpegts,mpeg,asf,m4v,h264,hevc,apng,"
+    "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
+)
+"""Those that hold their frames: of playlists, FFmpeg would open the files that they name."""
+
+
+def read_image(path: str | os.PathLike[str]) -> Frames:
+    """One picture, `[H, W, 3]` uint8, turned as its EXIF data says and laid on white.
+
+    Raises:
+        InputError: the file is missing, is not a picture, or has more than `LARGEST_PICTURE` pixels.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    source = _require_file(path)
+    try:
+        with Image.open(source, formats=_PICTURE_FORMATS) as opened:
+            _refuse_large(source, *opened.size)
+            picture = _lay_on_white(ImageOps.exif_transpose(opened))
+    except InputError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes of them
+        raise InputError(
+            f"The file {source} cannot be read as a picture: {_first_line(error)}.",
+            expected="Pictures are png, jpeg, webp, bmp, tiff, gif, ppm or avif.",
+            remedy="Open it in a viewer to see whether it is damaged, and save it as png.",
+        ) from error
+    return np.asarray(picture)
+
+
+def _refuse_large(source: Path, width: int, height: int) -> None:
+    if width * height > LARGEST_PICTURE:
+        raise InputError(
+            f"The pictures in {source} have {width}x{height} pixels.",
+            expected=f"At most {LARGEST_PICTURE:,} pixels are read.",
+            remedy="Make it smaller first.",
+        )
+
+
+def _lay_on_white(picture: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
+        return picture.point(lambda value: value / 256, "L").convert("RGB")
+    if picture.has_transparency_data:
+        clear = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
+    return picture.convert("RGB")
+
+
+def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames:
+    """The frames of a clip, `[T, H, W, 3]` uint8.
+
+    Args:
+        path: a video file, a gif, a picture (one frame), or a folder of png files.
+        limit: read at most so many frames.
+
+    Raises:
+        InputError: the file is missing, holds no video, is damaged, or has more than
+            `MOST_CLIP_BYTES` of frames.
+    """
+    import numpy as np
+
+    frames: list[Frames] = []
+    for frame in iterate_frames(path, limit):
+        if frame.nbytes * (len(frames) + 1) > MOST_CLIP_BYTES:
+            raise InputError(
+                f"The clip {path} has more than {len(frames)} frames of "
+                f"{frame.shape[1]}x{frame.shape[0]}.",
+                expected=f"At most {MOST_CLIP_BYTES / 2**30:g} GiB of frames are read.",
+                remedy="Cut it or make it smaller first, or say by `frames` how many are wanted.",
+            )
+        frames.append(frame)
+    return np.stack(frames)
+
+
+def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Frames]:
+    """The frames of a clip, `[H, W, 3]` uint8 each, all of one size and at least one, as they are read.
+
+    Args:
+        path, limit: as for `read_video`.
+
+    Raises:
+        InputError: as `read_video`, at the frame where it shows; not for the number of frames.
+    """
+    source = Path(path)
+    found = _iterate_folder(source) if source.is_dir() else _decode(_require_file(path))
+    size: tuple[int, ...] | None = None
+    for frame in itertools.islice(found, limit):
+        if frame.shape != (size or frame.shape):
+            raise InputError(
+                f"The pictures in {source} differ in size: {size[:2] if size else None} and "
+                f"{frame.shape[:2]}.",
+                expected="All frames of a clip have one height and width.",
+                remedy="Keep the frames of one clip in a folder of their own.",
+            )
+        size = frame.shape
+        yield frame
+    if size is None:
+        raise _refuse_video(source, "it holds no frames")
+
+
+def _decode(source: Path) -> Iterator[Frames]:
+    import av
+    import numpy as np
+
+    options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "file"}
+    try:
+        with av.open(str(source), container_options=options) as container:
+            context = container.streams.video[0].codec_context
+            if context is None:
+                raise _refuse_video(source, "FFmpeg does not know its codec")
+            _refuse_large(source, context.width, context.height)
+            context.options = {"max_pixels": str(LARGEST_PICTURE)}
+            for frame in container.decode(video=0):
+                yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise _refuse_video(source, _first_line(error)) from error
+
+
+def _iterate_folder(folder: Path) -> Iterator[Frames]:
+    paths = sorted(folder.glob("*.png"))
+    if not paths:
+        raise InputError(
+            f"The folder {folder} holds no png files.",
+            expected="A folder of frames holds frame_0000.png, frame_0001.png and so on.",
+            remedy=f"Look with: ls {folder}",
+        )
+    yield from map(read_image, paths)
+
+
+def _require_file(path: str | os.PathLike[str]) -> Path:
+    source = Path(path)
+    if not source.is_file():
+        found = "it is a folder" if source.is_dir() else "there is no such file"
+        raise InputError(
+            f"The file {source} cannot be read: {found}.",
+            expected=f"Relative paths start from {Path.cwd()}.",
+            remedy=f"Look with: ls {source.parent}",
+        )
+    return source
+
+
+def _refuse_video(source: Path, cause: str) -> InputError:
+    return InputError(
+        f"The file {source} cannot be read as a video: {cause}.",
+        expected="Videos are mp4, webm, mov, gif, or another format that FFmpeg reads.",
+        remedy="Play it to see whether it is damaged, and save it again as mp4.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return take_first_line(getattr(error, "strerror", None) or error).rstrip(".")

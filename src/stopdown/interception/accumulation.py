@@ -1,0 +1,328 @@
+"""How sums inside products are done: torch's switch for one call, and sums in fp16 on any device.
+
+A product of fp16 matrices is a sum of many products. Most hardware sums in fp32 and rounds once; some
+kernels sum in fp16 itself: tensor cores with fp16 accumulators (torch's `allow_fp16_accumulation`,
+TensorRT and other compilers), and reductions that are split. Then a sum that leaves fp16 on its way is
+Inf, whatever its end would have been. In attention that is seen first: scores are summed before they
+are divided by the root of the width, so scores that fit after it need not fit before; Inf minus Inf in
+the softmax is NaN. Stable Video Diffusion showed it under a compiler on A100 and A30, and not on V100,
+whose kernels summed in fp32.
+
+`accumulating` sets the switch for a block and puts it back. `summing_in_fp16` emulates fp16
+accumulators on any device, so that the failure can be shown on a CPU, and heeds the switch as the
+hardware does. `find_sums` says beforehand, from one call, which sums would not fit.
+
+The emulation adds groups of 16 products, each exact in fp32, to accumulators that are rounded to fp16
+after each group, as tensor cores do in principle; the order of real kernels differs, so what is beyond
+65504 by a small margin may or may not overflow on a given card.
+
+**Catches** linear layers, `matmul`, `bmm`, `addmm`, `baddbmm` and `scaled_dot_product_attention`, by
+whatever name PyTorch's Python interface has for them.
+**Does not catch** convolutions, `einsum`, and products inside compiled code. The switch is that of
+the whole process: two threads that set it differently disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import FP16
+
+GROUP = 16
+"""Products that are summed before an accumulator is rounded: the depth of a tensor core's step."""
+
+ROUNDING = 2.0**-11
+"""Relative error of one rounding to fp16."""
+
+SUBNORMAL = 2.0**-25
+"""Absolute error of one where fp16 has no more bits."""
+
+PIECE = 2**24
+"""Sums that are looked at together: 64 MiB in fp32."""
+
+SWITCH = "allow_fp16_accumulation"
+
+
+@contextlib.contextmanager
+def accumulating(in_fp16: bool | None) -> Iterator[None]:
+    """Torch's switch for sums in fp16 as wanted inside the block, and as it was after it.
+
+    Args:
+        in_fp16: None leaves it; so does a version of torch that has none.
+    """
+    matmul = torch.backends.cuda.matmul
+    with Patches() as patches:
+        before = getattr(matmul, SWITCH, None)
+        if in_fp16 is not None and before is not None:
+            patches.defer(functools.partial(setattr, matmul, SWITCH, before))
+            setattr(matmul, SWITCH, in_fp16)
+        yield
+
+
+@contextlib.contextmanager
+def summing_in_fp16() -> Iterator[None]:
+    """Products of fp16 tensors are summed in fp16 inside the block, on any device.
+
+    It switches `allow_fp16_accumulation` on; where that is off again (a plan says so for a component)
+    sums are in fp32, as they are on hardware.
+
+    Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
+    """
+    with accumulating(True), _Products(_multiply_in_fp16, _is_summed_in_fp16):
+        yield
+
+
+def bound_rounded_sum(largest: float, terms: int) -> float:
+    """What no sum in fp16 exceeds on its way, roundings included.
+
+    With `|s_k| <= B` for each exact partial sum, m roundings of `(1 + d)`, `|d| <= u`, and at most `e`
+    where a sum is subnormal, an error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is
+    at most `(B + m e) (1 + u)**m`.
+
+    Args:
+        largest: of the exact partial sums, each of them and each part of them.
+        terms: products in a sum, `GROUP` of them between two roundings.
+    """
+    rounds = math.ceil(terms / GROUP)
+    return (largest + rounds * SUBNORMAL) * (1 + ROUNDING) ** rounds
+
+
+def sum_linear_in_fp16(layer: torch.nn.Linear, terms: int, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer whose products are summed in fp16, so many terms at a time, and those sums in fp32.
+
+    Cost: a product and an addition for each piece.
+    """
+    with accumulating(True):
+        if layer.in_features <= terms:
+            return functional.linear(given, layer.weight, layer.bias)
+        pairs = zip(given.split(terms, -1), layer.weight.split(terms, -1), strict=True)
+        total = sum(functional.linear(*pair).float() for pair in pairs)
+    if layer.bias is not None:
+        total = total + layer.bias
+    return torch.as_tensor(total).to(given.dtype)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The largest sum inside one operation of a module.
+
+    Attributes:
+        path: of the module, "" for the one that was looked at.
+        operation: `attention scores`, `attention`, `product`.
+        largest: magnitude that a partial sum reached.
+        result: magnitude of the largest sum at its end.
+    """
+
+    path: str
+    operation: str
+    largest: float
+    result: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether an fp16 accumulator holds it."""
+        return self.largest <= FP16.largest
+
+
+def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
+    """The largest sums inside a call of a module, largest first: those that do not fit would be Inf.
+
+    Args:
+        module: whose submodules give the places.
+        call: makes the call; in fp32, so that nothing overflows while it is looked at.
+
+    Cost: two host reads for each product, and a product for each group of 16.
+    """
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    with Patches() as patches:
+        multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
+        with _Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
+            call()
+    sums = [Sum(*key, *sizes) for key, sizes in found.items()]
+    return tuple(sorted(sums, key=lambda entry: -entry.largest))
+
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+"""`[..., m, k]` times `[..., k, n]`, and what that is: `product`, `attention scores`, `attention`."""
+
+
+class _Products(TorchFunctionMode):
+    """Does every product of plain tensors by `multiply`, where it wants both factors."""
+
+    def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self._multiply, self._wants = multiply, wants
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = _KNOWN.get(func)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given)
+        if made is None or not given or not is_plain or not all(map(self._wants, given[:2])):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return made(self._multiply, *args, **kwargs)
+
+
+def _is_summed_in_fp16(factor: torch.Tensor) -> bool:
+    is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
+    return is_on and factor.dtype == torch.float16
+
+
+def _multiply_in_fp16(left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+    return _sum_groups(left, right, lambda total: total.half().float()).half()
+
+
+def _multiply_noting(
+    found: dict[tuple[str, str], tuple[float, float]],
+    paths: ModulePaths,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    what: str,
+) -> torch.Tensor:
+    """The product; how large its sums become, on their way and at the end, goes into `found`."""
+    largest: list[torch.Tensor] = []
+
+    def note(total: torch.Tensor) -> torch.Tensor:
+        low, high = total.aminmax()
+        largest.append(torch.maximum(-low, high))
+        return total
+
+    total = _sum_in_pieces(left, right, note)
+    seen, result = found.get((paths.current, what), (0.0, 0.0))
+    reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
+    ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
+    found[paths.current, what] = (max(seen, reached), max(result, ended))
+    return total.to(left.dtype)
+
+
+def _sum_in_pieces(
+    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """As `_sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
+    rows = _count_rows(left, right.shape[-1])
+    if left.dim() < 2 or rows >= left.shape[-2]:
+        return _sum_groups(left, right, each)
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    shape = (*batch, left.shape[-2], right.shape[-1])
+    total = torch.empty(shape, dtype=torch.float32, device=left.device)
+    for start in range(0, left.shape[-2], rows):
+        part = left[..., start : start + rows, :]
+        total[..., start : start + rows, :] = _sum_groups(part, right, each)
+    return total
+
+
+def _count_rows(left: torch.Tensor, columns: int) -> int:
+    """Rows of a product that make a piece."""
+    return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
+
+
+def _sum_groups(
+    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A product as a sum over groups, `each` done to the sum after every group. fp32."""
+    left, right = left.float(), right.float()
+    total = None
+    for start in range(0, left.shape[-1], GROUP):
+        rows = slice(start, start + GROUP)
+        part = torch.matmul(left[..., rows], right[..., rows, :])
+        total = each(part if total is None else total.add_(part))
+    return torch.matmul(left, right) if total is None else total
+
+
+def _matmul(multiply: Multiply, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    columns, rows = left.dim() == 1, right.dim() == 1
+    left, right = left[None] if columns else left, right[:, None] if rows else right
+    result = multiply(left, right, "product")
+    result = result.squeeze(-1) if rows else result
+    return result.squeeze(-1 if rows else -2) if columns else result
+
+
+def _linear(
+    multiply: Multiply, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    result = multiply(given, weight.t(), "product")
+    return result if bias is None else result + bias
+
+
+def _add_product(
+    multiply: Multiply,
+    added: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    product = multiply(left, right, "product")
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (added if beta == 1 else added * beta)
+
+
+def _attend(
+    multiply: Multiply,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention with its scores summed first and scaled then, as fused kernels do.
+
+    `options` are `scale` and `enable_gqa`, as of PyTorch's own function.
+
+    A few queries at a time, so that memory does not grow with the square of their number.
+    """
+    if options.get("enable_gqa"):
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if is_causal:
+        shape = (query.shape[-2], key.shape[-2])
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    scale = options.get("scale")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    rows, done = _count_rows(query, key.shape[-2]), []
+    for start in range(0, query.shape[-2], rows):
+        part = query[..., start : start + rows, :]
+        scores = multiply(part, key.transpose(-2, -1), "attention scores").float() * scale
+        masked = attn_mask
+        if masked is not None and masked.dim() > 1 and masked.shape[-2] > 1:
+            masked = masked[..., start : start + rows, :]
+        if masked is not None and masked.dtype == torch.bool:
+            scores = scores.masked_fill(~masked, -math.inf)
+        elif masked is not None:
+            scores = scores + masked
+        shares = functional.dropout(scores.softmax(-1), dropout_p)
+        done.append(multiply(shares.to(value.dtype), value, "attention"))
+    return torch.cat(done, dim=-2)
+
+
+_KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    functional.linear: _linear,
+    torch.addmm: _add_product,
+    torch.baddbmm: _add_product,
+    torch.Tensor.addmm: _add_product,
+    torch.Tensor.baddbmm: _add_product,
+    functional.scaled_dot_product_attention: _attend,
+}

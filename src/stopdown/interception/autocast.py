@@ -1,0 +1,109 @@
+"""Autocast around calls: read, and left where casts of its own would undo what a module needs.
+
+Under `torch.autocast` weights are fp32 and products run in 16 bits. Exponents are found and put on
+outside of it, where the same products have the same values; what has to stay in fp32 would
+otherwise be cast down again. Code may also enter autocast by itself, around a call or inside of a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.devices.environment import KINDS
+from stopdown.interception.patches import Patches
+
+
+def list_autocast() -> tuple[str, ...]:
+    """Device types whose autocast is on."""
+    return tuple(filter(torch.is_autocast_enabled, KINDS))
+
+
+def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
+    """What autocast brings a module's products to; None where it is off, or its weights are no wider."""
+    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
+    if weight is None or weight.device.type not in list_autocast():
+        return None
+    dtype: torch.dtype = torch.get_autocast_dtype(weight.device.type)
+    return dtype if dtype.itemsize < weight.dtype.itemsize else None
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Every autocast that is on is off inside."""
+    with contextlib.ExitStack() as stack:
+        for kind in list_autocast():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@dataclass(eq=False)
+class _Watcher:
+    thread: int
+    is_off: bool
+    entered: list[torch.dtype] = field(default_factory=list)
+
+
+_LOCK, _PATCHES = threading.Lock(), Patches()
+_WATCHERS: list[_Watcher] = []
+"""Of all threads, which may leave in any order: the class is patched from the first to the last."""
+
+
+@contextlib.contextmanager
+def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
+    """The dtypes of autocast that code enters by itself meanwhile, in this thread.
+
+    Args:
+        is_off: it has no effect there: what is fp32 stays fp32.
+    """
+    watcher = _Watcher(threading.get_ident(), is_off)
+    with _LOCK:
+        if not _WATCHERS:
+            enter = _watch(torch.autocast.__enter__)
+            _PATCHES.set_class_attribute(torch.autocast, "__enter__", enter)
+        _WATCHERS.append(watcher)
+    try:
+        yield watcher.entered
+    finally:
+        with _LOCK:
+            _WATCHERS.remove(watcher)
+            if not _WATCHERS:
+                _PATCHES.undo()
+
+
+def _watch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def enter(region: Any) -> Any:
+        own = [x for x in tuple(_WATCHERS) if x.thread == threading.get_ident()]
+        if not own or not region._enabled:
+            return original(region)
+        for watcher in own:
+            watcher.entered.append(region.fast_dtype)
+        region._enabled = not any(x.is_off for x in own)
+        try:
+            return original(region)
+        finally:
+            region._enabled = True
+
+    return enter
+
+
+def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:
+    """Have a module's calls run outside of autocast, until `patches` is undone."""
+    running: list[contextlib.ExitStack] = []  # of the calls that run, the innermost last
+
+    def enter(part: Any, args: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(without_autocast())
+        running.append(stack)
+
+    def leave(part: Any, args: Any, output: Any) -> None:
+        if running:
+            running.pop().close()
+
+    patches.defer(module.register_forward_pre_hook(enter).remove)
+    patches.defer(module.register_forward_hook(leave, always_call=True).remove)

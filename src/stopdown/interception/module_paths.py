@@ -1,0 +1,77 @@
+"""Which module of a component is running.
+
+Hooks on every submodule keep the dotted paths of those that were entered and not yet left, in the thread
+that put the hooks on.
+
+**Catches** modules that are called as modules, also when their code raises.
+**Does not catch** modules whose `forward` is called by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stopdown.interception.patches import Patches
+
+
+def list_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and all modules inside of it, each once; in a fifth of the time of `module.modules()`."""
+    found, waiting = {id(module): module}, [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
+
+
+class ModulePaths:
+    """The modules that run, until `patches` is undone.
+
+    Args:
+        module: the component.
+        on_enter: told of each path, when it is the innermost.
+        on_leave: told of each path and what its module returned, None where it raised, when it is not
+            any more.
+
+    Attributes:
+        stack: paths, the innermost last; "" is the component itself.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        patches: Patches,
+        on_enter: Callable[[str], None] = lambda path: None,
+        on_leave: Callable[[str, Any], None] = lambda path, output: None,
+    ) -> None:
+        self.stack = [""]
+        self._thread = threading.get_ident()
+        self._on_enter, self._on_leave = on_enter, on_leave
+        for path, part in module.named_modules():
+            if path:
+                enter = functools.partial(self._enter, path)
+                patches.defer(part.register_forward_pre_hook(enter, prepend=True).remove)
+                patches.defer(part.register_forward_hook(self._leave, always_call=True).remove)
+
+    @property
+    def current(self) -> str:
+        """The innermost path."""
+        return self.stack[-1]
+
+    def _enter(self, path: str, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self.stack.append(path)
+        self._on_enter(path)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if (
+            len(self.stack) > 1 and threading.get_ident() == self._thread
+        ):  # a hook in front of ours may have raised
+            self._on_leave(self.stack.pop(), output)

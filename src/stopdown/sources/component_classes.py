@@ -1,0 +1,116 @@
+"""Classes of components, and what keeps a model's files from doing harm while one is built from them.
+
+**Catches** classes that are no components, configurations of far more than the weights before memory is
+taken, and whatever libraries raise over files: one `SourceError` says what does not fit.
+**Does not catch** wrong values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
+from stopdown.interception.patches import Patches
+from stopdown.sources.headers import StoredTensor
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.source_problems import make_error
+
+MOST_PARTS = 200_000
+"""Modules and parameters that a component is built of; the largest published have some thousand."""
+
+
+def find_class(library: str, class_name: str) -> Any:
+    """The class that a model index names, from Diffusers or Transformers and nowhere else.
+
+    Raises:
+        SourceError: the installed version has no such class, or it cannot be a component.
+    """
+    if library not in ("diffusers", "transformers"):
+        library = f"diffusers.pipelines.{library}"
+    try:
+        with quiet_libraries():
+            found = getattr(importlib.import_module(library), class_name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        package = library.partition(".")[0]
+        version = importlib.import_module(package).__version__
+        said = {"class_name": class_name, "library": library, "package": package}
+        raise make_error(
+            "no-class", **said, version=version, error=take_first_line(error)
+        ) from error
+    if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+        raise make_error("no-component-class", library=library, class_name=class_name)
+    return found
+
+
+@contextmanager
+def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
+    """No component of more parts than any has, or of far more values than are stored for it.
+
+    Without it a configuration of a few bytes takes hours, or all memory: layers are built one by one,
+    and Transformers fills what the weights lack.
+
+    Args:
+        stored: the tensors that it is loaded from; without them its values are not limited.
+
+    Raises:
+        SourceError: a limit is passed, while the component is built.
+    """
+    count, values = 0, 0
+    # Each parameter is registered once without values and once with; 2 bits are the fewest of a value.
+    most = 16 * sum(entry.size_bytes for entry in stored) + 2**24 if stored else math.inf
+
+    def register(module: torch.nn.Module, name: str, part: Any) -> None:
+        nonlocal count, values
+        count += 1
+        values += part.numel() if isinstance(part, torch.Tensor) else 0
+        if count > MOST_PARTS or values > most:
+            found = f"more than {MOST_PARTS} parts" if count > MOST_PARTS else f"{values} values"
+            raise make_error("too-many", found=found, module=type(module).__name__)
+
+    hooks = torch.nn.modules.module
+    with Patches() as patches:
+        patches.defer(hooks.register_module_parameter_registration_hook(register).remove)
+        patches.defer(hooks.register_module_module_registration_hook(register).remove)
+        yield
+
+
+@contextmanager
+def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
+    """Whatever Diffusers and Transformers raise while they build from a model's files, as a SourceError.
+
+    Args:
+        has_weights: False where only configurations are read.
+
+    Raises:
+        SourceError: instead of any other exception.
+    """
+    try:
+        yield
+    except StopdownError:
+        raise
+    except ImportError as error:
+        said = {"class_name": class_name, "path": path, "error": _shorten(error)}
+        raise make_error("no-library", **said) from error
+    except Exception as error:  # no list is long enough for wrong configurations
+        if has_weights:
+            raise describe_misfit(path, class_name, _shorten(error)) from error
+        said = {"class_name": class_name, "path": path, "error": _shorten(error)}
+        raise make_error("not-built", **said) from error
+
+
+def describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
+    return make_error("misfit", path=path, class_name=class_name, reason=reason)
+
+
+def _shorten(error: Exception) -> str:
+    if "meta tensor" in str(error):
+        return "tensors of the model are missing from them"
+    text = take_one_line(error).rstrip(".")
+    return text if len(text) <= 400 else f"{text[:400]}…"

@@ -1,0 +1,329 @@
+"""What safetensors files say about themselves: names, dtypes, shapes and sizes, without torch.
+
+A file begins with eight bytes (little-endian length), then a JSON header of that length, then the
+values. Only the header is read. Its offsets must fill the rest of the file exactly, so a file that
+was cut off, or that lost its beginning, is found without reading the values.
+
+**Catches** truncated, padded, empty and foreign files, overlapping or missing ranges, sizes that do
+not fit the shapes, shards that are absent or that lack a tensor of the index.
+**Does not catch** wrong values: there is no checksum in the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stopdown.files.json_files import (
+    UnreadableError,
+    open_regular_file,
+    parse_json,
+    read_json_table,
+)
+from stopdown.number_formats import find_format
+
+LARGEST_HEADER_BYTES = 32 * 2**20
+"""The safetensors library reads up to 100 MB; the largest of a published model has 5 MB."""
+
+RESCALED_ENTRY = "stopdown.rescaled"
+"""The entry in the metadata of a file whose weights are times powers of two: what that means."""
+
+EXPONENTS_ENTRY = "stopdown.exponents"
+"""The entry beside it: names of folds (`fold_names`) to their exponents, as JSON."""
+
+LONGEST_NAME = 255
+"""A system's names of files end at so many bytes."""
+
+WEIGHT_FILES = (".safetensors", ".gguf")
+"""Endings of the files that a single one can be."""
+
+INTEGER_DTYPES = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "U16": ("uint16", 16),
+    "I16": ("int16", 16),
+    "U32": ("uint32", 32),
+    "I32": ("int32", 32),
+    "U64": ("uint64", 64),
+    "I64": ("int64", 64),
+}
+"""dtype in a header → our name, and bits of one value."""
+
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,15}", re.ASCII)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+class DamagedFileError(ValueError):
+    """A file that is not whole; the message says what was found."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a safetensors file.
+
+    Attributes:
+        dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's own name when it is none of ours.
+        shape: as stored.
+        size_bytes: length of its values.
+        start: where they begin, behind the header.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    start: int = field(default=0, compare=False)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        DamagedFileError: the file is not a whole safetensors file.
+        OSError: the file cannot be read.
+    """
+    return dict(_parse_tensors(path, *_sign(path)))
+
+
+@functools.lru_cache(maxsize=16)
+def _parse_tensors(path: Path, *signs: int) -> dict[str, StoredTensor]:
+    header, value_bytes = _read_json(path, *signs)
+    tensors: dict[str, StoredTensor] = {}
+    ranges = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            _check_metadata(entry)
+            continue
+        tensors[name], start, end = _parse_entry(name, entry)
+        ranges.append((start, end))
+    _check_ranges(ranges, value_bytes)
+    return tensors
+
+
+def read_header_bytes(path: Path) -> bytes:
+    """The raw header of a safetensors file, its length included."""
+    with open_regular_file(path) as file:
+        prefix = file.read(8)
+        return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
+
+
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """A header as it stands at the beginning of a file, its length included."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a safetensors file says of itself.
+
+    Raises:
+        DamagedFileError: its header cannot be read.
+        OSError: the file cannot be read.
+    """
+    metadata = _read_json(path, *_sign(path))[0].get("__metadata__", {})
+    _check_metadata(metadata)
+    return dict(metadata)
+
+
+def read_rescaled(*paths: Path) -> str:
+    """What the first of files that does says of rescaled weights in it; "" when none says anything."""
+    for path in paths:
+        with contextlib.suppress(DamagedFileError, OSError):
+            if said := read_metadata(path).get(RESCALED_ENTRY, ""):
+                return said
+    return ""
+
+
+def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file again with more entries in its metadata; the values follow as they are."""
+    raw = read_header_bytes(source)
+    header = json.loads(raw[8:])
+    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+    with source.open("rb") as old, target.open("wb") as new:
+        old.seek(len(raw))
+        new.write(encode_header(header))
+        shutil.copyfileobj(old, new, 2**24)
+
+
+def read_samples(path: Path) -> bytes:
+    """16 blocks of 4 KiB of a file, evenly spread from its beginning to its end."""
+    last = max(path.stat().st_size - 4096, 0)
+    with open_regular_file(path) as file:
+        samples = []
+        for number in range(16):
+            file.seek(last * number // 15)
+            samples.append(file.read(4096))
+    return b"".join(samples)
+
+
+def _sign(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written again: a header is parsed once as long as it stays."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return ()  # what opens it says why
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=16)
+def _read_json(path: Path, *_: int) -> tuple[dict[str, Any], int]:
+    try:
+        with open_regular_file(path) as file:
+            content, size = _read_header_text(file)
+        header = parse_json(content)
+    except UnreadableError as error:
+        raise DamagedFileError(f"its header cannot be read as JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DamagedFileError("its header is not a table of tensors")
+    return header, size - 8 - len(content)
+
+
+def _read_header_text(file: BinaryIO) -> tuple[bytes, int]:
+    """The header's JSON, and the size of the whole file."""
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
+    length = int.from_bytes(file.read(8), "little")
+    if length > LARGEST_HEADER_BYTES:
+        raise DamagedFileError("it does not begin with the header of a safetensors file")
+    if length > size - 8:
+        raise DamagedFileError(f"its header needs {length} bytes and {size - 8} are there")
+    return file.read(length), size
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
+    if not _is_entry(entry):
+        raise DamagedFileError(f"its header does not describe the tensor {name[:200]!r}")
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    our_name, bits = _name_dtype(dtype)
+    expected = math.prod(shape) * bits // 8
+    if bits and end - start != expected:
+        raise DamagedFileError(
+            f"the tensor {name[:200]!r} takes {end - start} bytes and its shape needs {expected}"
+        )
+    return StoredTensor(our_name, shape, end - start, start), start, end
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether this is what the format says of a tensor: a name, sizes, and two offsets."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    is_short = len(shape) <= 64 and _DTYPE.fullmatch(entry["dtype"]) is not None
+    return is_short and all(type(x) is int and 0 <= x < 2**63 for x in (*shape, *offsets))
+
+
+def _check_metadata(entry: Any) -> None:
+    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+        raise DamagedFileError("its metadata is not a table of texts")
+
+
+def _name_dtype(dtype: str) -> tuple[str, int]:
+    """Our name and the bits of one value; 0 bits when the dtype is unknown."""
+    if dtype in INTEGER_DTYPES:
+        return INTEGER_DTYPES[dtype]
+    found = find_format(dtype)
+    return (found.name, 8 * found.size_bytes) if found else (dtype, 0)
+
+
+def _check_ranges(ranges: list[tuple[int, int]], value_bytes: int) -> None:
+    position = 0
+    for start, end in sorted(ranges):
+        if start != position or end < start:
+            raise DamagedFileError("its tensors overlap or leave a gap")
+        position = end
+    if position != value_bytes:
+        raise DamagedFileError(
+            f"its values should take {position} bytes and {value_bytes} are there"
+        )
+
+
+def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
+    """The variant and the safetensors files that a component's folder is loaded from.
+
+    The wanted variant where there is one (`model.fp16.safetensors` is of the variant `fp16`); else
+    without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`), or the first by name.
+    """
+    names = [path.name for path in folder.glob("*.safetensors")]
+    variant, chosen = choose_weights(names, wanted)
+    return variant, [folder / name for name in chosen]
+
+
+def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
+    """As `find_weights`, from the names of the files alone."""
+    by_variant: dict[str, list[str]] = {}
+    for name in sorted(names):
+        stem = _SHARD.sub("", name.removesuffix(".safetensors"))
+        base, _, variant = stem.partition(".")
+        if base in ("model", "diffusion_pytorch_model", "pytorch_model"):
+            by_variant.setdefault(variant, []).append(name)
+    if not by_variant:
+        return "", []
+    variant = wanted if wanted in by_variant else min(by_variant)
+    return variant, by_variant[variant]
+
+
+def read_shard_index(index: Path) -> dict[str, str]:
+    """Tensor → its file, from an index of shards (`*.safetensors.index.json`).
+
+    Raises:
+        DamagedFileError: it cannot be read, or names a file that a component is not loaded from.
+    """
+    try:
+        weight_map = read_json_table(index)["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise TypeError
+    except UnreadableError as error:
+        raise DamagedFileError(f"it cannot be read as an index of shards: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise DamagedFileError("it cannot be read as an index of shards") from error
+    names = set(map(str, weight_map.values()))
+    plain = set(choose_weights([name for name in names if _is_plain(name)])[1])
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or shard not in plain:
+            raise DamagedFileError(
+                f"it names the file {str(shard)[:100]!r}, which is no shard's name"
+            )
+    return weight_map
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file beside the index, and no longer than a system's may be."""
+    return "/" not in name and "\\" not in name and len(name.encode()) <= LONGEST_NAME
+
+
+def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:
+    """What an index of shards names and its folder lacks.
+
+    Args:
+        shards: as `read_shard_index` gives them.
+    """
+    missing = []
+    for shard in sorted(set(shards.values())):
+        path = index.parent / shard
+        missing += _find_missing_tensors(path, shards) if path.is_file() else [shard]
+    return missing
+
+
+def _find_missing_tensors(shard: Path, weight_map: Mapping[str, str]) -> list[str]:
+    try:
+        present = read_header(shard)
+    except (DamagedFileError, OSError):
+        return []  # reported for the file itself
+    return [
+        f"the tensor {name!r} of {shard.name}"
+        for name, file in weight_map.items()
+        if file == shard.name and name not in present
+    ]

@@ -1,0 +1,460 @@
+"""Models from the Hub, through its own client: only what is needed, and nothing that can run code.
+
+`model_index.json` comes first and is checked before anything large is asked for. Then come the
+configurations, tokenizers and safetensors of the components that it names: no pickles, no Python,
+no second copy of the weights in another precision, no checkpoint beside the folders. The client
+resumes a file that is cut off, keeps whole files from one run to the next, and reads HF_ENDPOINT,
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE itself.
+
+**Catches** a Hub that does not answer, files that are not those it announced, and answers by which a
+file would be written outside of the cache.
+**Does not catch** a file that came in a run that was killed before its hash was computed, and a server
+that goes on sending for ever.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from stopdown.errors import SourceError, StopdownError
+from stopdown.number_formats import find_format
+from stopdown.sources.headers import RESCALED_ENTRY, choose_weights
+from stopdown.sources.source_problems import make_error
+
+Progress = Callable[[str, str, int, int], None]
+"""Called with the stage (`download`, `load`, `measure`…), what is done in it, how much of it and of how
+much in all, 0 when unknown; in bytes for what is downloaded and loaded."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PLAN_BESIDE = "stopdown.json"
+"""The plan that a model is published with, in its folder."""
+
+SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken")
+"""How the names of files end that a component has beside its weights."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def download_index(repo: str, *, revision: str | None = None) -> Path:
+    """The local path of a repository's `model_index.json`, in the client's cache.
+
+    Raises:
+        SourceError: there is no such repository, it is gated, has no index, or cannot be reached.
+    """
+    import huggingface_hub
+
+    with _asking(repo, revision):
+        index = Path(
+            huggingface_hub.hf_hub_download(repo, filename="model_index.json", revision=revision)
+        )
+    _check_files([index], repo)
+    return index
+
+
+def download_snapshot(
+    index: Path,
+    repo: str,
+    folders: dict[str, bool],
+    *,
+    variant: str = "",
+    with_weights: bool = True,
+    progress: Progress | None = None,
+) -> Path:
+    """The folder of a repository's snapshot, with the files of the given components in it.
+
+    Args:
+        index: what `download_index` gave; the other files come from the same commit.
+        folders: component → whether it has weights.
+        variant: of the weights, where a component has it.
+        with_weights: without them only configurations and tokenizers come.
+        progress: called with the bytes received.
+
+    Raises:
+        SourceError: weights are pickles only, or the download failed.
+    """
+    import huggingface_hub
+
+    commit = index.parent.name
+    files = _list_files(repo, commit)
+    if files is None:
+        return index.parent
+    chosen = choose_files(files, folders, repo=repo, variant=variant, with_weights=with_weights)
+    absent = [index.parent / name for name in chosen if not (index.parent / name).exists()]
+    with _asking(repo, None):
+        huggingface_hub.snapshot_download(
+            repo,
+            revision=commit,
+            allow_patterns=[glob.escape(name) for name in chosen],
+            tqdm_class=_make_bar_class(progress),
+        )
+    _check_files(absent, repo)
+    return index.parent
+
+
+def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
+    """The snapshot of a repository with one model of Transformers in it, or in one of its folders.
+
+    Raises:
+        SourceError: there is no such repository, it is gated, or the download failed.
+    """
+    import huggingface_hub
+
+    place = f"{folder}/" if folder else ""
+    names = [f"*{ending}" for ending in SIDE_FILES] + ["model*.safetensors"]
+    with _asking(repo, revision):
+        found = huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=["model_index.json", *(f"{place}{name}" for name in names)],
+            ignore_patterns=[] if folder else ["*/*"],
+            tqdm_class=_make_bar_class(None),
+        )
+    root = Path(found)
+    _check_files([path for path in (root / folder).glob("*") if path.is_file()], repo)
+    return root
+
+
+def _check_files(paths: list[Path], repo: str) -> None:
+    """Compare files that just came with the hashes that the Hub announced, by which the cache names them.
+
+    Raises:
+        SourceError: one is another; it is deleted from the cache.
+
+    Cost: each file is read once.
+    """
+    for path in paths:
+        blob = path.resolve()
+        if path.is_file() and _compute_hash(blob) not in (None, blob.name):
+            path.unlink()
+            blob.unlink(missing_ok=True)
+            said = {"path": path.name, "hub": _read_endpoint(), "repo": repo, "blob": blob.name}
+            raise make_error("other-hash", **said)
+
+
+def _compute_hash(blob: Path) -> str | None:
+    """The hash of a file in the cache, of the kind by which it is named; None where no hash names it."""
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+        return None
+    digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
+    if len(blob.name) == 40:
+        digest.update(f"blob {blob.stat().st_size}\0".encode())
+    with blob.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _asking(repo: str, revision: str | None) -> Iterator[None]:
+    """A block that asks the Hub: it ends when the Hub does not answer, and what fails is a SourceError."""
+    try:
+        with _careful_client():
+            yield
+    except StopdownError:
+        raise
+    except Exception as error:
+        raise describe_failure(error, repo, revision) from error
+
+
+MOST_UNANSWERED = 3
+"""Requests without an answer, one after the other, after which the Hub is not asked again."""
+
+
+@contextmanager
+def _careful_client() -> Iterator[None]:
+    """The Hub's client with a limit on every wait, and a look at what answers say before it writes.
+
+    The client waits without limit where it lists files, and uses an ETag as the name of a file. Where
+    there is no connection it tries for half a minute; here twice, and it then takes what is in the cache.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import _http
+
+    before = _http._GLOBAL_CLIENT_FACTORY
+    waits = (
+        threading.local()
+    )  # of this thread's last request: since when, and how many before it in vain
+
+    is_unreachable = False
+
+    def hurry(request: Any) -> None:
+        most, now = _read_patience(), time.monotonic()
+        is_silence = (
+            now - getattr(waits, "since", now) >= most
+        )  # and not a connection that is refused
+        waits.vain = getattr(waits, "vain", 0) + is_silence
+        waits.since = now
+        if waits.vain == MOST_UNANSWERED:
+            said = {"hub": _read_endpoint(), "most": MOST_UNANSWERED, "patience": f"{most:g}"}
+            raise make_error("silence", **said)
+        limits = request.extensions.get("timeout") or {}
+        request.extensions["timeout"] = {
+            name: min(limits.get(name) or most, most)
+            for name in ("connect", "read", "write", "pool")
+        }
+
+    def look(response: Any) -> None:
+        waits.vain, waits.since = 0, math.inf
+        for name in ("ETag", "X-Linked-ETag", "X-Repo-Commit"):
+            _check_name(name, response.headers.get(name))
+
+    def make_client() -> Any:
+        client: Any = before()
+        send = client.send
+
+        def send_twice(request: Any, **named: Any) -> Any:
+            nonlocal is_unreachable
+            try:
+                return send(request, **named)
+            except Exception as error:
+                if (
+                    type(error).__name__ != "ConnectError"
+                ):  # of httpx, or of what the client has instead
+                    raise
+                if is_unreachable:
+                    raise OfflineModeIsEnabled("There is no connection.") from error
+                is_unreachable = True
+                raise
+
+        client.send = send_twice
+        hooks = client.event_hooks
+        client.event_hooks = {
+            "request": [*hooks["request"], hurry],
+            "response": [look, *hooks["response"]],
+        }
+        return client
+
+    huggingface_hub.set_client_factory(make_client)
+    try:
+        with _without_retries():
+            yield
+    finally:
+        huggingface_hub.set_client_factory(before)
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    return not re.search(r"thrown while requesting|Retrying in", record.getMessage())
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Without the client's line for each request that it tries again; what comes of it is reported."""
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(_is_no_retry)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_is_no_retry)
+
+
+def _read_patience() -> float:
+    """Seconds that the client waits for a part of an answer."""
+    from huggingface_hub import constants
+
+    return float(max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT))
+
+
+def _check_name(header: str, text: str | None) -> None:
+    """Refuse what the client would use as the name of a file and is none."""
+    name = (text or "").removeprefix("W/").strip('"')
+    if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
+        raise make_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
+
+
+Headers = Sequence[tuple[str, Any]]
+"""Component and header of each of its files, as `huggingface_hub` reads it."""
+
+
+def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str = "") -> Headers:
+    """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
+
+    Each header is fetched by an HTTP range.
+
+    Args:
+        folders: the components that have weights.
+        variant: of the weights, where a component has it.
+
+    Raises:
+        SourceError: a header cannot be fetched or read.
+    """
+    import huggingface_hub
+
+    headers = []
+    files = _list_files(repo, commit) or []
+    for folder in folders:
+        inside = [
+            PurePosixPath(name) for name in files if str(PurePosixPath(name).parent) == folder
+        ]
+        weights = [path.name for path in inside if path.suffix == ".safetensors"]
+        _, chosen = choose_weights(weights, variant)
+        for name in chosen:
+            with _asking(repo, commit):
+                header = huggingface_hub.HfApi().parse_safetensors_file_metadata(
+                    repo, f"{folder}/{name}", revision=commit
+                )
+            headers.append((folder, header))
+    return headers
+
+
+def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
+    """Component → dtype → bytes stored in it."""
+    stored: dict[str, dict[str, int]] = {}
+    for folder, header in headers:
+        counts = stored.setdefault(folder, {})
+        for tensor in header.tensors.values():
+            found = find_format(tensor.dtype)
+            start, end = tensor.data_offsets
+            label = found.name if found else tensor.dtype
+            counts[label] = counts.get(label, 0) + end - start
+    return stored
+
+
+def find_rescaled(headers: Headers) -> dict[str, str]:
+    """Component → what its files say of rescaled weights; "" for nothing."""
+    said: dict[str, str] = {}
+    for folder, header in headers:
+        said[folder] = said.get(folder) or str((header.metadata or {}).get(RESCALED_ENTRY, ""))
+    return said
+
+
+def choose_files(
+    files: list[str],
+    folders: dict[str, bool],
+    *,
+    repo: str,
+    variant: str = "",
+    with_weights: bool = True,
+) -> list[str]:
+    """The files of a repository that the given components are loaded from.
+
+    Raises:
+        SourceError: the weights of a component are pickles only.
+    """
+    chosen = ["model_index.json", *(name for name in files if name == PLAN_BESIDE)]
+    refused = []
+    for folder, has_weights in folders.items():
+        inside = [name for name in files if str(PurePosixPath(name).parent) == folder]
+        chosen += [name for name in inside if name.endswith(SIDE_FILES)]
+        if not (has_weights and with_weights):
+            continue
+        weights = [PurePosixPath(name).name for name in inside if name.endswith(".safetensors")]
+        _, kept = choose_weights(weights, variant)
+        chosen += [f"{folder}/{name}" for name in kept]
+        if not kept:
+            refused += [name for name in inside if name.endswith(PICKLES)]
+    if refused:
+        raise refuse_pickles(repo, refused)
+    return chosen
+
+
+def refuse_pickles(place: str, files: list[str]) -> SourceError:
+    """The error for weights that are stored as pickles only."""
+    return SourceError(
+        f"The weights {', '.join(files)} of {place} are stored as pickles.",
+        expected="Only safetensors are read: loading a pickle can run any program in it.",
+        remedy=explain_conversion(place),
+    )
+
+
+def explain_conversion(place: str) -> str:
+    """What to type to convert pickled weights."""
+    script = (
+        "from diffusers import DiffusionPipeline as P; "
+        f"P.from_pretrained({place!r}, use_safetensors=False).save_pretrained('converted')"
+    )
+    return (
+        "Ask its author for safetensors, or, where you trust the file, convert it once with plain "
+        f'Diffusers: python -c "{script}", and give the folder converted.'
+    )
+
+
+def describe_failure(error: Exception, repo: str, revision: str | None) -> SourceError:
+    """The error that tells a user why the Hub did not give a model."""
+    from huggingface_hub import errors
+
+    kinds: dict[type[Exception], str] = {  # the first that fits: some are kinds of others
+        errors.GatedRepoError: "gated",
+        errors.RevisionNotFoundError: "no-revision",
+        errors.RepositoryNotFoundError: "no-repository",
+        errors.LocalEntryNotFoundError: "",
+        errors.EntryNotFoundError: "no-index",
+    }
+    name = next((name for kind, name in kinds.items() if isinstance(error, kind)), "")
+    if not name:
+        return _describe_broken_connection(error, repo)
+    return make_error(name, repo=repo, hub=_read_endpoint(), revision=revision)
+
+
+def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return make_error("offline", repo=repo)
+    cause, hub = _find_root_cause(error), _read_endpoint()
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if status in (401, 403):
+        return make_error("refused-by-hub", repo=repo, hub=hub, status=status)
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return make_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
+
+
+def _find_root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _read_endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _list_files(repo: str, commit: str) -> list[str] | None:
+    """Every file of a repository at a commit; None when the Hub cannot be asked."""
+    import huggingface_hub
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        with _careful_client():
+            return list(huggingface_hub.HfApi().list_repo_files(repo, revision=commit))
+    except StopdownError:
+        raise
+    except Exception as error:
+        failure = describe_failure(error, repo, commit)
+        if _find_root_cause(error).__class__.__module__.startswith("http"):
+            return None  # no connection: what is in the cache may be enough
+        raise failure from error
+
+
+def _make_bar_class(progress: Progress | None) -> Any:
+    """A progress bar class that draws nothing and reports received bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.counts_bytes = kwargs.get("unit") == "B"
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self.total = kwargs.get("total")
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if progress is not None and self.counts_bytes:
+                progress("download", "downloading", int(self.n), int(self.total or 0))
+
+    return ReportingBar

@@ -1,0 +1,105 @@
+"""Diffusers and Transformers without their progress bars and without remarks that help nobody.
+
+What is dropped is listed here, sentence by sentence; every other warning of theirs passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stopdown.errors import ignoring_warnings
+from stopdown.interception.patches import Patches
+
+_NOISE = re.compile(
+    "|".join(
+        (
+            r"requires torchvision \(not installed\); falling back to",  # both give the same pixels
+            # Said of every module that is cast, also of those that keep nothing in fp32; pipelines
+            # that cast their autoencoder for one call do so.
+            r"should be kept in float32: ",
+            # refused while loading, by their names
+            r"were not initialized from the model checkpoint",
+            r"were not used when initializing",
+            # the time steps of Wan 2.1 are one a prompt, and its plan is for those of Wan 2.2 as well
+            r"Expected input tensor to have 2 dimensions, but got 1 dimensions",
+            r"LOAD REPORT",
+            r"`enable_parallelism` is an experimental feature",  # put on by us, and tested
+        )
+    )
+)
+
+_EMPTY = re.compile(r"should be kept in float32: \[\]")
+"""Diffusers says so of every module that is cast, and here it names none."""
+
+_OLD_GATHERING = r".*all_gather_tensor` is deprecated"
+"""PyTorch 2.13 says so of what Diffusers 0.42 gathers with, once for each rank."""
+
+_TRUNCATION = re.compile(
+    r"part of your input was truncated|sequence length is longer than the specified maximum"
+)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without bars and noise of Diffusers and Transformers, which are put back as they were.
+
+    Blocks may be nested.
+    """
+    with Patches() as patches, ignoring_warnings(FutureWarning, _OLD_GATHERING):
+        _hide_bars(patches)
+        _drop(_NOISE, patches)
+        _hide_tracebacks(patches)
+        yield
+
+
+@contextmanager
+def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
+    """Without warnings of prompts that are cut: those of ours are as long as they are.
+
+    Args:
+        wanted: False leaves them, for prompts of a user's.
+    """
+    with Patches() as patches:
+        if wanted:
+            _drop(_TRUNCATION, patches)
+        yield
+
+
+def drop_empty_remarks(patches: Patches) -> None:
+    """Without the remark that a cast module keeps nothing in fp32, until `patches` is undone."""
+    import diffusers.utils.logging  # noqa: F401  # it makes the handler
+    import transformers.utils.logging  # noqa: F401
+
+    _drop(_EMPTY, patches)
+
+
+def _drop(noise: re.Pattern[str], patches: Patches) -> None:
+    """Leave sentences out of what Diffusers and Transformers log, until `patches` is undone."""
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return not noise.search(record.getMessage())
+
+    for name in ("diffusers", "transformers"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(is_heard)
+            patches.defer(functools.partial(handler.removeFilter, is_heard))
+
+
+def _hide_tracebacks(patches: Patches) -> None:
+    """Hide tracebacks that PyTorch logs of errors on fake tensors: it raises those errors, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    patches.set_attribute(logger, "disabled", True)
+
+
+def _hide_bars(patches: Patches) -> None:
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    for module in (diffusers_logging, transformers_logging):
+        if module.is_progress_bar_enabled():
+            module.disable_progress_bar()
+            patches.defer(module.enable_progress_bar)

@@ -1,0 +1,142 @@
+"""The names of tensors in LoRA files: which layer, and what of it.
+
+Trainers name layers with dots or underscores, behind a prefix for the component, in Diffusers' names or
+in those of the original checkpoint, and the matrices `lora_A` or `lora_down`. So a name is read from both
+ends: a suffix says what the tensor is, a prefix to which component it belongs, and what is left is looked
+up among the layers of the model, dots and underscores alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stopdown.sources.component_prefixes import DENOISER, split_prefix
+from stopdown.sources.headers import DamagedFileError, read_header
+
+_ROLES = {
+    "lora_A": r"lora_A(\.\w+)?\.weight|lora[_.]down\.weight",
+    "lora_B": r"lora_B(\.\w+)?\.weight|lora[_.]up\.weight",
+    "lora_B.bias": r"lora_B(\.\w+)?\.bias|lora[_.]up\.bias",
+    "lora_mid": r"lora_mid\.weight",
+    "magnitude": r"dora_scale|lora_magnitude_vector(\.\w+)?(\.weight)?",
+    "alpha": r"alpha",
+    "diff_b": r"diff_b|b_norm",
+    "diff": r"diff|w_norm|set_weight",
+    **{role: rf"{role}\.weight" for role in ("a1", "a2", "b1", "b2")},
+}
+_FACTORS = (
+    r"hada_w[12]_[ab]|hada_t[12]|lokr_w[12](_[ab])?|lokr_t2|oft_blocks|oft_diag|rescale"
+    r"|oft_(embedding_)?R\.weight"
+)
+_SUFFIX = re.compile(
+    r"^(?P<stem>.*?)[._](?:"
+    + "|".join(f"(?P<{role.replace('.', '_dot_')}>{form})" for role, form in _ROLES.items())
+    + rf"|(?P<factor>{_FACTORS}))$"
+)
+_ADAPTER = re.compile(r"[._](lora_|lora\.|hada_w|lokr_w|dora_scale|a1\.weight|oft_)")
+
+_FIRST_NORM = re.compile(
+    r"(?P<prefix>(?!.*visual).*)transformer\.resblocks\.(?P<number>\d+)\.ln_1\.weight"
+)
+_CLIP_LAYERS = (*(f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+
+_COMPONENTS = {"transformer": DENOISER, "unet": DENOISER, "prior": DENOISER}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model that an adapter may add to.
+
+    Attributes:
+        component: name in the pipeline; "" in a file of one component.
+        path: of its weight without `.weight`, as the model or its file names it.
+        stored: what stands before `weight` and `bias` in the file, where that is not the path and a dot.
+        part: which of how many equal blocks of rows of that tensor are its own.
+    """
+
+    component: str
+    path: str
+    stored: str = ""
+    part: tuple[int, int] = (0, 1)
+
+    def name_tensor(self, kind: str) -> str:
+        """The name in the file of its `weight` or `bias`."""
+        return f"{self.stored or f'{self.path}.'}{kind}"
+
+
+def is_lora_file(path: Path) -> bool:
+    """Whether a path is a safetensors file that holds an adapter and no model."""
+    if path.suffix.lower() != ".safetensors" or not path.is_file():
+        return False
+    try:
+        names = list(read_header(path))
+    except (DamagedFileError, OSError):
+        return False
+    return sum(_ADAPTER.search(name) is not None for name in names) > len(names) / 4
+
+
+def is_factor(role: str) -> bool:
+    """Whether a role is one of the matrices that LoHa, LoKr and OFT are made of."""
+    return re.fullmatch(_FACTORS, role) is not None
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """The layer as a LoRA file names it, and the role of the tensor; None for what is no such name."""
+    found = _SUFFIX.match(name)
+    if found is None:
+        return None
+    role = next(key for key, text in found.groupdict().items() if text and key != "stem")
+    return found["stem"], found["factor"] or role.replace("_dot_", ".")
+
+
+def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
+    """The layers of a component's tensors; of a text encoder in open_clip's names by Transformers', too.
+
+    Trainers use the latter, whatever the file does.
+    """
+    from stopdown.sources.single_file_names import read_layouts, rename
+
+    rules = read_layouts()["open_clip"].rules
+    for name in names:
+        yield Layer(component, name.rpartition(".")[0])
+        if (found := _FIRST_NORM.fullmatch(name)) is None:
+            continue
+        for own in _CLIP_LAYERS:
+            path = f"text_model.encoder.layers.{found['number']}.{own}"
+            target, _, place = rename(f"{path}.weight", rules, {"last": 0}).partition("@")
+            yield Layer(
+                component,
+                found["prefix"].removesuffix("model.") + path,
+                f"{found['prefix']}{target.removesuffix('weight')}",
+                (int(place), 3) if place else (0, 1),
+            )
+
+
+def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
+    """Kind of component to its layers by their names with underscores alone."""
+    found: dict[str, dict[str, Layer]] = {}
+    for layer in layers:
+        kind, path = _COMPONENTS.get(layer.component, layer.component), layer.path
+        if not kind:
+            kind, _, path = split_prefix(path)
+        found.setdefault(kind or DENOISER, {})[_flatten(path)] = layer
+    return found
+
+
+def find_layer(stem: str, index: Mapping[str, Mapping[str, Layer]]) -> Layer | None:
+    """The layer that a name of a LoRA file means; None where the model has none."""
+    kind, _, bare = split_prefix(stem)
+    flat = _flatten(bare)
+    plain = re.sub(r"_to_out$", "_to_out_0", flat.replace("_processor_to_", "_to_"))
+    known = index.get(kind or DENOISER, {})
+    for name in (flat, plain, plain.removeprefix("text_model_")):
+        if name in known:
+            return known[name]
+    return known.get(f"text_model_{plain}")
+
+
+def _flatten(path: str) -> str:
+    return path.replace(".", "_")

@@ -1,0 +1,272 @@
+"""Components in the names that single files have: tensors renamed, fused, transposed, never computed.
+
+Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
+in `knowledge/rules/single_file_names.toml`. Every value of a component stands in one place of its file.
+
+**Catches** classes without a table.
+**Does not catch** a wrong table. `tests/pipelines/test_single_file_names.py` does: what was written is read
+with the converters of Diffusers and the model code of ComfyUI.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from stopdown.component_calls.components import is_of_transformers
+from stopdown.errors import OptionError, ScalingError
+from stopdown.files.toml_files import read_rows
+
+_SUM = re.compile(r"<([^<>]*)>")
+
+
+class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
+    """How the tensors of a class are named in a single file.
+
+    Attributes:
+        class_name: in Diffusers or Transformers.
+        source: where that is known from.
+        rules: patterns over a name and what takes their place, one after the other.
+        like: class whose rules come after these.
+        merged: 1 x 1 convolution that readers do not have, to the one before it, which takes it up.
+        narrow: classes of modules that readers run in the format of their input, and Diffusers in fp32.
+    """
+
+    class_name: str
+    source: str
+    rules: tuple[tuple[str, str], ...]
+    like: str = ""
+    merged: dict[str, str] = {}
+    narrow: tuple[str, ...] = ()
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """What stands before the names of each component in one file with all of a pipeline.
+
+    Attributes:
+        pipeline: its class.
+        source: where that is known from.
+        prefixes: component to prefix.
+        layouts: component to the table that stands in for its class's.
+    """
+
+    pipeline: str
+    source: str
+    prefixes: dict[str, str]
+    layouts: dict[str, str] = {}
+
+
+class Piece(msgspec.Struct, frozen=True, order=True):
+    """A tensor of a component, or what of it a tensor in a file has.
+
+    Attributes:
+        order: its place among the parts of a fused tensor.
+        name: in the component.
+        change: `swap`, `1x1`, `1x1x1`, `T`, or nothing.
+    """
+
+    order: int
+    name: str
+    change: str = ""
+
+
+@functools.cache
+def read_layouts() -> dict[str, Layout]:
+    """The tables by class."""
+    return {
+        layout.class_name: layout for layout in read_rows("single_file_names", "layouts", Layout)
+    }
+
+
+@functools.cache
+def find_whole(pipeline_class: str) -> Whole:
+    """How one file with all of a pipeline is named; without prefixes for an unknown pipeline."""
+    rows = read_rows("single_file_names", "whole", Whole)
+    return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
+
+
+def find_folder(component: str) -> str:
+    """The folder of ComfyUI's models for a component's file."""
+    for prefix, folder in (("text_encoder", "text_encoders"), ("vae", "vae")):
+        if component.startswith(prefix):
+            return folder
+    return "clip_vision" if component == "image_encoder" else "diffusion_models"
+
+
+def check_layouts(program: Any, components: Iterable[str]) -> None:
+    """Refuse a program of which a component has no names in single files.
+
+    Raises:
+        OptionError: naming every such component.
+    """
+    problems = []
+    for name in components:
+        try:
+            lay_out(getattr(program, name))
+        except ScalingError as error:
+            problems.append(f"{name}: {error.what}")
+    if problems:
+        raise OptionError(
+            f"The model cannot be written as single files. {' '.join(problems)}",
+            expected=f"They are known for {', '.join(sorted(read_layouts()))}, and for text encoders.",
+            remedy='Use to="diffusers".',
+        )
+
+
+def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, ...]]:
+    """Name in a single file to the tensors of a component of which it is made.
+
+    Args:
+        table: another one than that of its class.
+
+    Raises:
+        ScalingError: there is no table for its class.
+    """
+    found = _find_layout(module, table)
+    rules = (*found.rules, *(read_layouts()[found.like].rules if found.like else ()))
+    names = [name for name in module.state_dict() if name.rpartition(".")[0] not in found.merged]
+    numbers = _count(module, names)
+    made: dict[str, list[Piece]] = {}
+    for name in names:
+        target, _, mark = rename(name, rules, numbers).partition("@")
+        order = int(mark) if mark.isdigit() else 0
+        made.setdefault(target, []).append(Piece(order, name, "" if mark.isdigit() else mark))
+    return {target: tuple(sorted(pieces)) for target, pieces in made.items()}
+
+
+def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
+    class_name = table or type(module).__name__
+    found = read_layouts().get(class_name)
+    if found is None and is_of_transformers(type(module)):
+        found = Layout(class_name, "as Transformers names them", ())
+    if found is None:
+        raise ScalingError(f"The names of a {class_name} in single files are not known.")
+    return found
+
+
+def rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
+    """The name of a tensor in a single file, with `@` and how it is changed or fused."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
+        name = _SUM.sub(lambda found: str(_add(found[1], numbers)), name)
+    return name
+
+
+def _add(text: str, numbers: Mapping[str, int]) -> int:
+    """`1+n1*2` as a number."""
+    return sum(
+        math.prod(numbers[x] if x in numbers else int(x) for x in product.split("*"))
+        for product in text.split("+")
+    )
+
+
+def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """The numbers that replacements name, of a component's configuration."""
+    config: Any = getattr(module, "config", {})
+
+    def read(*fields: str) -> Any:
+        values = (getattr(config, field, None) for field in fields)
+        return next((x for x in values if x is not None), 0)
+
+    layers, widths = read("layers_per_block", "num_res_blocks"), read("block_out_channels")
+    layers = layers if isinstance(layers, int) else 0
+    places = re.findall(
+        r"^((?:en|de)coder)(\.(?:(?:down|up)_blocks\.\d+|mid_block)\.(?!time_embedder)\w+)",
+        "\n".join(names),
+        re.MULTILINE,
+    )
+    coders = {coder: list(dict.fromkeys(x for y, x in places if y == coder)) for coder, _ in places}
+    ups = {name.split(".")[1] for name in names if name.startswith("up_blocks.")}
+    attentive = {
+        name.split(".")[1] for name in names if re.match(r"up_blocks\.\d+\.attentions", name)
+    }
+    return {
+        "n": layers,
+        "n1": layers + 1,
+        "n2": layers + 2,
+        "last": (len(widths) if widths else read("num_layers")) - 1,
+        **{f"a{block}": 2 if block in attentive else 1 for block in ups},
+        **{coder + x: place for coder, found in coders.items() for place, x in enumerate(found)},
+    }
+
+
+def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a component as a single file has them; tied ones once.
+
+    Raises:
+        ScalingError: as `lay_out`.
+
+    Cost: the memory of fused tensors.
+    """
+    state, seen = _merge(module, table), set[int]()
+    made = {}
+    for target, pieces in lay_out(module, table).items():
+        parts = [change_tensor(state[piece.name], piece.change) for piece in pieces]
+        if len(parts) == 1 and state[pieces[0].name].data_ptr() in seen:
+            continue
+        seen |= {state[piece.name].data_ptr() for piece in pieces}
+        made[target] = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+    return made
+
+
+def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
+    """The state of a component, its merged convolutions multiplied in fp32 into those before them."""
+    state = module.state_dict()
+    for name, before in _find_layout(module, table).merged.items():
+        weight, bias = state.pop(f"{name}.weight"), state.pop(f"{name}.bias")
+        matrix = weight.flatten(1).float()
+        inner, added = state[f"{before}.weight"].float(), state[f"{before}.bias"].float()
+        state[f"{before}.weight"] = torch.tensordot(matrix, inner, 1).to(weight.dtype)
+        state[f"{before}.bias"] = (matrix @ added + bias.float()).to(bias.dtype)
+    return state
+
+
+def list_merged(module: torch.nn.Module, table: str = "") -> dict[str, str]:
+    """Tensors that take up those of a convolution that readers do not have: name to that one's name."""
+    merged = _find_layout(module, table).merged.items()
+    return {f"{x}.{end}": f"{name}.{end}" for name, x in merged for end in ("weight", "bias")}
+
+
+def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of `arrange`; nothing for a class without a table."""
+    if type(module).__name__ not in read_layouts():
+        return {}
+    state, made = module.state_dict(), {}
+    for target, pieces in lay_out(module).items():
+        shapes = [
+            change_tensor(state[piece.name].to("meta"), piece.change).shape for piece in pieces
+        ]
+        made[target] = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+    return made
+
+
+def take_apart(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What `arrange` put together: the tensors of a component from those of its file."""
+    state, made = module.state_dict(), dict[str, torch.Tensor]()
+    for name in _find_layout(module).merged:
+        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+        made[f"{name}.weight"] = torch.eye(len(weight)).view(weight.shape)
+        made[f"{name}.bias"] = torch.zeros(bias.shape)
+    for target, pieces in lay_out(module).items():
+        sizes = [len(state[piece.name]) if state[piece.name].dim() else 1 for piece in pieces]
+        parts = [tensors[target]] if len(pieces) == 1 else tensors[target].split(sizes)
+        for piece, part in zip(pieces, parts, strict=True):
+            is_matrix = piece.change in ("1x1", "1x1x1")
+            made[piece.name] = part.flatten(1) if is_matrix else change_tensor(part, piece.change)
+    return made
+
+
+def change_tensor(tensor: torch.Tensor, change: str) -> torch.Tensor:
+    if change == "swap":
+        return torch.cat(tensor.chunk(2)[::-1])
+    if change in ("1x1", "1x1x1"):
+        return tensor.reshape(*tensor.shape, *map(int, change.split("x")))
+    return tensor.T if change == "T" else tensor

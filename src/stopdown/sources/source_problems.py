@@ -1,0 +1,45 @@
+"""What is said of a model that is refused, missing or damaged: `knowledge/rules/source_problems.toml`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from stopdown.errors import SourceError
+from stopdown.files.toml_files import read_rows
+
+PICKLED, MISSING = 2, 3
+"""Ranks of problems."""
+
+
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong with a source; the lowest rank is the worst."""
+
+    name: str
+    rank: int
+    what: str
+    expected: str
+    remedy: str
+
+    def as_error(self) -> SourceError:
+        """The same, to be raised."""
+        return SourceError(self.what, expected=self.expected, remedy=self.remedy)
+
+
+@functools.cache
+def _read_problems() -> dict[str, Problem]:
+    return {row.name: row for row in read_rows("source_problems", "problem", Problem)}
+
+
+def make_problem(name: str, /, **values: Any) -> Problem:
+    """The problem of this name, with values in its texts."""
+    row = _read_problems()[name]
+    texts = (text.format(**values) for text in (row.what, row.expected, row.remedy))
+    return Problem(name, row.rank, *texts)
+
+
+def make_error(name: str, /, **values: Any) -> SourceError:
+    """The same as an error."""
+    return make_problem(name, **values).as_error()

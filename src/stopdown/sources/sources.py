@@ -1,0 +1,619 @@
+"""Where a model comes from: found, checked and described before anything of it is loaded.
+
+A SOURCE is the name of a bundled model, a Diffusers folder, a single `.safetensors` file or a Hub
+id. `resolve_source` finds it (and downloads it), `verify_source` reports everything that is wrong
+with it. Neither imports torch or Diffusers, and nothing that was downloaded is executed.
+
+**Catches** unknown models and pipeline classes, missing folders and configurations, missing, cut
+off and damaged weights, pickles, adapters beside weights, and what `descriptions` finds: configurations
+that ask for code, or for more than a model has.
+**Does not catch** weights that fit the file but not the model: `load_pipeline` reports those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from stopdown.errors import OptionError, SourceError, make_printable
+from stopdown.files.json_files import MOST_BYTES, UnreadableError
+from stopdown.number_formats import list_some
+from stopdown.sources import hub
+from stopdown.sources.descriptions import (
+    BUILT_IN,
+    find_code,
+    find_excess,
+    find_kernels,
+    read_description,
+    read_table,
+)
+from stopdown.sources.headers import (
+    WEIGHT_FILES,
+    DamagedFileError,
+    StoredTensor,
+    find_missing_shards,
+    find_weights,
+    read_header,
+    read_header_bytes,
+    read_samples,
+    read_shard_index,
+)
+from stopdown.sources.hub import Progress
+from stopdown.sources.source_problems import MISSING, PICKLED, Problem, make_error, make_problem
+
+BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
+OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
+"""Components that a pipeline may be published without, although its index names them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component that a single file holds without the rest of its pipeline.
+
+    Attributes:
+        name: of the component.
+        prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
+        seen_as: what Diffusers' converter of this class wants there instead.
+        laid_out: `single_file_names` has its names, so no converter is asked.
+    """
+
+    name: str
+    prefix: str = ""
+    seen_as: str = ""
+    laid_out: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, as its `model_index.json` describes it.
+
+    Attributes:
+        name: as it was asked for.
+        path: folder, or single file.
+        kind: where it comes from; `component` where it describes a file with one component, by the folder
+            of that component alone.
+        pipeline_class: name of its Diffusers class; empty for a single file.
+        components: name → (library, class); empty for a single file.
+        revision: commit on the Hub; empty otherwise.
+        config: of a single file: Diffusers folder or Hub id with its configurations; None for the one
+            that Diffusers knows for this kind of checkpoint.
+        variant: of the weights, where a component has it: `fp16`; "" for those without one.
+        loras: files or Hub ids with their weights, put on when it is loaded.
+        scheduler: class that takes the place of its own; "" for its own.
+        parts: of a single file without the whole pipeline: what it holds, once `complete_source` looked.
+    """
+
+    name: str
+    path: Path
+    kind: Literal["bundled", "folder", "hub", "file", "component"]
+    pipeline_class: str = ""
+    components: dict[str, tuple[str, str]] = field(default_factory=dict)
+    revision: str = ""
+    config: str | Path | None = None
+    variant: str = ""
+    loras: tuple[tuple[str, float], ...] = ()
+    scheduler: str = ""
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def described(self) -> Path:
+        """Folder of its configurations; of a single file, once `complete_source` has found it."""
+        return Path(self.config) if self.kind == "file" and self.config else self.path
+
+
+_NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
+"""Components and classes are Python's names; a system's names of files end at 255 bytes."""
+
+
+def resolve_source(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    config: str | Path | None = None,
+    variant: str | None = None,
+    progress: Progress | None = None,
+    with_weights: bool = True,
+) -> Source:
+    """The model that a SOURCE names; one on the Hub is downloaded first.
+
+    A bundled name wins over a folder of the same name, which can be written `./name`.
+
+    Args:
+        source: bundled name, folder, `.safetensors` file or Hub id.
+        revision: branch, tag or commit of a Hub id.
+        config: for a single file, a Diffusers folder or Hub id with its configurations.
+        variant: of the weights: `fp16`.
+        progress: told of stage (`download`), what, bytes done and in all (0 when unknown).
+        with_weights: False leaves the weights of a Hub id where they are.
+
+    Raises:
+        SourceError: there is no such model, or what was found is refused at first sight.
+        OptionError: a revision or a config was given that says nothing about this source.
+    """
+    if not isinstance(source, (str, Path)):
+        raise make_error("no-name", kind=type(source).__name__)
+    refuse_ignored(source, revision, config)
+    found = _resolve(source, revision, variant or "", progress, with_weights)
+    if found.kind == "file":
+        found = replace(found, config=config)
+    if variant is None:
+        return found
+    found = replace(found, variant=variant)
+    if any(list_weight_files(found).values()) and not _has_variant(found):
+        raise make_error("no-variant", name=text_of(source), variant=variant)
+    return found
+
+
+def text_of(source: str | Path) -> str:
+    """A SOURCE as it is shown: a long one is cut."""
+    text = str(source)
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def _resolve(
+    source: str | Path,
+    revision: str | None,
+    variant: str,
+    progress: Progress | None,
+    with_weights: bool,
+) -> Source:
+    text = str(source)
+    if isinstance(source, str) and text in list_bundled():
+        return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
+    path = _find_path(source)
+    if os.path.exists(path) and make_printable(str(path.absolute())) != str(path.absolute()):
+        raise make_error("no-text", path=text)
+    if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
+        return _read_folder(text, path, "folder")
+    if os.path.exists(path):
+        return _read_file(text, path)
+    if isinstance(source, str) and is_hub_id(text):
+        return _resolve_hub(text, revision, variant, progress, with_weights)
+    raise _describe_unknown(text)
+
+
+KINDS = {
+    "bundled": "a bundled model",
+    "folder": "a Diffusers folder",
+    "file": "a file",
+    "hub": "a Hub id",
+}
+"""What a SOURCE can be, in words."""
+
+
+def find_kind(source: str | Path) -> str:
+    """Which of `KINDS` a SOURCE names, as `resolve_source` reads it; what is nowhere is a Hub id."""
+    path = _find_path(source)
+    if isinstance(source, str) and source in list_bundled():
+        return "bundled"
+    return "folder" if os.path.isdir(path) else "file" if os.path.exists(path) else "hub"
+
+
+def refuse_ignored(
+    source: str | Path, revision: str | None = None, config: str | Path | None = None
+) -> None:
+    """Refuse options that say nothing about this kind of source.
+
+    Raises:
+        OptionError: one of them does.
+    """
+    kind = find_kind(source)
+    if revision is not None and kind != "hub":
+        raise OptionError(
+            f'revision="{revision}" was given, and {text_of(source)} is {KINDS[kind]}.',
+            expected="Branches, tags and commits are those of a Hub id.",
+            remedy="Leave `revision` out.",
+        )
+    if config is not None and kind != "file":
+        raise OptionError(
+            f'config="{config}" was given, and {text_of(source)} is {KINDS[kind]}.',
+            expected="It names the configs of a single .safetensors file; others bring their own.",
+            remedy="Leave `config` out.",
+        )
+
+
+def _find_path(source: str | Path) -> Path:
+    return Path(os.path.expanduser(source))  # Path's own raises for ~nobody
+
+
+def list_bundled() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(index.parent.name for index in BUNDLED_FOLDER.glob("*/model_index.json"))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text names a repository, `owner/name`, and not a file or folder that is missing."""
+    return hub.HUB_ID.fullmatch(text) is not None and not _looks_like_path(text)
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "~", "/")) or text.endswith((*WEIGHT_FILES, *hub.PICKLES))
+
+
+def _describe_unknown(text: str) -> SourceError:
+    text = text_of(text)
+    if _looks_like_path(text) or "/" in text or "\\" in text:
+        return make_error("no-path", path=text)
+    bundled = list_bundled()
+    near = difflib.get_close_matches(text, bundled, n=1)
+    remedy = f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder."
+    known = ", ".join(bundled) or "none is installed"
+    return make_error("unknown", name=text, known=known, remedy=remedy)
+
+
+def _resolve_hub(
+    repo: str, revision: str | None, variant: str, progress: Progress | None, with_weights: bool
+) -> Source:
+    index = hub.download_index(repo, revision=revision)
+    found = replace(_read_folder(repo, index.parent, "hub"), variant=variant)
+    refuse(repo, list(_find_refusals(found)))
+    if not any(_find_damages(found)) and _has_variant(found):
+        return found  # whole in the cache already, at this commit
+    folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
+    hub.download_snapshot(
+        index, repo, folders, variant=variant, with_weights=with_weights, progress=progress
+    )
+    return found
+
+
+def _has_variant(source: Source) -> bool:
+    files = [path for paths in list_weight_files(source).values() for path in paths]
+    return not source.variant or any(f".{source.variant}." in path.name for path in files)
+
+
+def _read_file(name: str, path: Path) -> Source:
+    if path.suffix.lower() in hub.PICKLES:
+        raise hub.refuse_pickles("SOURCE", [str(path)])
+    if path.suffix.lower() not in WEIGHT_FILES:
+        raise make_error("no-weight-file", path=path)
+    return Source(name, path, "file")
+
+
+def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"]) -> Source:
+    index = path / "model_index.json"
+    if not index.exists() and not index.is_symlink():
+        raise _describe_plain_folder(path)
+    content = read_description(index)
+    for key in filter(lambda key: _is_component(key, content[key]), content):
+        if not _NAME.fullmatch(key):
+            raise make_error("component-name", index=index, key=key)
+    components = {
+        key: (str(value[0]), str(value[1]))
+        for key, value in content.items()
+        if _is_component(key, value)
+    }
+    revision = path.name if kind == "hub" else ""
+    class_name = content.get("_class_name")
+    return Source(
+        name, path, kind, class_name if isinstance(class_name, str) else "", components, revision
+    )
+
+
+def _is_component(key: str, value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return not key.startswith("_") and is_pair and all(isinstance(part, str) for part in value)
+
+
+def _describe_plain_folder(path: Path) -> SourceError:
+    inner = sorted(index.parent.name for index in path.glob("*/model_index.json"))
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    if inner:
+        remedy = f"Did you mean {path / inner[0]}?"
+    elif (path / "config.json").is_file():
+        remedy = f"This looks like one component of a pipeline. Did you mean {path.parent}?"
+    elif files:
+        remedy = f"For a single file write {path / files[0]}."
+    else:
+        remedy = "Save a pipeline there with pipe.save_pretrained(folder), or give another folder."
+    return make_error("plain-folder", path=path, remedy=remedy)
+
+
+def verify_source(source: Source) -> None:
+    """Check a whole source before anything of it is loaded.
+
+    Raises:
+        SourceError: with every problem in one message, worst first.
+    """
+    if source.kind == "file":
+        problems = list(_check_weight_file(source.path, "the file"))
+    else:
+        problems = [*_find_refusals(source), *_find_damages(source)]
+    refuse(source.name, problems)
+
+
+def verify_descriptions(source: Source) -> None:
+    """Check what its JSON files alone are refused for; weights and folders may be missing.
+
+    Raises:
+        SourceError: as `verify_source`.
+    """
+    found = list(_find_refusals(source)) if source.kind != "component" else []
+    for name, (_, class_name) in source.components.items():
+        found += _check_configurations(source.path / name, class_name, may_lack=True)
+    refuse(source.name, found)
+
+
+def refuse(name: str, problems: list[Problem]) -> None:
+    """Raise one SourceError for all problems of a source, worst first; nothing without one."""
+    if not problems:
+        return
+    problems = sorted(problems, key=lambda problem: problem.rank)
+    if len(problems) == 1:
+        raise problems[0].as_error()
+    listed = [f"({number}) {problem.what}" for number, problem in enumerate(problems, start=1)]
+    expected = dict.fromkeys(problem.expected for problem in problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    raise SourceError(
+        f"The model {name} has {len(problems)} problems. {' '.join(listed)}",
+        expected=" ".join(expected),
+        remedy=" ".join(remedies),
+    )
+
+
+def _find_refusals(source: Source) -> Iterator[Problem]:
+    """What `model_index.json` alone is refused for: foreign code and unknown classes."""
+    index = source.path / "model_index.json"
+    content = read_description(index)
+    if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
+        yield make_problem("code", what=f"{index} asks for a pipeline class of its own")
+    elif source.pipeline_class not in list_pipeline_classes():
+        known = list_pipeline_classes()
+        near = difflib.get_close_matches(source.pipeline_class, known, n=1, cutoff=0.0)
+        nearest, class_name = near[0] if near else "none", source.pipeline_class
+        yield make_problem("unknown-class", index=index, class_name=class_name, nearest=nearest)
+    for name, (library, class_name) in source.components.items():
+        said = {"index": index, "name": name, "library": library, "class_name": class_name}
+        beside = (folder / f"{library}.py" for folder in (source.path / name, source.path))
+        if not _NAME.fullmatch(class_name):
+            yield make_problem("class-name", **said)
+        elif class_name.endswith("Pipeline"):
+            yield make_problem("pipeline-inside", **said)
+        elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
+            if class_name.startswith(("Flax", "Onnx")):
+                yield make_problem("foreign-library", **said)
+        elif len(library) < 100 and any(path.exists() for path in beside):
+            what = f"{index} asks for the component {name} from {library}.py"
+            yield make_problem("code", what=what)
+        else:
+            yield make_problem("foreign-library", **said)
+
+
+def list_pipeline_classes() -> tuple[str, ...]:
+    """Names of the pipeline classes of the installed Diffusers, read without importing it."""
+    return list_library_classes(r"Pipeline\w*")
+
+
+@functools.cache
+def list_library_classes(ending: str) -> tuple[str, ...]:
+    """Names of the classes of the installed Diffusers that end so, read without importing it."""
+    text = (_find_diffusers() / "__init__.py").read_text(encoding="utf-8")
+    names = set(re.findall(rf'"([A-Z]\w*{ending})"', text))
+    return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
+
+
+@functools.cache
+def _list_pipeline_modules() -> frozenset[str]:
+    folder = _find_diffusers() / "pipelines"
+    return frozenset(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def _find_diffusers() -> Path:
+    found = importlib.util.find_spec("diffusers")
+    if found is None or not found.submodule_search_locations:
+        raise SourceError("Diffusers is not installed.", remedy="Type: pip install diffusers")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def has_weights(class_name: str) -> bool:
+    """Whether a component of this class has weights: not a tokenizer, scheduler or processor."""
+    plain = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "Extractor", "Guidance")
+    return not class_name.endswith((*plain, "ImageProcessorFast", "ImageProcessorPil"))
+
+
+def _find_damages(source: Source) -> Iterator[Problem]:
+    for name, (_, class_name) in source.components.items():
+        folder = source.path / name
+        if folder.is_dir():
+            yield from _check_configurations(folder, class_name)
+            if has_weights(class_name):
+                yield from _check_weights(folder, source)
+        elif name not in OPTIONAL_COMPONENTS:
+            yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
+
+
+def find_missing(source: Source) -> list[Problem]:
+    """Weights and folders that are not there; nothing for a folder of configurations alone."""
+    if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
+        return []
+    return [problem for problem in _find_damages(source) if problem.rank == MISSING]
+
+
+def _check_configurations(
+    folder: Path, class_name: str, *, may_lack: bool = False
+) -> Iterator[Problem]:
+    yield from _check_side_files(folder)
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "adapter_config.json":
+            yield make_problem("adapter", path=path)
+        elif not path.name.endswith(".index.json"):
+            yield from _check_configuration(path)
+    wanted = _name_configuration(class_name)
+    if wanted and not may_lack and not any(map(os.path.lexists, (folder / x for x in wanted))):
+        yield make_problem(
+            "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
+        )
+
+
+def _check_side_files(folder: Path) -> Iterator[Problem]:
+    """Vocabularies and templates, which other libraries open: regular files, and of a size."""
+    for path in sorted(folder.rglob("*")):
+        is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
+        if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
+            what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
+            if path.suffix in hub.SIDE_FILES or not path.is_file():
+                yield make_problem("side-file", path=path, what=what, most=MOST_BYTES)
+
+
+def _check_configuration(path: Path) -> Iterator[Problem]:
+    try:
+        content = read_table(path)
+    except UnreadableError as error:
+        yield make_problem("configuration", path=path, error=error)
+        return
+    if "config" not in path.name:
+        return  # vocabularies name tokens, not choices
+    for where in find_code(content):
+        yield make_problem("code", what=f"{path} asks for classes of its own ({where})")
+    for where in find_kernels(content):
+        yield make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
+    for what, most in find_excess(content):
+        yield make_problem("excess", path=path, what=what, most=most)
+
+
+def _name_configuration(class_name: str) -> tuple[str, ...]:
+    """The files of which one must be there for a component of this class."""
+    if has_weights(class_name):
+        return ("config.json",)
+    if class_name.endswith("Scheduler"):
+        return ("scheduler_config.json",)
+    if "Tokenizer" in class_name:
+        return ("tokenizer_config.json", "tokenizer.json", "vocab.json", "spiece.model")
+    if "Guidance" in class_name:
+        return ()
+    return ("preprocessor_config.json", "processor_config.json")
+
+
+def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
+    _, files = find_weights(folder, source.variant)
+    indices = sorted(folder.glob("*.safetensors.index*.json"))
+    if not files and not indices:
+        yield _describe_no_weights(folder, source)
+    for path in files:
+        yield from _check_weight_file(path, "the component")
+    for index in indices:
+        yield from _check_index(index, {path.name for path in files})
+
+
+def _describe_no_weights(folder: Path, source: Source) -> Problem:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
+    if not pickles:
+        return make_problem("no-weights", folder=folder)
+    refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
+    return Problem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
+
+
+def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
+    try:
+        _read_tensors(path)
+    except (DamagedFileError, OSError) as error:
+        yield describe_damage(path, error, owner)
+
+
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file; of a GGUF file its weights, which takes torch."""
+    if path.suffix.lower() != ".gguf":
+        return read_header(path)
+    from stopdown.sources.weight_files import read_shapes
+
+    return read_shapes(path)
+
+
+def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
+    """What is said of a weight file that is not whole, whose `owner` it describes."""
+    kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
+    said = {"path": path, "error": error, "kind": kind, "owner": owner}
+    return make_problem("weights", **said, real_path=os.path.realpath(path))
+
+
+def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
+    try:
+        shards = read_shard_index(index)
+    except DamagedFileError as error:
+        yield make_problem("index", index=index, error=error)
+        return
+    if any("-of-" not in name for name in files):
+        return  # the weights are in one file, which comes first
+    missing = find_missing_shards(index, shards)
+    if missing:
+        listed = list_some(missing, 5)
+        yield make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)
+
+
+def list_weight_files(source: Source) -> dict[str, list[Path]]:
+    """Component → the safetensors files that it is loaded from; `checkpoint` for a single file."""
+    if source.kind == "file":
+        return {"checkpoint": [source.path]}
+    return {
+        name: find_weights(source.path / name, source.variant)[1]
+        for name, (_, class_name) in source.components.items()
+        if has_weights(class_name) and (source.path / name).is_dir()
+    }
+
+
+def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
+    """Component → dtype → bytes stored in it, from the headers of the weights alone.
+
+    A single file is one component, `checkpoint`.
+
+    Raises:
+        SourceError: a file is damaged.
+    """
+    stored: dict[str, dict[str, int]] = {}
+    for name, files in list_weight_files(source).items():
+        counts: Counter[str] = Counter()
+        for path in files:
+            refuse(source.name, list(_check_weight_file(path, name)))
+            for tensor in _read_tensors(path).values():
+                counts[tensor.dtype] += tensor.size_bytes
+        stored[name] = dict(counts)
+    return stored
+
+
+def narrow_source(source: Source, names: Collection[str]) -> Source:
+    """Return the source with these components alone; all of them without names."""
+    if not names:
+        return source
+    return replace(source, components={name: source.components[name] for name in names})
+
+
+def fingerprint(source: Source) -> str:
+    """SHA-256 over the headers, sizes and samples of all weights, and what their configs say.
+
+    Equal for a copy in another folder, and whatever version of the libraries saved it; another
+    checkpoint of the same shape differs, and so does one of which a config was edited.
+    Cost: 64 KiB read from each file.
+    """
+    digest = hashlib.sha256()
+    for name, files in sorted(list_weight_files(source).items()):
+        for path in files:
+            label = f"{name}/{path.name if name != 'checkpoint' else ''}\0{path.stat().st_size}\0"
+            digest.update(label.encode())
+            digest.update(read_header_bytes(path))
+            digest.update(read_samples(path))
+        config = source.path / name / "config.json"
+        if source.kind != "file" and config.is_file():
+            digest.update(_normalise(read_description(config)))
+    for lora, weight in source.loras:
+        with Path(lora).expanduser().open("rb") as file:  # whole: it is small
+            digest.update(f"{hashlib.file_digest(file, 'sha256').hexdigest()} {weight}".encode())
+    return digest.hexdigest()
+
+
+def _normalise(config: dict[str, Any]) -> bytes:
+    """A config in one spelling, without what names versions, places and the dtype that was saved."""
+    said = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and key not in ("transformers_version", "torch_dtype", "dtype")
+    }
+    return json.dumps(said, sort_keys=True).encode()
