@@ -281,7 +281,12 @@ def test_imports_point_down() -> None:
 
 def test_few_packages_import_diffusers() -> None:
     """Diffusers is met where models are found, opened and called, and where it is given our classes."""
-    assert list_imports_of("diffusers", SOURCES, ("component_calls", "pipelines", "quantizers", "sources")) == []
+    assert (
+        list_imports_of(
+            "diffusers", SOURCES, ("component_calls", "pipelines", "quantizers", "sources")
+        )
+        == []
+    )
 
 
 def test_only_environment_reads_environment_variables() -> None:
@@ -444,7 +449,9 @@ def test_a_heavy_load_is_found() -> None:
     """A heavy import at the head of a light module is found; one inside a function is not."""
     assert list_heavy_loads(parse(frames="import numpy as np")) == ["frames loads numpy"]
     assert list_heavy_loads(parse(frames="class A:\n    import torch")) == ["frames loads torch"]
-    assert list_heavy_loads(parse(frames="try:\n    import av\nfinally: pass")) == ["frames loads av"]
+    assert list_heavy_loads(parse(frames="try:\n    import av\nfinally: pass")) == [
+        "frames loads av"
+    ]
     assert list_heavy_loads(parse(frames="def f():\n    import numpy")) == []
     assert list_heavy_loads(parse(frames="class A:\n    def f(self):\n        import av")) == []
     assert list_heavy_loads(parse(frames="if TYPE_CHECKING:\n    import torch")) == []
