@@ -170,7 +170,7 @@ def list_environment_readers(sources: Sources) -> list[str]:
 
 
 def list_hookers(sources: Sources) -> list[str]:
-    """Modules other than `interception.patches` that register a hook whose handle they do not hand to it."""
+    """Modules but `interception.patches` that register a hook whose handle they do not hand to it."""
     found = []
     for name, tree in sources.items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
