@@ -31,8 +31,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import explain
 from rescale import measure_calls, overflow, prepare_class
 
-from check_faults import FAULTS, call_of, check_fault, load_healthy, plant_fault
-from rescaling_models import EXAMPLES, WAYS
+from models.check_faults import FAULTS, call_of, check_fault, load_healthy, plant_fault
+from models.rescaling_models import EXAMPLES, WAYS
 from stopdown.dtype_rules.check import check
 from stopdown.errors import StopdownError
 from stopdown.memory.forecast import predict_all

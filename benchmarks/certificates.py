@@ -35,8 +35,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from rescale import describe_error, overflow, run_cast  # noqa: E402
 
-from bound_ascent import Bounded, GraphRun, bound_example, climb  # noqa: E402 (the path is set above)
-from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
+from models.bound_ascent import Bounded, GraphRun, bound_example, climb  # noqa: E402 (the path is set above)
+from models.rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
 from stopdown import rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402

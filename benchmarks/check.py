@@ -1,6 +1,6 @@
 """Planted faults: what `check` finds and when, beside Diffusers, Accelerate, PyTorch and Transformers.
 
-The faults are those of `tests/check_faults.py`. Each is checked without weights where they are not its
+The faults are those of `models/check_faults.py`. Each is checked without weights where they are not its
 cause; then each peer gets the same pipeline with weights and says what it says:
 
 - Diffusers: the pipeline is run for two steps;
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from full_size_configs import CALLS, MODELS, write_configs
 
-from check_faults import (
+from models.check_faults import (
     FAULTS,
     Fault,
     call_of,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from conversions import WITHOUT_STOPDOWN
+from models.conversions import WITHOUT_STOPDOWN
 from stopdown.devices.environment import describe_machine
 from stopdown.sources.sources import resolve_source
 

@@ -96,7 +96,7 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from simulated_device import KIND, load_device
+    from device.simulated_device import KIND, load_device
     from stopdown.app.generate_command import GenerateOptions, generate
     from stopdown.devices.device_profiles import find_target
     from stopdown.numerics import iterate_tensors

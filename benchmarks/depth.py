@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from rescaling_models import randomise  # noqa: E402 (the path is set above)
+from models.rescaling_models import randomise  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
 from stopdown.graph.nodes import operation  # noqa: E402

@@ -35,9 +35,9 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import encoders as encoder_table  # noqa: E402 (the path is set above)
 
 import stopdown  # noqa: E402
-from documented_scripts import ADDED, run_script  # noqa: E402
-from encoder_models import make_call, make_encoder, run_encoder  # noqa: E402
-from pipeline_calls import call_pipeline  # noqa: E402
+from models.encoder_models import make_call, make_encoder, run_encoder  # noqa: E402
+from models.pipeline_calls import call_pipeline  # noqa: E402
+from processes.documented_scripts import ADDED, run_script  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.quantizers.pipelines import join_plans  # noqa: E402

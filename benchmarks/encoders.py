@@ -1,6 +1,6 @@
 """Text and image encoders that pipelines of Diffusers name: rescaled, in fp16 and certified.
 
-The classes are read from the annotations of the pipelines (`tests/encoder_models.py`). Each is built tiny
+The classes are read from the annotations of the pipelines (`models/encoder_models.py`). Each is built tiny
 with random weights and called as pipelines do: without a mask, with one of two prompts padded on the right
 or left, with hidden states if a pipeline asks for them. Its values are made to leave fp16: the residual
 stream, or, if hidden states are returned, what a block computes before it writes the stream. Exponents rest
@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from encoder_models import (  # noqa: E402 (the path is set above)
+from models.encoder_models import (  # noqa: E402 (the path is set above)
     ENCODERS,
     MASKS,
     NOT_BUILT,

@@ -1,6 +1,6 @@
 """The fault matrix: every kind of fault, in every component, at every moment, under every scheduler.
 
-Each case of `tests/fault_cases.py` runs on a tiny pipeline of real classes in fp16: once guarded, and
+Each case of `models/fault_cases.py` runs on a tiny pipeline of real classes in fp16: once guarded, and
 once with the detector switched off. Where exponents are what mends a fault, the error of the pixels
 against fp32 stands beside that of the same pipeline planned in advance: its exponents found from all
 calls of a run in fp32, and in force from the first call on.
@@ -32,14 +32,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from fault_cases import (  # noqa: E402 (the path is set above)
+from models.fault_cases import (  # noqa: E402 (the path is set above)
     STEPS,
     Case,
     check,
     list_all,
     run_case,
 )
-from pipeline_calls import call_pipeline  # noqa: E402
+from models.pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
 from stopdown.component_call_names import name_component  # noqa: E402
 from stopdown.component_calls.call_interception import find_module  # noqa: E402

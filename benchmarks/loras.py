@@ -27,7 +27,7 @@ for folder in (ROOT / "tests", ROOT / "tests" / "pipelines"):
 
 from test_loras import call, list_steps  # noqa: E402
 
-from lora_cases import (  # noqa: E402 (the path is set above)
+from models.lora_cases import (  # noqa: E402 (the path is set above)
     STYLES,
     draw_lora,
     find_denoiser,

@@ -55,7 +55,7 @@ from stopdown.numerics import iterate_tensors, relative_l2  # noqa: E402
 from stopdown.plans.applier import apply_entry  # noqa: E402
 
 VARIABLE = "STOPDOWN_FP16_PYTHON"
-READER = ROOT / "tests" / "openvino_reader.py"
+READER = ROOT / "tests" / "readers" / "openvino_reader.py"
 MISSING = f"OpenVINO has no fp16 on this processor, and {VARIABLE} names no other"
 
 

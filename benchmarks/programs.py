@@ -1,6 +1,6 @@
 """Rescaling over the classes of programs that are no Diffusers pipelines, taken from their checkouts.
 
-Each class is built tiny with random weights (`tests/foreign_models.py`), made to overflow fp16 in
+Each class is built tiny with random weights (`tests/models/foreign_models.py`), made to overflow fp16 in
 the ways that its architecture has, and brought to fp16 by `rescale_` and `cast_`, as a user would:
 exponents, what stays in fp32, or the fall-back by hooks, and the note that says why. Errors are
 against fp32, the worst over all outputs of all calls. Where the program's code does not run in 16 bits
@@ -33,15 +33,15 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from rescale import OVERFLOWS_AT, clamp_output, describe_error, name_machine  # noqa: E402
 
-from foreign_models import (  # noqa: E402 (the path is set above)
+from models.foreign_models import (  # noqa: E402 (the path is set above)
     EXAMPLES,
     VARIABLES,
     WAYS,
     find_missing,
     make_foreign,
 )
-from rescaling_models import Call, scale_weights  # noqa: E402
-from rescaling_models import run_calls as run_given  # noqa: E402
+from models.rescaling_models import Call, scale_weights  # noqa: E402
+from models.rescaling_models import run_calls as run_given  # noqa: E402
 from stopdown import cast_, rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402

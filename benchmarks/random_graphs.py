@@ -1,6 +1,6 @@
 """How the rescaling of modules ends that are drawn at random from the table of operations.
 
-Each seed draws a small module of one to four steps (`tests/random_graphs.py`), rescales it for one input
+Each seed draws a small module of one to four steps (`models/drawn_graphs.py`), rescales it for one input
 and holds it against what it was, for that input and six others, and against bf16.
 
     OMP_NUM_THREADS=1 python benchmarks/random_graphs.py --count 5000       # hours on one core
@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from random_graphs import SOLVED, Verdict, judge  # noqa: E402 (the path is set above)
+from models.drawn_graphs import SOLVED, Verdict, judge  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,6 +1,6 @@
 """Rescaling over the classes that users run: exact in fp32, and how near fp16 comes to fp32.
 
-Each class is built tiny with random weights (`tests/rescaling_models.py`), made to overflow fp16 in
+Each class is built tiny with random weights (`tests/models/rescaling_models.py`), made to overflow fp16 in
 the ways that its architecture has, and run as it is in fp32, bf16 and fp16, with every module's
 output clamped, under autocast, and rescaled. Errors are against fp32, the worst over all outputs of
 all calls. Rows of classes that are not run again are kept.
@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from rescaling_models import (  # noqa: E402 (the path is set above)
+from models.rescaling_models import (  # noqa: E402 (the path is set above)
     EXAMPLES,
     WAYS,
     Call,

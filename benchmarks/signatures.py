@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from signature_cases import MODELS, MODES, fuzz, run_table  # noqa: E402 (the path is set above)
+from models.signature_cases import MODELS, MODES, fuzz, run_table  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "signatures.json"

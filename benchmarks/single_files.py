@@ -3,7 +3,7 @@
     export STOPDOWN_COMFYUI=CHECKOUT:CHECKOUT STOPDOWN_SGM=CHECKOUT PYTHONPATH=PACKAGES
     python benchmarks/single_files.py
 
-Each model (`tests/single_file_models.py`) is a real class, tiny, with random weights in bf16 and made to
+Each model (`models/single_file_models.py`) is a real class, tiny, with random weights in bf16 and made to
 overflow in fp16. Its file has the names of its authors. It is planned from one call and converted; then
 Diffusers (`from_single_file`, or `from_pretrained` where the names are its own), the loader and model
 code of ComfyUI, and Stability-AI's sgm read both files. `svd: …` are the parts of one file that was
@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from single_file_models import MODELS  # noqa: E402
-from single_file_readers import (  # noqa: E402
+from models.single_file_models import MODELS  # noqa: E402
+from readers.single_file_readers import (  # noqa: E402
     SGM,
     UNREAD_BY_DIFFUSERS,
     compare,

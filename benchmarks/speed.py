@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from rescale import overflow  # noqa: E402 (the paths are set above)
 
-from rescaling_models import WAYS, Call, make_example, run_calls  # noqa: E402
+from models.rescaling_models import WAYS, Call, make_example, run_calls  # noqa: E402
 from stopdown.devices.environment import choose_device, describe_machine  # noqa: E402
 from stopdown.memory.speed import time_runs  # noqa: E402
 from stopdown.scaling import cast_, find_scaling, fold_scaling, measure_call  # noqa: E402

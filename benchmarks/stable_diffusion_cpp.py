@@ -3,7 +3,7 @@
     pip install stable-diffusion-cpp-python
     python benchmarks/stable_diffusion_cpp.py
 
-A tiny Flux and its decoder (`tests/single_file_models.py`) make a picture in one step. Attention values
+A tiny Flux and its decoder (`models/single_file_models.py`) make a picture in one step. Attention values
 of the Flux and the stream of the decoder are beyond fp16. A difference is the mean over the bytes of a
 picture, of 255: for the Flux that of its latents, drawn by the program, from the same file in fp32; for
 decoders from the picture of Diffusers in fp32. A file that overflows gives a white picture, 125 and more
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sdcpp_runs import (  # noqa: E402
+from readers.sdcpp_runs import (  # noqa: E402
     DECODER,
     DENOISER,
     FACTOR,

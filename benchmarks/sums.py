@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from rescale import overflow  # noqa: E402 (the path is set above)
 
-from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
+from models.rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
 from stopdown import apply_plan, load, rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402

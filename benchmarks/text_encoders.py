@@ -33,11 +33,11 @@ from test_text_encoders import (  # noqa: E402
     widen,
 )
 
-from rescaling_models import EXAMPLES  # noqa: E402 (the path is set above)
+from models.rescaling_models import EXAMPLES  # noqa: E402 (the path is set above)
+from models.trained_models import is_downloaded, unpack_minilm  # noqa: E402
 from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from trained_models import is_downloaded, unpack_minilm  # noqa: E402
 
 WAYS = ("residual", "last linear", "gated product")
 

@@ -32,10 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import stopdown  # noqa: E402
-from stopdown.devices.environment import describe_machine  # noqa: E402
-from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling.trial import WideProducts  # noqa: E402
-from trained_models import (  # noqa: E402 (the path is set above)
+from models.trained_models import (  # noqa: E402 (the path is set above)
     finish_terrain,
     list_packages,
     load_gemma,
@@ -45,6 +42,9 @@ from trained_models import (  # noqa: E402 (the path is set above)
     run_onnx,
     unpack_minilm,
 )
+from stopdown.devices.environment import describe_machine  # noqa: E402
+from stopdown.numerics import relative_l2  # noqa: E402
+from stopdown.scaling.trial import WideProducts  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "trained.png"

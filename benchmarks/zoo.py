@@ -33,7 +33,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from rescaling_models import (  # noqa: E402 (the path is set above)
+from models.rescaling_models import (  # noqa: E402 (the path is set above)
     WAYS,
     cast_tree,
     randomise,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from simulated_device import Simulated
+    from device.simulated_device import Simulated
     from stopdown.records import Plan
 
 settings.register_profile(
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SERVERS = (
-    ("attacks/",),
+    ("hostile/",),
     ("pipelines/test_convert",),
     (
         *("pipelines/test_batch_workers", "pipelines/test_ranks"),
@@ -127,7 +127,7 @@ UsesProcessor = Callable[[pytest.MonkeyPatch, str], None]
 
 @pytest.fixture(autouse=True)
 def _no_guard_is_left() -> Iterator[None]:
-    from left_guards import leaving_no_guard
+    from processes.left_guards import leaving_no_guard
 
     with leaving_no_guard():
         yield
@@ -190,7 +190,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def _simulated_devices(pytestconfig: pytest.Config) -> Simulated:
-    from simulated_device import load_device
+    from device.simulated_device import load_device
 
     return load_device(pytestconfig.cache.mkdir("simulated-device"))
 
@@ -221,7 +221,7 @@ def each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if name == "cpu":
         yield name
         return
-    import pipeline_calls
+    from models import pipeline_calls
     from stopdown import testing
 
     build = testing.build_pipeline
@@ -253,7 +253,7 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
     """The folder of a tiny pipeline beyond fp16, and its plan, by name."""
-    import conversions
+    from models import conversions
     from stopdown.plans.calibrated import measure_plan
 
     @functools.cache

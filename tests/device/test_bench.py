@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
 from stopdown.app.bench_command import BenchOptions, bench
 from stopdown.app.display import Display
 from stopdown.benchmark import session

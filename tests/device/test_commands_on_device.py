@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stopdown
-from pipeline_calls import call_pipeline
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
+from models.pipeline_calls import call_pipeline
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.frames.media import read_image
 from stopdown.records import RunRecord

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
 from stopdown.devices.device_profiles import find_target
 from stopdown.frames.media import write_media
 from stopdown.memory.forecast import USABLE_SHARE

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import CALLS, call_pipeline
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
+from models.pipeline_calls import CALLS, call_pipeline
 from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory

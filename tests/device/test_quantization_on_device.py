@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import stopdown
-from pipeline_calls import call_pipeline
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
+from models.pipeline_calls import call_pipeline
 
 HOST = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.devices.device_profiles import find_target
 from stopdown.errors import SourceError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from simulated_device import KIND, Simulated
+from device.simulated_device import KIND, Simulated
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.environment import choose_device, list_devices, synchronise
 

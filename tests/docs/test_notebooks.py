@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stopdown
-from documentation import Run
+from docs.documentation import Run
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from documentation import (
+from docs.documentation import (
     Run,
     check_command,
     find_commands,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from documentation import Run
+from docs.documentation import Run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import CALLS, call_pipeline
+from models.pipeline_calls import CALLS, call_pipeline
 from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory

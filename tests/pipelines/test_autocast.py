@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mixed_dtypes import make_block, make_call
-from programs import make_program, overflow_
+from models.mixed_dtype_models import make_block, make_call
+from models.programs import make_program, overflow_
 from stopdown import cast_, rescale_, testing
 from stopdown.errors import NonFiniteError
 from stopdown.numerics import relative_l2

@@ -445,11 +445,11 @@ def test_a_strategy_is_put_on_once_for_all_items(
 def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """As with generate: the same bits, recorded by the hash."""
     pytest.importorskip("peft")
-    import test_manners
+    from models.lora_cases import write_lora
     from stopdown.sources.sources import resolve_source
 
     folder = save_tiny("sd", "fp32")
-    lora = test_manners.write_lora(resolve_source(folder), tmp_path)
+    lora = write_lora(resolve_source(folder), tmp_path)
     Path("prompts.txt").write_text("a red circle\n")
     sizes = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
     extras = ("--lora", f"{lora}:0.5", "--scheduler", "DDIM")

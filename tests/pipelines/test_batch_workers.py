@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batch_kills import Kills, Watched, ended, start
+from processes.batch_kills import Kills, Watched, ended, start
 from stopdown.app.batch_command import BatchOptions, batch
 from stopdown.app.display import Display
 from stopdown.batch.records import BatchRecord

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from left_guards import leaving_no_guard
+from processes.left_guards import leaving_no_guard
 from stopdown import guard, make_plan, testing
 from stopdown.records import Plan, from_json, to_json
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rescaling_models import make_example
+from models.rescaling_models import make_example
 from stopdown.app.commands import app
 from stopdown.bounds.input_limits import is_encoded
 from stopdown.devices.environment import choose_device

@@ -5,7 +5,6 @@ A few of each run by default; all of them are in the slow tests, and in `benchma
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,17 @@ import pytest
 import torch
 
 import stopdown
+from models.check_faults import (
+    CALLS,
+    FAULTS,
+    Fault,
+    call_of,
+    check_fault,
+    load_healthy,
+    plant_fault,
+)
 from stopdown.pipelines.requests import Request
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from check_faults import CALLS, FAULTS, Fault, call_of, check_fault, load_healthy, plant_fault
 
 QUICK = (
     "queries upcast alone",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from programs import KINDS, FirstStage, Program, UNet, make_faulty, make_program, sample
+from models.programs import KINDS, FirstStage, Program, UNet, make_faulty, make_program, sample
 from stopdown import apply_plan, check, make_plan, mend, testing
 from stopdown.dtype_rules import check as check_module
 from stopdown.dtype_rules import inspection

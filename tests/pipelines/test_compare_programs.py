@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from programs import KINDS, make_faulty, make_program
+from models.programs import KINDS, make_faulty, make_program
 from stopdown import compare, testing
 from stopdown.comparison import subjects
 from stopdown.comparison.records import Comparison

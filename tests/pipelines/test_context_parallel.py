@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import call_small, gather_results, make_with_heads, run_ranks
+from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor

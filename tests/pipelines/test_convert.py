@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
 import stopdown
-from conversions import assert_right, convert_made, run_plain
-from pipeline_calls import call_pipeline
+from models.conversions import assert_right, convert_made, run_plain
+from models.pipeline_calls import call_pipeline
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module

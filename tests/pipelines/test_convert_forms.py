@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from conversions import assert_right, build, convert_made, measured, run_plain
+from models.conversions import assert_right, build, convert_made, measured, run_plain
+from models.single_file_models import build_flux, build_t5
 from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
@@ -29,9 +29,6 @@ from stopdown.scaling import fold_scaling
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.single_file_names import arrange, find_whole
 from stopdown.sources.sources import Source, resolve_source
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from single_file_models import build_flux, build_t5
 
 
 @pytest.fixture(scope="module")

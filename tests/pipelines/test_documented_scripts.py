@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from documented_scripts import ADDED, SCRIPTS, run_script
+from processes.documented_scripts import ADDED, SCRIPTS, run_script
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fault_cases import (
+from models.fault_cases import (
     COMPONENTS,
     SCHEDULERS,
     Case,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from foreign_models import EXAMPLES, find_missing
+from models.foreign_models import EXAMPLES, find_missing
 
-CHECKS = Path(__file__).parents[1] / "foreign_checks.py"
+CHECKS = Path(__file__).parents[1] / "readers" / "foreign_checks.py"
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "programs.py"
 
 

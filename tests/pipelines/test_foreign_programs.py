@@ -21,13 +21,13 @@ import torch
 from hub_server import HubServer
 from PIL import Image, ImageSequence
 
-from foreign_models import VARIABLES, find_missing
+from models.foreign_models import VARIABLES, find_missing
 from stopdown import testing
 from stopdown.frames.media import read_video, write_media
 from stopdown.records import ScriptRecord, from_json
 
 TESTS = Path(__file__).parents[1]
-CPU_RUN = TESTS / "cpu_run.py"
+CPU_RUN = TESTS / "processes" / "cpu_run.py"
 NEEDS = {
     "cli_demo.py": (),
     "its Gradio demo": (
@@ -106,7 +106,7 @@ def test_sample_video_of_cogvideo(tmp_path: Path) -> None:
     made = tmp_path / "made"
     with_script = {**env, "PYTHONPATH": f"{script.parent}{os.pathsep}{env['PYTHONPATH']}"}
     made.mkdir()
-    call(tmp_path / "make", with_script, CPU_RUN, TESTS / "sat_program.py", made)
+    call(tmp_path / "make", with_script, CPU_RUN, TESTS / "processes" / "sat_program.py", made)
 
     def describe(*configs: str) -> list[object]:
         names = ("model", "inference", *configs)
@@ -215,7 +215,7 @@ def press_button(folder: Path, env: dict[str, str], *words: object) -> tuple[Pat
         while not answers(port):
             assert server.poll() is None, (folder / "errors.txt").read_text()[-2000:]
             time.sleep(0.5)
-        program = TESTS / "gradio_program.py"
+        program = TESTS / "processes" / "gradio_program.py"
         call(folder / "press", env, program, "press", f"http://127.0.0.1:{port}", video)
     finally:
         server.send_signal(signal.SIGINT)
@@ -248,7 +248,14 @@ def test_the_gradio_demo_of_cogvideo(tmp_path: Path, overflow: str | None) -> No
     env = skip_without("CogVideo", "its Gradio demo")
     script = find_gradio_demo() / "app.py"
     save_cogvideox("cogvideox", overflow, tmp_path / "cogvideox")
-    call(tmp_path / "make", env, TESTS / "gradio_program.py", "make", script.parent, tmp_path)
+    call(
+        tmp_path / "make",
+        env,
+        TESTS / "processes" / "gradio_program.py",
+        "make",
+        script.parent,
+        tmp_path,
+    )
     repositories = {
         "THUDM/CogVideoX-5b": tmp_path / "cogvideox",
         "ai-forever/Real-ESRGAN": tmp_path / "esrgan",
@@ -291,7 +298,7 @@ def test_the_video_command_of_imaginairy(tmp_path: Path) -> None:
     """
     env = skip_without("imaginAIry", "aimg videogen")
     checkout = Path(os.environ["STOPDOWN_IMAGINAIRY"])
-    program, made = TESTS / "imaginairy_program.py", tmp_path / "made"
+    program, made = TESTS / "processes" / "imaginairy_program.py", tmp_path / "made"
     call(tmp_path / "make", env, program, "make", checkout, made)
     env |= {
         "PYTHONPATH": f"{made}{os.pathsep}{env['PYTHONPATH']}", "HF_HUB_OFFLINE": "1",

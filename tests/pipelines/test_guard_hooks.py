@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import pipeline_calls
-from pipeline_calls import call_pipeline
+from models import pipeline_calls
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.errors import NonFiniteError

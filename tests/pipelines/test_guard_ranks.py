@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import call_small, gather_results, make_with_heads, run_ranks
+from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import InputError, RankError
 from stopdown.interception.patches import Patches
 from stopdown.parallel.guidance import put_guidance_parallel

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError

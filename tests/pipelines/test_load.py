@@ -13,7 +13,7 @@ import torch
 from test_single_file import save_single_file
 
 import stopdown
-from pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.runtime.guard import guard

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_cases import (
+from models.lora_cases import (
     ALPHA,
     RANK,
     STYLES,
@@ -34,9 +34,9 @@ pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapter
 from diffusers import DiffusionPipeline
 from test_loras import call, list_steps
 
-from conversions import SIZES, SMALLEST
-from single_file_models import MODELS, draw
-from single_file_readers import save_model
+from models.conversions import SIZES, SMALLEST
+from models.single_file_models import MODELS, draw
+from readers.single_file_readers import save_model
 from stopdown.checkpoints import lora_files
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
@@ -562,7 +562,7 @@ def test_a_plan_of_a_single_file_does_what_its_converted_file_does(
 COMFYUI = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]
 MERGE = """
 import json, sys
-from comfyui_reader import prepare
+from readers.comfyui_reader import prepare
 request = json.loads(sys.stdin.read())
 prepare(request["root"])
 import comfy.lora

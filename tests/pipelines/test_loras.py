@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_cases import (
+from models.lora_cases import (
     STYLES,
     draw_lora,
     find_denoiser,

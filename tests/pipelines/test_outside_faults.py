@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.interception.patches import Patches

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
+from models.programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
 from stopdown import apply_plan, make_plan, testing
 from stopdown.component_calls import components
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning

@@ -20,6 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.weight_file_samples import (
+    Tensors,
+    draw,
+    quantise_fp8,
+    quantise_int8,
+    write_gguf,
+    write_sample,
+)
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.errors import OptionError, ScalingError
 from stopdown.interception.patches import Patches
@@ -32,7 +40,6 @@ from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
 from stopdown.sources.gguf_files import SCALES
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.weight_files import open_weight_file
-from weight_file_samples import Tensors, draw, quantise_fp8, quantise_int8, write_gguf, write_sample
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -291,7 +298,7 @@ def fold_model(
 def run_comfyui(path: Path, output: Path) -> Tensors:
     """What ComfyUI's loader and model make of a file, in its own process."""
     paths = os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")])
-    script = Path(__file__).parents[1] / "comfyui_t5.py"
+    script = Path(__file__).parents[1] / "readers" / "comfyui_t5.py"
     words = [sys.executable, script, json.dumps(T5_CONFIG), path, "", output]
     subprocess.run(words, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True)
     return torch.load(output)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stopdown
-from pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
@@ -157,7 +157,7 @@ def test_an_encoder_that_also_sees_is_certified(tmp_path: Path, name: str) -> No
 
     A call that asks for them runs in fp32, and the warning says so.
     """
-    from encoder_models import make_call, make_encoder
+    from models.encoder_models import make_call, make_encoder
 
     module = make_encoder(name)
     with torch.no_grad():
@@ -584,7 +584,7 @@ def test_a_copy_is_a_model_of_its_own(planned: Any, pixels: Any) -> None:
 @pytest.mark.filterwarnings("ignore:transformer is not quite")
 def test_loras_come_and_go(cogvideox: Path, planned: Any, pixels: Any, tmp_path: Path) -> None:
     """They take the exponents of the weights that they add to, loaded and fused, and leave nothing."""
-    from lora_cases import draw_lora, load_lora, name_lora
+    from models.lora_cases import draw_lora, load_lora, name_lora
 
     wide = load_pipeline(cogvideox, torch.float32)
     tensors = name_lora(draw_lora(wide, "cogvideox"), "peft", "cogvideox")
@@ -712,7 +712,7 @@ def load_gguf(folder: Path, path: Path) -> Any:
     pytest.importorskip("gguf")
     from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
 
-    from weight_file_samples import write_gguf
+    from models.weight_file_samples import write_gguf
 
     module = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
     write_gguf(path, "Q8_0", {name: x.float().numpy() for name, x in module.state_dict().items()})
@@ -763,7 +763,7 @@ def test_a_component_of_torchao_lies_beside_it(tmp_path: Path, other: str) -> No
 
 def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path: Path) -> None:
     """`make_plan` of a pipeline with a LoRA: its matrices have exponents, and come off as they were."""
-    from lora_cases import draw_lora, load_lora, name_lora
+    from models.lora_cases import draw_lora, load_lora, name_lora
 
     pipe = load_pipeline(cogvideox, torch.float32)
     bare = call_pipeline(pipe, "cogvideox")

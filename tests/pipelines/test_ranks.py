@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import gather_results, run_ranks
+from processes.several_ranks import gather_results, run_ranks
 from stopdown.errors import InputError, RankError
 from stopdown.interception.patches import Patches
 from stopdown.parallel.guidance import put_guidance_parallel

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import call_pipeline, make_used_pipeline
+from models.pipeline_calls import call_pipeline, make_used_pipeline
 from stopdown import testing
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import pipeline_calls
 import stopdown
-from pipeline_calls import call_pipeline
-from random_graphs import RandomGraph
+from models import pipeline_calls
+from models.drawn_graphs import RandomGraph
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import relative_l2

@@ -15,7 +15,7 @@ import torch
 from test_repaired_plans import write_bare_plan
 from torch.utils._device import _device_constructors
 
-from programs import FirstStage, make_program, overflow_
+from models.programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.component_calls.pipeline_interception import redirect_devices
 from stopdown.errors import InputError, OptionError
@@ -525,7 +525,7 @@ def test_a_profile_runs_nothing(run: Run) -> None:
 SAMPLE = """
 import copy, sys
 import torch
-from programs import make_program, overflow_
+from models.programs import make_program, overflow_
 
 program = make_program(sys.argv[1], getattr(torch, sys.argv[2]))
 if sys.argv[3] == "overflows":

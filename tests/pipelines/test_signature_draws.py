@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from signature_cases import MODELS, fuzz, make_case, run_table
+from models.signature_cases import MODELS, fuzz, make_case, run_table
 
 QUICK = ("T5 gated",)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rescaling_models import WAYS, cast_tree, make_example, scale_weights
+from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.numerics import iterate_tensors, relative_l2

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import init_empty_weights
 
+from models.single_file_models import MODELS, OTHERS
+from readers.single_file_readers import OWN_NAMES, PUBLISHED_ONLY, UNREAD_BY_DIFFUSERS
 from stopdown.sources import single_file_names
 from stopdown.sources.single_file_names import arrange, lay_out, read_layouts, take_apart
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from single_file_models import MODELS, OTHERS
-from single_file_readers import OWN_NAMES, PUBLISHED_ONLY, UNREAD_BY_DIFFUSERS
 
 SMALL = {name: model.build for name, model in MODELS.items()} | OTHERS
 

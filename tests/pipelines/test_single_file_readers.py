@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stopdown.errors import OptionError
-from stopdown.fold_names import list_folds
-from stopdown.graph import blocks
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from single_file_models import MODELS
-from single_file_readers import (
+from models.single_file_models import MODELS
+from readers.single_file_readers import (
     SGM,
     UNREAD_BY_DIFFUSERS,
     convert_model,
@@ -35,6 +28,9 @@ from single_file_readers import (
     run_in_diffusers,
     run_in_sgm,
 )
+from stopdown.errors import OptionError
+from stopdown.fold_names import list_folds
+from stopdown.graph import blocks
 
 CHECKOUTS = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]
 NO_COMFYUI = pytest.mark.skipif(

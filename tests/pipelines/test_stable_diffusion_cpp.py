@@ -5,14 +5,11 @@ Its package, `stable-diffusion-cpp-python`, is compiled when it is installed; `P
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from sdcpp_runs import DECODER, DENOISER, FLASH, find_missing, measure, measure_gguf
+from readers.sdcpp_runs import DECODER, DENOISER, FLASH, find_missing, measure, measure_gguf
 
 pytestmark = [
     pytest.mark.slow,

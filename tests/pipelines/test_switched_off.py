@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from switching_off import DETECTORS
+from processes.switching_off import DETECTORS
 
 TESTS = Path(__file__).parents[1]
 
@@ -19,7 +19,16 @@ TESTS = Path(__file__).parents[1]
 def test_without_a_detector_its_tests_fail(name: str) -> None:
     """In a process of its own, every named test fails; none of them is only missing."""
     named = DETECTORS[name][1]
-    command = [sys.executable, "-m", "pytest", "-p", "switching_off", "--switch-off", name, "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "processes.switching_off",
+        "--switch-off",
+        name,
+        "-q",
+    ]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", *(str(TESTS / test) for test in named)],
         capture_output=True,

@@ -19,13 +19,13 @@ import transformers
 from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 
-from rescaling_models import EXAMPLES, WAYS, make_example, scale_weights
+from models.rescaling_models import EXAMPLES, WAYS, make_example, scale_weights
+from models.trained_models import unpack_minilm
 from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder
 from stopdown.numerics import relative_l2
 from stopdown.records import Conversion, read_record, to_json
 from stopdown.sources.headers import EXPONENTS_ENTRY, RESCALED_ENTRY, read_metadata
 from stopdown.testing import make_pipeline
-from trained_models import unpack_minilm
 
 SMALLEST = 2.0**-6
 """Weights below are 0 here, so that eight bits of the others outlive a fold in fp16."""

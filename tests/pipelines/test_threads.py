@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
-from pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline
+from processes.guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from stopdown import testing
 from stopdown.errors import InputError, NonFiniteError
 from stopdown.interception.module_paths import ModulePaths

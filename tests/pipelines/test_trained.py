@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import trained_models
-from stopdown import cast_, rescale_
-from stopdown.numerics import relative_l2
-from trained_models import (
+from models import trained_models
+from models.trained_models import (
     finish_terrain,
     list_packages,
     load_gemma,
@@ -21,6 +19,8 @@ from trained_models import (
     open_package,
     run_onnx,
 )
+from stopdown import cast_, rescale_
+from stopdown.numerics import relative_l2
 
 
 def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

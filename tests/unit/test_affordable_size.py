@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import make_pipeline
+from models.pipeline_calls import make_pipeline
 from stopdown import testing
 from stopdown.devices.device_profiles import find_profile
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline

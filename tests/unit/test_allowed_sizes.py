@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_calls import make_pipeline
+from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.pipelines.allowed_sizes import Grid, check_sizes, find_grid, read_configs
 from stopdown.pipelines.requests import Request, build_arguments, read_frames

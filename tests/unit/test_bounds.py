@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stopdown
-from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
-from rescaling_models import EXAMPLES
+from models.bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
+from models.rescaling_models import EXAMPLES
 from stopdown.bounds import intervals, product_rules, singular_values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
-from rescaling_models import EXAMPLES
+from models.bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
+from models.rescaling_models import EXAMPLES
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.rule_names import RULES
 from stopdown.bounds.values import Bound

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown import cast_, rescale_
 from stopdown.bounds import propagation
 from stopdown.bounds.propagation import (

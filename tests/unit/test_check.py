@@ -22,11 +22,10 @@ from stopdown.sources.sources import resolve_source
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_repaired_plans import write_bare_plan
 from test_single_file import save_single_file
 
-from pipeline_calls import CALLS
+from models.pipeline_calls import CALLS
 
 SaveTiny = Callable[..., Path]
 

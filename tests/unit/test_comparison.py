@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from comparisons import draw_clip, make_comparison
+from models.comparisons import draw_clip, make_comparison
 from stopdown.comparison.cells import fail_cell, read_outcome, write_outcome
 from stopdown.comparison.measures import (
     clean_frames,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from comparisons import RUN
+from models.comparisons import RUN
 from stopdown.diagnosis import explain_file
 from stopdown.files.outputs import find_record_path
 from stopdown.records import Repair, to_json

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from foreign_models import FusedRMSNorm
+from models.foreign_models import FusedRMSNorm
 from stopdown import cast_, guard, rescale_
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.numerics import relative_l2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import call_pipeline, make_pipeline
+from models.pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.number_formats import FORMATS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_calls import call_pipeline, make_pipeline
+from models.pipeline_calls import call_pipeline, make_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits
 from stopdown.errors import StopdownWarning

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import pipeline_calls
+from models import pipeline_calls
 from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.request_options import read_allowed

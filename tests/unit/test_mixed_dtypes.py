@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mixed_dtypes import make_block, make_call
+from models.mixed_dtype_models import make_block, make_call
 from stopdown import cast_, rescale_
 from stopdown.graph import capture as capturing
 from stopdown.graph.capture import capture_call

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from operation_samples import Sample, draw_samples, list_known
+from models.operation_samples import Sample, draw_samples, list_known
 from stopdown.bounds.propagation import InputLimits, bound_call
 from stopdown.graph import operations
 from stopdown.graph.nodes import is_float, is_kind, operation

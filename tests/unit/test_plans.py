@@ -482,7 +482,7 @@ def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
     import copy
     import io
 
-    from programs import make_faulty
+    from models.programs import make_faulty
     from stopdown import apply_plan, make_plan
     from stopdown.errors import PlanError, StopdownWarning
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from random_graphs import judge
+from models.drawn_graphs import judge
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from comparisons import RUN, make_comparison
+from models.comparisons import RUN, make_comparison
 from stopdown import testing
 from stopdown.app.report_command import report
 from stopdown.comparison.prompts import read_prompts

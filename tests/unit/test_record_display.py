@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stopdown
-from comparisons import make_comparison
+from models.comparisons import make_comparison
 from stopdown import records
 from stopdown.comparison import records as comparison_records
 from stopdown.record_display import Displayed

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import make_pipeline
+from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.requests import (

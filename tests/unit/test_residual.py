@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS

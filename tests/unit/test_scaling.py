@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from rescaling_models import make_example, run_calls
+from models.rescaling_models import make_example, run_calls
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks

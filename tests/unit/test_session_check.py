@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.component_calls.call_interception import Call, Rank, intercept
 from stopdown.component_calls.components import find_callees

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from signal_tries import count_tries
+from processes.signal_tries import count_tries
 from stopdown.app import cli, signals
 from stopdown.app.signals import SignalTrap, Stopped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.graph.range_measurement import Range
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_, search

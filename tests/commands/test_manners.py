@@ -1,0 +1,574 @@
+"""How the command line behaves: help, progress, defaults of a user's own, completion, what it writes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from rich.console import Console
+
+import stopdown
+from docs.documentation import parse_command
+from models.lora_cases import write_lora
+from stopdown.app import commands
+from stopdown.app.defaults_file import read_defaults
+from stopdown.app.display import Display
+from stopdown.app.flags import CommandOptions
+from stopdown.app.generate_command import GenerateOptions, list_runs
+from stopdown.app.progress import Bars, Lines
+from stopdown.app.remedies import reword
+from stopdown.devices.environment import Device, token_in_use
+from stopdown.errors import OptionError, OutputError, StopdownError
+
+SaveTiny = Callable[..., Path]
+SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1")
+COMMANDS = sorted(typer.main.get_command(commands.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder that commands run in, at the width of a small terminal."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------
+# Help
+
+
+def test_the_list_of_commands_is_not_cut_off(run: Any, here: Path) -> None:
+    """At 80 columns each command has its whole sentence, also by `-h`."""
+    code, out, _ = run("-h")
+    lines = [line for line in out.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
+    assert code == 0
+    assert len(lines) == len(COMMANDS)
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_has_examples_that_are_taken(name: str, run: Any, here: Path) -> None:
+    """Every command shows what to type, and the command line takes it."""
+    code, out, _ = run(name, "-h")
+    shown = out.split("Examples:")[1].split("\n\n")[0]
+    examples = [line.strip() for line in shown.splitlines() if line.strip()]
+    assert (code, bool(examples)) == (0, True)
+    assert [found for line in examples if (found := parse_command(line))] == []
+    assert "--quiet" in out
+    assert "--verbose" in out
+
+
+def test_help_shows_choices_and_defaults(run: Any, here: Path) -> None:
+    """What an option takes, and what it is where nobody says."""
+    _, out, _ = run("generate", "--help")
+    shown = " ".join(out.split())
+    assert "--on-fault <repair|raise>" in shown
+    assert "[default: 8.0]" in shown
+    assert "--steps N" in shown
+    assert "list[str]" not in shown
+
+
+def test_the_shell_completes(here: Path) -> None:
+    """Names of commands and choices of options, by what Typer installs for the shell."""
+    for words, found in (
+        ("stopdown gen", "generate"),
+        ("stopdown plan shapes --ranges b", "bound"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "stopdown.app.cli"],
+            env={
+                **os.environ,
+                "_STOPDOWN_COMPLETE": "complete_bash",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split()) - 1),
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert found in done.stdout.split(), done
+
+
+# ---------------------------------------------------------------------------------------------
+# Progress
+
+
+def test_the_first_sign_comes_before_pytorch() -> None:
+    """It is said that PyTorch is loaded before it is: an import that ends the process comes after."""
+    script = (
+        "import os, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print('IMPORTED', end='', file=sys.stderr, flush=True); os._exit(7)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from stopdown.app import cli\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    for words in (
+        ["generate", "shapes", "a", "-o", "x.mp4"],
+        ["fit", "shapes", "--memory", "1GiB"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True
+        )
+        assert done.returncode == 7
+        assert re.fullmatch(r"Loading PyTorch…: elapsed \S+\nIMPORTED", done.stderr), done.stderr
+
+
+class Log:
+    """Lines of progress, with a clock that stands until it is set."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.now = 0.0
+        self.console = Console(file=io.StringIO(), width=200)
+        self.display = Lines(self.console, quiet=quiet, clock=lambda: self.now)
+
+    def progress(self, now: float, stage: str, what: str, done: int = 0, total: int = 0) -> None:
+        """Report progress at a time."""
+        self.now = now
+        self.display.progress(stage, what, done, total)
+
+    def tick(self, now: float) -> None:
+        """Let time pass without progress."""
+        self.now = now
+        self.display.tick()
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what was printed."""
+        return self.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
+    """Each stage begins with a line; 40 quick components add none, slow steps one in ten seconds."""
+    log = Log()
+    log.progress(1, "import", "PyTorch")
+    log.progress(4, "load", "loading vae", 0, 100)
+    for number in range(40):
+        log.progress(5 + number / 10, "certify", f"part {number}", number, 40)
+    for step in range(1, 41):
+        log.progress(10 + step, "denoise", "transformer", step, 40)
+    assert log.lines == [
+        "Loading PyTorch…: elapsed 0:00:01",
+        "Loading vae: elapsed 0:00:04",
+        "Certifying part 0: elapsed 0:00:05",
+        "Denoising step 1 of 40: elapsed 0:00:11",
+        "Denoising step 11 of 40: elapsed 0:00:21, left 0:00:26",
+        "Denoising step 21 of 40: elapsed 0:00:31, left 0:00:18",
+        "Denoising step 31 of 40: elapsed 0:00:41, left 0:00:08",
+    ]
+
+
+def test_stages_in_turns_fill_no_log() -> None:
+    """`compare` encodes, denoises and decodes for each picture: later turns print a line in ten seconds."""
+    log = Log()
+    for turn in range(20):
+        for stage in ("encode", "denoise", "decode"):
+            log.progress(turn, stage, "part", 1, 1)
+    assert len(log.lines) == 3 + 1
+
+
+def test_a_log_is_never_silent_for_minutes() -> None:
+    """Without progress the stage that goes on is printed again after half a minute, and not before."""
+    log = Log()
+    log.progress(1, "certify", "transformer", 0, 9)
+    for second in range(2, 95):
+        log.tick(second)
+    assert log.lines == [
+        f"Certifying transformer: elapsed 0:0{minutes}:{seconds:02}"
+        for minutes, seconds in ((0, 1), (0, 31), (1, 1), (1, 31))
+    ]
+
+
+def test_the_thread_of_a_log_ends_with_it() -> None:
+    """Silence is ended by a thread, which is there inside of the block alone; none with --quiet."""
+    for quiet, expected in ((False, 1), (True, 0)):
+        before = set(threading.enumerate())
+        with Log(quiet=quiet).display:
+            made = set(threading.enumerate()) - before
+        for thread in made:
+            thread.join(10.0)
+        assert [len(made), *(x.is_alive() for x in made)] == [expected, *[False] * expected]
+
+
+def test_quiet_lines_tell_no_progress() -> None:
+    """With --quiet no line comes, and a repair is announced all the same; details only with --verbose."""
+    console = Console(file=io.StringIO(), width=200)
+    display = Lines(console, quiet=True)
+    display.progress("denoise", "transformer", 1, 2)
+    display.announce("`vae` was rescaled.")
+    display.detail("not shown")
+    Lines(console, verbose=True).detail("shown")
+    assert console.file.getvalue() == "`vae` was rescaled.\nshown\n"  # type: ignore[attr-defined]
+
+
+def test_bars_label_their_times() -> None:
+    """In a terminal each bar has the words elapsed and left beside its times."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with Bars(console) as display:
+        display.progress("import", "PyTorch", 0, 0)
+        display.progress("denoise", "transformer", 1, 2)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"Loading.*PyTorch….*elapsed .*\d:\d\d:\d\d.*left", shown)
+    assert re.search(r"Denoising.*step 1 of 2.*elapsed .*left", shown)
+
+
+def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell shows a terminal to `!stopdown` and keeps every line: bars would be there a hundred times."""
+    from stopdown.app import progress
+
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(progress, "open_console", lambda **_: console)
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    assert isinstance(progress.open_display(_Options()), Bars)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert isinstance(progress.open_display(_Options()), Lines)
+
+
+def test_quiet_prints_the_file_alone(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """For scripts: stdout is the name of what was written, stderr is empty."""
+    assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-q") == (0, "stopdown.mp4\n", "")
+
+
+def test_verbose_shows_the_traceback_of_an_error(run: Any, here: Path) -> None:
+    """Who wants to report a fault sees where it was raised."""
+    _, _, err = run("generate", "shapes", "a", "--precision", "fp61", "--verbose")
+    assert err.startswith("Traceback")
+    assert "stopdown: The precision 'fp61' is unknown." in err
+
+
+# ---------------------------------------------------------------------------------------------
+# Words of errors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(CommandOptions):
+    source: str = "my model"
+    precision: str = "auto"
+    on_fault: str = "repair"
+    force: bool = False
+    frames: int = 1
+    prompt: Annotated[str, typer.Argument()] = ""
+
+
+def test_an_error_speaks_of_flags_and_of_the_model() -> None:
+    """Arguments of Python become flags of the command, SOURCE what was typed; others stay."""
+    error = StopdownError(
+        'frames=10 is odd; dtype=torch.float16 and "a.frames=3" stay.',
+        expected="SOURCE is a folder.",
+        remedy='Use precision="transformer=bf16,vae=fp32", on_fault="repair", or force=True: '
+        "stopdown plan SOURCE, and `prompt` and `frames`; `vae` and the field `source` stay.",
+    )
+    reword(error, _Options())
+    assert str(error) == (
+        '--frames 10 is odd; dtype=torch.float16 and "a.frames=3" stay. SOURCE is a folder. Use '
+        "--precision transformer=bf16,vae=fp32, --on-fault repair, or --force: stopdown plan 'my model', "
+        "and PROMPT and --frames; `vae` and the field `source` stay."
+    )
+
+
+ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults", "findings")
+"""What `stopdown run` alone does; and findings, whose remedies are commands wherever they are read."""
+
+
+def test_the_package_names_no_flag() -> None:
+    """Below the command line no text says `--flag`: from Python there is none. Whole commands may."""
+    package = Path(stopdown.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place.parts[0] == "app" or place.stem in ON_THE_COMMAND_LINE:
+            continue
+        found += [f"{place}: {text}" for text in read_texts(path) if names_a_flag(text)]
+    assert found == []
+    assert names_a_flag("Use --frames 9.")
+    assert not names_a_flag("Type stopdown fit SOURCE.")
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a module that are no docstrings, each with what is written in it as {}."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]
+    parts = {id(part) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr) for part in x.values}
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            written = (x.value if isinstance(x, ast.Constant) else "{}" for x in node.values)
+            texts.append("".join(map(str, written)))
+        elif isinstance(node, ast.Constant) and node not in told and id(node) not in parts:
+            texts.append(str(node.value))
+    return texts
+
+
+def names_a_flag(text: str) -> bool:
+    """Whether a text has an option of the command line outside of a whole command."""
+    return (
+        re.search(r"(?<![\w-])--[a-z]", re.sub(r"(stopdown|pip|hf|ray|torchrun) [^.;,]*", "", text))
+        is not None
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Defaults of a user's own
+
+
+def test_a_file_gives_defaults(run: Any, here: Path) -> None:
+    """`stopdown.toml` above the folder counts, a table of a command wins, and what is typed over both."""
+    (here.parent / "stopdown.toml").write_text('device = "tpu"\n[generate]\ndevice = "npu"\n')
+    assert "The device 'npu' is unknown." in run("generate", "shapes", "a")[2]
+    assert "The device 'tpu' is unknown." in run("plan", "shapes")[2]
+    assert "The device 'vpu' is unknown." in run("plan", "shapes", "--device", "vpu")[2]
+    _, _, err = run("plan", "shapes", "-v")
+    assert err.startswith(f"stopdown: {here.parent / 'stopdown.toml'} gives defaults.\n")
+    assert run("plan", "-h")[0] == 0
+
+
+def test_a_project_gives_defaults(run: Any, here: Path) -> None:
+    """`[tool.stopdown]` of a pyproject.toml is read, one of another program is not."""
+    (here / "pyproject.toml").write_text('[tool.stopdown.generate]\non-fault = "no"\n')
+    assert "'no' is not one of 'repair', 'raise'" in run("generate", "shapes", "a")[2]
+    (here / "pyproject.toml").write_text("not TOML")
+    assert read_defaults({"generate": ["device"]})[0] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devise = 1", "sets devise, which is no option of any command. .* Did you mean device?"),
+        ("[generate]\nprompt = 1", "sets prompt, which is no option of stopdown generate."),
+        ("[generate", "cannot be read as TOML: .* Correct it, or remove it."),
+    ],
+)
+def test_a_wrong_file_of_defaults_is_named(text: str, message: str, run: Any, here: Path) -> None:
+    """A misspelt key is refused by its name, and not passed over."""
+    (here / "stopdown.toml").write_text(text)
+    code, _, err = run("generate", "shapes", "a")
+    assert code == 2
+    assert re.search(message, err)
+
+
+# ---------------------------------------------------------------------------------------------
+# Outputs, seeds, tokens
+
+
+def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
+    """`--num 3`: the seeds that follow, numbered outputs, all free before the first begins."""
+    runs = list_runs(GenerateOptions("shapes", "a", output="c.mp4", seed=7, num=3))
+    assert [(one.output, one.seed) for one in runs] == [
+        ("c-1.mp4", 7),
+        ("c-2.mp4", 8),
+        ("c-3.mp4", 9),
+    ]
+    (here / "c-3.mp4").touch()
+    with pytest.raises(OutputError, match=r"c-3\.mp4 already exists"):
+        list_runs(GenerateOptions("shapes", "a", output="c.mp4", num=3))
+    with pytest.raises(OptionError, match="A journal belongs to a single run"):
+        list_runs(GenerateOptions("shapes", "a", num=2, journal=here))
+    with pytest.raises(OptionError, match="--num 0 is less than 1"):
+        list_runs(GenerateOptions("shapes", "a", num=0))
+
+
+def test_several_runs_load_the_model_once(
+    run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--num 3` loads once, and gives what three commands with these seeds give."""
+    from stopdown.app import generate_command
+
+    loads: list[str] = []
+    load = generate_command._load
+    monkeypatch.setattr(
+        generate_command, "_load", lambda *given: loads.append("load") or load(*given)
+    )
+    words = ("generate", save_tiny("cogvideox"), "a", *SIZES)
+    assert run(*words, "--num", 3, "-o", "c.mp4")[0] == 0
+    assert loads == ["load"]
+    assert run(*words, "--seed", 2, "-o", "third.mp4")[0] == 0
+    assert (here / "c-3.mp4").read_bytes() == (here / "third.mp4").read_bytes()
+    assert (here / "c-2.mp4").read_bytes() != (here / "third.mp4").read_bytes()
+
+
+def test_a_token_is_used_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's client sees it while the command runs; what was set before is set again."""
+    from huggingface_hub import get_token
+
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    with token_in_use("hf_other"):
+        assert get_token() == "hf_other"
+    assert get_token() == "mine"
+    with token_in_use(None):
+        assert get_token() == "mine"
+
+
+def test_a_token_is_in_no_record(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """What is secret stays out of what is shared."""
+    words = (
+        "generate",
+        save_tiny("cogvideox"),
+        "a",
+        *SIZES,
+        "--token",
+        "hf_secret",
+        "-o",
+        "c.webm",
+    )
+    assert run(*words)[0] == 0
+    assert "hf_secret" not in (here / "c.webm.json").read_text()
+    assert (here / "c.webm").stat().st_size > 0
+    assert run("report", "c.webm")[0] == 0
+    assert "data:video/webm;base64," in (here / "c.html").read_text(encoding="utf-8")
+
+
+def test_a_page_is_made_of_the_output_that_is_named(
+    run: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """`report clip.mp4` reads its record; without -o a page that is there stays, which is told."""
+    assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4", "-q")[0] == 0
+    assert "Written: clip.html" in run("report", "clip.mp4")[1]
+    code, out, _ = run("report", "clip.mp4.json")
+    assert code == 0
+    assert "Written: clip-2.html\nclip.html already exists and was left as it is." in out
+    code, out, _ = run("explain", "clip.mp4.json")
+    assert "clip.mp4.json is the record of a run of " in out
+    assert "stopdown report clip.mp4.json" in out
+    _, out, _ = run("explain", "clip.mp4")
+    shown = " ".join(out.split())
+    model = shlex.quote(str(save_tiny("cogvideox")))
+    assert f"its record, clip.mp4.json: made by {save_tiny('cogvideox')} on cpu" in shown
+    assert re.search(rf"stopdown (generate|compare) {re.escape(model)} (--prompt )?a ", shown)
+    (here / "clip.mp4.json").write_text('{"kind": "run"')
+    assert "SOURCE" in run("explain", "clip.mp4")[1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Models
+
+
+def test_another_scheduler_and_a_lora(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """Both stand on the pipeline that is loaded; a LoRA makes another fingerprint, and has its weight."""
+    pytest.importorskip("peft")
+    import torch
+
+    from stopdown.pipelines.loader import load_pipeline
+    from stopdown.pipelines.loras_and_schedulers import find_scheduler, parse_lora
+    from stopdown.sources.sources import fingerprint, resolve_source
+
+    source = resolve_source(save_tiny("sd"))
+    lora = write_lora(source, tmp_path)
+    found = dataclasses.replace(
+        source, loras=(parse_lora(f"{lora}:0.5"),), scheduler=find_scheduler("ddim")
+    )
+    pipe = load_pipeline(found, torch_dtypes=torch.float32)
+    assert type(pipe.scheduler).__name__ == "DDIMScheduler"
+    layer = next(m for m in pipe.unet.modules() if hasattr(m, "lora_A"))
+    assert layer.scaling["lora_0"] == 0.5
+    assert fingerprint(found) != fingerprint(source)
+
+
+def test_a_scheduler_or_lora_that_is_not_there(run: Any, here: Path) -> None:
+    """The nearest schedulers are named; a LoRA is a file that is here."""
+    _, _, err = run("generate", "shapes", "a", "--scheduler", "eular")
+    assert re.search(r"Diffusers has no scheduler 'eular'\. .*Euler.* Use --scheduler Euler", err)
+    _, _, err = run("generate", "shapes", "a", "--lora", "none.safetensors:0.5")
+    assert "There is no .safetensors file none.safetensors for the LoRA." in err
+
+
+def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any) -> None:
+    """It is taken where a component has it, and refused where none has."""
+    import shutil
+
+    from stopdown.sources.sources import list_weight_files, resolve_source
+
+    folder = tmp_path / "model"
+    shutil.copytree(save_tiny("cogvideox"), folder)
+    plain = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(plain, plain.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    named = list_weight_files(resolve_source(str(folder), variant="fp16"))
+    assert [path.name for path in named["transformer"]] == [
+        "diffusion_pytorch_model.fp16.safetensors"
+    ]
+    assert [path.name for path in named["vae"]] == ["diffusion_pytorch_model.safetensors"]
+    _, _, err = run("generate", folder, "a", "--variant", "bf16")
+    assert "has no weights of the variant bf16. A file of it is named like" in err
+
+
+def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
+    """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
+    code, out, _ = run("check", "shapes", "--device", "v100")
+    shown = " ".join(out.split())
+    assert "Checked in fp16, which auto uses with a plan of its own: " in shown
+    assert "transformer fp16" in shown
+    assert (code, "range-unplanned" in shown) == (0, False)
+
+
+def test_a_check_names_missing_weights_first(save_tiny: SaveTiny, tmp_path: Path, run: Any) -> None:
+    """Weights that are not there have no dtypes: every one that lacks is named, and nothing else."""
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(save_tiny("cogvideox"), folder)
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    index = folder / "vae" / "diffusion_pytorch_model.safetensors.index.json"
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    name = "diffusion_pytorch_model-00001-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": {"encoder.conv_in.weight": name}}))
+    code, out, err = run("check", folder)
+    assert (code, out) == (2, "")
+    assert "has 2 problems. " in err
+    assert "transformer has no safetensors weights." in err
+    assert f"lacks {name}." in err
+
+
+# ---------------------------------------------------------------------------------------------
+# Sizes
+
+
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveTiny) -> None:
+    """On a device of 64 MiB 9 frames of 512x512 are refused before weights are loaded."""
+    from stopdown.app.size_limits import refuse_too_large
+    from stopdown.pipelines.requests import Request
+    from stopdown.sources.sources import resolve_source
+
+    source = resolve_source(save_tiny("cogvideox"))
+    device = Device("cpu", 0, "a small CPU", None, 2**26)
+    request = Request(prompt="a", frames=9, height=512, width=512, steps=1)
+    with pytest.raises(OptionError) as caught:
+        refuse_too_large(source, request, device, Display())
+    found = re.search(r"Use height=(\d+) and width=(\d+)\.", caught.value.remedy)
+    assert found is not None
+    assert "Making 9 frames of 512x512 needs at least " in caught.value.what
+    assert caught.value.what.endswith("and cpu (a small CPU) has 64.0 MiB.")
+    smaller = {"height": int(found[1]), "width": int(found[2])}
+    refuse_too_large(source, dataclasses.replace(request, **smaller), device, Display())
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "compare", "batch"])
+def test_each_command_refuses_a_size_that_does_not_fit(
+    command: str, run: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """96000 by 96000 pixels fit into no machine: told with a size that does, before weights are loaded."""
+    (here / "prompts.txt").write_text("a\n")
+    words = {"generate": ("a",), "batch": ("--prompts", "prompts.txt", "-o", "out")}.get(
+        command, ()
+    )
+    sizes = ("--frames", 9, "--height", 96000, "--width", 96000, "--steps", 1)
+    code, out, err = run(command, save_tiny("cogvideox"), *words, *sizes)
+    assert (code, out) == (2, "")
+    assert re.search(r"Making 9 frames of 96000x96000 needs at least .*iB", err)
+    assert re.search(r"Use --height \d+ and --width \d+\.", err)
+    assert "--memory" not in err
+    assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]

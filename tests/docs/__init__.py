@@ -1,0 +1,1 @@
+"""Tests of pages: what they say to type is typed."""

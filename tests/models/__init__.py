@@ -1,0 +1,1 @@
+"""Toy networks and tiny files, written once."""

@@ -1,0 +1,176 @@
+"""Several ranks on one machine: processes with one thread each that share a gloo process group.
+
+They are forked from a server that has imported everything once, so a rank costs no imports. Nothing
+hangs: the group has a time limit, and so has the run, after which every process that was started is
+killed by its own handle.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = (
+    *("torch", "torch.distributed", "diffusers", "transformers", "stopdown.testing"),
+    *("stopdown.runtime.guard", "stopdown.plans.certified", "stopdown.pipelines.loader"),
+)
+
+
+SWITCHED_OFF = "STOPDOWN_TESTS_SWITCHED_OFF"
+"""Variable with the name of the detector that is off, in the ranks too (`switching_off`)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        code: exit code; negative for a signal, None when it had to be killed at the time limit.
+        result: what its work returned.
+        error: the traceback of what its work raised.
+    """
+
+    code: int | None
+    result: Any = None
+    error: str = ""
+
+
+def run_ranks(
+    work: Callable[..., Any],
+    count: int,
+    *given: Any,
+    limit_s: float = 240,
+    group_limit_s: float = 60,
+    roll_s: float = 10,
+) -> list[Outcome]:
+    """How each rank ended that ran `work(rank, *given)` in a group of so many.
+
+    Args:
+        work: a function at the head of its module.
+        limit_s: when all is killed.
+        group_limit_s: time limit of the process group.
+        roll_s: how long a rank that does not answer is waited for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    limits = group_limit_s, roll_s
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_enter, args=(rank, count, folder, limits, work, given))
+            for rank in range(count)
+        ]
+        for process in ranks:
+            process.start()
+        ends_at = time.monotonic() + limit_s
+        try:
+            for process in ranks:
+                process.join(max(0.0, ends_at - time.monotonic()))
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+        return [_read(Path(folder), rank, code) for rank, code in enumerate(codes)]
+
+
+def gather_results(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned, where all of them ended well."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 0, f"rank {rank} ended with {outcome.code}\n{outcome.error}"
+    return [outcome.result for outcome in outcomes]
+
+
+def _read(folder: Path, rank: int, code: int | None) -> Outcome:
+    import torch
+
+    path = folder / f"{rank}.pt"
+    if not path.exists():
+        return Outcome(code)
+    result, error = torch.load(path, weights_only=False)
+    return Outcome(code, result, error)
+
+
+def _enter(
+    rank: int,
+    count: int,
+    folder: str,
+    limits: tuple[float, float],
+    work: Any,
+    given: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from stopdown.parallel import ranks
+
+    torch.set_num_threads(1)
+    if name := os.environ.get(SWITCHED_OFF):
+        from processes.switching_off import DETECTORS
+
+        DETECTORS[name][0]()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=limits[0]),
+    )
+    ranks._ROLL_S = limits[1]
+    result, error = None, ""
+    try:
+        result = work(rank, *given)
+    except BaseException:
+        error = traceback.format_exc()
+        raise
+    finally:
+        torch.save((result, error), Path(folder) / f"{rank}.part")
+        (Path(folder) / f"{rank}.part").rename(Path(folder) / f"{rank}.pt")
+        if not error:
+            dist.destroy_process_group()
+
+
+def make_with_heads(name: str, heads: int, dtype: Any = None) -> Any:
+    """A tiny pipeline whose transformer has so many attention heads."""
+    import torch
+
+    from stopdown.testing import make_pipeline
+
+    pipe = make_pipeline(name)
+    before = pipe.transformer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = type(before).from_config({**before.config, "num_attention_heads": heads})
+    pipe.transformer = made.eval().requires_grad_(False)
+    for part in (pipe.transformer, pipe.vae, pipe.text_encoder) if dtype is not None else ():
+        part.to(dtype)
+    return pipe
+
+
+def call_small(pipe: Any, **options: Any) -> Any:
+    """What two guided steps give: frames, or latents with `output_type="latent"`."""
+    import torch
+
+    is_picture = type(pipe).__name__ == "CogView3PlusPipeline"
+    size = 64 if is_picture else 32
+    sizes: dict[str, Any] = {} if is_picture else {"num_frames": 9, "max_sequence_length": 16}
+    given = {
+        "prompt": "a red ball",
+        "num_inference_steps": 2,
+        "generator": torch.Generator().manual_seed(0),
+        "output_type": "pt",
+        "height": size,
+        "width": size,
+        **sizes,
+        **options,
+    }
+    with torch.no_grad():
+        return pipe(**given)[0]

@@ -1,0 +1,1 @@
+"""Other programs that read our files, run in processes of their own."""
