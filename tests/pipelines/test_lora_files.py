@@ -281,23 +281,8 @@ def write_converted(path: Path, **more: tuple[tuple[int, int], dict[str, int]]) 
 
 def add(kind: str, weight: torch.Tensor, parts: Tensors) -> torch.Tensor:
     """A weight with what an adapter adds to it, as its trainers define that."""
-    if kind == "loha":
-        delta = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (
-            parts["hada_w2_a"] @ parts["hada_w2_b"]
-        )
-    elif kind == "lokr":
-        delta = torch.kron(parts["lokr_w1"], parts["lokr_w2_a"] @ parts["lokr_w2_b"])
-    elif kind == "diff":
+    if kind == "diff":
         delta = parts["diff"]
-    elif kind == "glora":
-        delta = weight @ parts["a1.weight"] @ parts["a2.weight"]
-        delta = delta + parts["b1.weight"] @ parts["b2.weight"]
-    elif kind == "oft":
-        skew = parts["oft_blocks"] - parts["oft_blocks"].transpose(1, 2)
-        same = torch.eye(skew.shape[-1])
-        turned = (same + skew) @ (same - skew).inverse()
-        blocks = weight.view(len(skew), skew.shape[-1], -1)
-        delta = torch.einsum("knm,kn...->km...", turned - same, blocks).reshape(weight.shape)
     else:
         delta = parts["lora_up.weight"] @ parts["lora_down.weight"]
         delta = delta * (parts["alpha"] / RANK if "alpha" in parts else 1)
@@ -314,25 +299,8 @@ def draw_parts(kind: str, out: int, width: int) -> Tensors:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=made)
 
-    if kind == "loha":
-        return {
-            f"hada_w{n}_{x}": draw(*s)
-            for n in (1, 2)
-            for x, s in (("a", (out, 2)), ("b", (2, width)))
-        }
-    if kind == "lokr":
-        split = {
-            "lokr_w2_a": draw(out // 3 if out == 24 else 2, 2),
-            "lokr_w2_b": draw(2, width // 2),
-        }
-        return {"lokr_w1": draw(out // len(split["lokr_w2_a"]), 2), **split}
     if kind == "diff":
         return {"diff": draw(out, width)}
-    if kind == "glora":
-        shapes = {"a1": (width, 2), "a2": (2, width), "b1": (out, 2), "b2": (2, width)}
-        return {f"{name}.weight": draw(*shape) for name, shape in shapes.items()}
-    if kind == "oft":
-        return {"oft_blocks": draw(out // 8, 8, 8) / 8}
     parts = {"lora_down.weight": draw(RANK, width), "lora_up.weight": draw(out, RANK)}
     parts["alpha"] = torch.tensor(ALPHA)
     return parts | ({"dora_scale": draw(out, 1).abs()} if kind == "dora" else {})
@@ -340,14 +308,12 @@ def draw_parts(kind: str, out: int, width: int) -> Tensors:
 
 BY_COLUMN = ((WIDTH, 16), {"": -5, "[:,4:16]": 3})
 """Shape and exponents of what reads a concatenation."""
-NOT_BY_COLUMN = ("dora", "lokr", "glora")
 
 
-@pytest.mark.parametrize("kind", NOT_BY_COLUMN)
-def test_what_has_no_rule_for_columns_is_refused(tmp_path: Path, kind: str) -> None:
-    """A norm of rows, a Kronecker product and a product with the weight itself: by name."""
+def test_columns_of_a_dora_are_refused(tmp_path: Path) -> None:
+    """Its magnitudes are norms of rows, to which every column adds."""
     write_converted(tmp_path / "model.safetensors", by_column=BY_COLUMN)
-    parts = draw_parts(kind, *BY_COLUMN[0])
+    parts = draw_parts("dora", *BY_COLUMN[0])
     lora = {f"diffusion_model.by_column.{key}": x for key, x in parts.items()}
     save_file(lora, tmp_path / "lora.safetensors")
     paths = [tmp_path / f"{name}.safetensors" for name in ("lora", "out", "model")]
@@ -358,11 +324,34 @@ def test_what_has_no_rule_for_columns_is_refused(tmp_path: Path, kind: str) -> N
     assert not paths[1].exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("LoHa", "hada_w1_a"), ("LoHa", "hada_t1"), ("LoKr", "lokr_w1"), ("LoKr", "lokr_w2_b"),
+        ("GLoRA", "a1.weight"), ("OFT", "oft_blocks"), ("OFT", "oft_R.weight"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_is_no_lora_is_refused(tmp_path: Path, kind: str, tensor: str) -> None:
+    """By its name and its layer, with the advice to merge it; nothing is written."""
+    write_converted(tmp_path / "model.safetensors")
+    lora = {f"diffusion_model.plain.{tensor}": torch.ones(WIDTH, WIDTH)}
+    save_file(lora, tmp_path / "lora.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("lora", "out", "model")]
+    assert is_lora_file(paths[0]) or tensor == "hada_t1"
+    with pytest.raises(OptionError) as caught:
+        convert_lora(*paths)
+    assert f"plain: it is neither a LoRA nor a DoRA, and there is no rule for {kind}" in str(
+        caught.value
+    )
+    assert "Merge it into the original model" in str(caught.value)
+    assert not paths[1].exists()
+
+
 @pytest.mark.parametrize("style", ["lora_unet_{}", "diffusion_model.{}"], ids=["kohya", "comfyui"])
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "diff", "glora", "oft"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "diff"])
 def test_a_file_in_its_own_names(tmp_path: Path, kind: str, style: str) -> None:
     """Fused rows, each with its exponent: scaled weight and adapter give the scaled sum, bit for bit."""
-    columns = {} if kind in NOT_BY_COLUMN else {"by_column": BY_COLUMN}
+    columns = {} if kind == "dora" else {"by_column": BY_COLUMN}
     before = write_converted(tmp_path / "model.safetensors", **columns)
     after = load_file(tmp_path / "model.safetensors")
     tensors, names = {}, {}
@@ -391,27 +380,7 @@ def test_a_file_in_its_own_names(tmp_path: Path, kind: str, style: str) -> None:
         factor = stored / weight
         wanted = add(kind, weight, old)
         assert torch.equal(add(kind, stored, new) / factor, wanted), name
-        is_free = name == "plain" or kind == "oft"  # a rotation within rows of one exponent
-        assert is_free or not torch.equal(add(kind, stored, old) / factor, wanted)
-
-
-def test_a_rotation_across_exponents_is_refused(tmp_path: Path) -> None:
-    """OFT mixes the rows of a block: where those have several exponents, the reason names them."""
-    before = write_converted(tmp_path / "model.safetensors")
-    lora = {
-        f"diffusion_model.{name}.oft_blocks": torch.zeros(len(weight) // 4, 4, 4)
-        for name, weight in before.items()
-    }
-    lora["diffusion_model.double_blocks.0.img_attn.qkv.oft_blocks"] = torch.zeros(2, 12, 12)
-    save_file(lora, tmp_path / "oft.safetensors")
-    paths = [tmp_path / f"{name}.safetensors" for name in ("oft", "out", "model")]
-    with pytest.raises(OptionError) as caught:
-        convert_lora(*paths)
-    assert (
-        "double_blocks.0.img_attn.qkv: it rotates rows 0 to 11 of the weight into each other, and those "
-        "have several exponents (2**-1, 2**0), which no rotation can have"
-    ) in str(caught.value)
-    assert not paths[1].exists()
+        assert name == "plain" or not torch.equal(add(kind, stored, old) / factor, wanted)
 
 
 ENCODER_LAYERS = {
@@ -433,7 +402,7 @@ def name_encoder_layer(style: str, layer: str) -> str:
 
 
 @ENCODER_STYLES
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "diff", "oft"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "diff"])
 def test_an_encoder_in_the_names_of_open_clip(tmp_path: Path, kind: str, style: str) -> None:
     """Query, key and value take the exponents of their rows of one matrix; a bias those of its own."""
     made, prefix = torch.Generator().manual_seed(0), "conditioner.embedders.1.model.transformer."
@@ -584,7 +553,7 @@ save_file({k: x.contiguous() for k, x in merged.items()}, request["out"])
 @pytest.mark.slow
 @pytest.mark.skipif(not COMFYUI, reason="STOPDOWN_COMFYUI names no checkout of ComfyUI")
 @pytest.mark.parametrize("checkout", COMFYUI, ids=[Path(path).name for path in COMFYUI])
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "diff", "glora", "oft"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "diff"])
 def test_comfyui_merges_the_scaled_sum(tmp_path: Path, kind: str, checkout: str) -> None:
     """Its own loader and its own arithmetic: 2^k times the merged original, but for the eps of a DoRA."""
     before = write_converted(tmp_path / "model.safetensors")
@@ -633,7 +602,7 @@ def test_comfyui_merges_the_scaled_sum(tmp_path: Path, kind: str, checkout: str)
         wanted, found = merged[f"wanted/{key}"], merged[f"found/{key}"] / factor
         assert relative_l2(found, wanted) <= (1e-5 if kind == "dora" else 0.0), name
         unscaled = merged[f"unscaled/{key}"] / factor
-        assert name == "plain" or kind == "oft" or relative_l2(unscaled, wanted) > 0.05, name
+        assert name == "plain" or relative_l2(unscaled, wanted) > 0.05, name
 
 
 def test_a_bias_takes_the_exponents_of_the_bias(tmp_path: Path) -> None:
@@ -679,14 +648,13 @@ def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]
     good = name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux")
     other = {f"diffusion_model.joint_blocks.0.x.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
     wide = {k: torch.cat([x, x], dim=1) if "lora_A" in k else x for k, x in good.items()}
-    oft = {f"{k.partition('.lora')[0]}.oft_blocks": torch.ones(2, 2, 2) for k in good}
     half = folder / "half.safetensors"
     half.write_bytes(write(good, folder / "good.safetensors").read_bytes()[:-100])
     bare = write({"transformer.x.weight": torch.ones(2, 2)}, folder / "bare.safetensors")
     convert_lora(folder / "good.safetensors", folder / "twice.safetensors", made.converted)
     written = {
         name: write(x, folder / f"{name}.safetensors")
-        for name, x in {"other": other, "wide": wide, "oft": oft}.items()
+        for name, x in {"other": other, "wide": wide}.items()
     }
     return {
         "another model": (
@@ -699,7 +667,6 @@ def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]
             made.converted,
             "it is for a weight of 32x64, and that of",
         ),
-        "other rotations": (written["oft"], made.converted, "it is for a weight of 4 rows"),
         "half a file": (half, made.converted, "half.safetensors"),
         "converted already": (
             folder / "twice.safetensors",
@@ -801,8 +768,8 @@ def test_a_plan_beyond_files_is_refused(
         "unet.a.to_q.lora.down.weight": ("unet.a.to_q", "lora_A"),
         "diffusion_model.a.dora_scale": ("diffusion_model.a", "magnitude"),
         "base_model.model.a.lora_magnitude_vector.weight": ("base_model.model.a", "magnitude"),
-        "lora_unet_a.lokr_w2_b": ("lora_unet_a", "lokr_w2_b"),
-        "lora_unet_a.hada_t1": ("lora_unet_a", "hada_t1"),
+        "lora_unet_a.lokr_w2_b": ("lora_unet_a", "LoKr"),
+        "lora_unet_a.hada_t1": ("lora_unet_a", "LoHa"),
         "diffusion_model.a.diff_b": ("diffusion_model.a", "diff_b"),
         "lora_unet_a.alpha": ("lora_unet_a", "alpha"),
         "model.a.weight": None,

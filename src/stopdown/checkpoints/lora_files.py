@@ -36,7 +36,7 @@ from stopdown.pipelines.single_files import spread_exponents, trace_columns, tra
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
-from stopdown.scaling.adapter_exponents import find_part_exponents
+from stopdown.scaling.adapters import find_part_exponents
 from stopdown.scaling.folds import has_more_than_folds
 from stopdown.sources.headers import (
     EXPONENTS_ENTRY,
@@ -49,8 +49,6 @@ from stopdown.sources.lora_names import Layer, find_layer, index_layers, list_la
 from stopdown.sources.sources import Source, list_weight_files, resolve_source
 
 Tensors = Mapping[str, torch.Tensor]
-
-_FREE_ROLES = frozenset({"alpha", "lora_mid"})
 
 
 @dataclass(frozen=True)
@@ -295,7 +293,7 @@ def _scale_all(
         if layer is None:
             strange.append(stem)
             continue
-        parts = {role: tensors[name] for role, name in roles.items() if role not in _FREE_ROLES}
+        parts = {role: tensors[name] for role, name in roles.items() if role != "alpha"}
         try:
             made = _find_exponents(parts, layer, weights)
         except ScalingError as error:
@@ -341,12 +339,6 @@ def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...])
         wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
         same = wanted[:2] == shape[:2] or (len(shape) < 2)
         return None if same else _show(tuple(wanted))
-    if "b1" in parts and "b2" in parts:  # `b1 b2`, or `b2 b1` in older versions
-        both = [(len(parts[x]), *parts[y].shape[1:]) for x, y in (("b1", "b2"), ("b2", "b1"))]
-        return None if tuple(shape[:2]) in [x[:2] for x in both] else _show(both[0])
-    if "oft_blocks" in parts:
-        rows = parts["oft_blocks"].shape[-3:-1].numel()
-        return None if rows == shape[0] else f"{rows} rows"
     if "diff" in parts:
         return None if tuple(parts["diff"].shape) == tuple(shape) else _show(parts["diff"].shape)
     return None
@@ -381,7 +373,8 @@ def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> 
             f"The LoRA {path} cannot be converted exactly. {list_some(problems, 4)}.",
             expected="An adapter has to be scaled by the same powers of two as the weights that it "
             "is added to.",
-            remedy="Run it under the plan of the original model, or fuse it before that is converted.",
+            remedy="Merge it into the original model (load it there, fuse_lora(), unload_lora_weights(), "
+            "save_pretrained()), and convert that.",
         )
 
 

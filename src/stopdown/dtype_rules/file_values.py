@@ -24,7 +24,7 @@ from stopdown.records import FileCheck, FilePart, Finding
 from stopdown.sources.component_prefixes import DENOISER, split_prefix
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.hub import Progress
-from stopdown.sources.lora_names import is_factor
+from stopdown.sources.lora_names import OTHER_KINDS
 from stopdown.sources.lora_names import split_name as split_lora_name
 from stopdown.sources.weight_files import FileWeight, WeightFile
 
@@ -281,7 +281,7 @@ def _describe_parts(file: WeightFile, values: Sequence[_Values]) -> Iterator[Fil
 def _list_adapters(file: WeightFile) -> list[str]:
     """Layers that a file has low-rank matrices for, instead of weights of a model."""
     found = [split_lora_name(weight.name) for weight in file.weights]
-    return sorted({x[0] for x in found if x and (x[1] in _LOW_RANK or is_factor(x[1]))})
+    return sorted({x[0] for x in found if x and x[1] in (*_LOW_RANK, *OTHER_KINDS)})
 
 
 def describe_contents(file: WeightFile) -> str:

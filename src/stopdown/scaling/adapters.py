@@ -6,16 +6,25 @@ merged into its weight or taken out again; saving and loading see them as they w
 loaded, fused, weighed, switched and deleted in any order, by Diffusers, Transformers or PEFT, and in fp32
 every bit is that of the same steps on the original.
 
-**Catches** LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT of linears, convolutions and embeddings, with biases,
-several at once; a kind without a rule is refused, by name, when the layer is called.
-**Does not catch** adapters that are no wrapped layers (IP-Adapter), and values written into a
-parameter's `.data` other than by `load_lora_adapter(hotswap=True)`.
+A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own, and blocks of its columns
+with exponents besides:
+
+    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole; A takes columns
+    DoRA    m (W + s B A) / |W + s B A|   a magnitude for each row takes that row's k as well
+
+A strength, an alpha and a rank are factors besides and stay.
+
+**Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any other
+kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
+**Does not catch** adapters that are no wrapped layers (IP-Adapter), values written into a parameter's
+`.data` other than by `load_lora_adapter(hotswap=True)`, and the eps that ComfyUI adds to a DoRA's norm.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +39,6 @@ from stopdown.fold_names import Folds, spread_columns, spread_rows
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.records import Scaling
-from stopdown.scaling.adapter_exponents import find_part_exponents
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""
@@ -40,8 +48,19 @@ FOLDS = "stopdown_adapter_folds"
 
 _ROLES = {"lora_magnitude_vector": "magnitude"}
 
-_PAST_LAYER = {"magnitude": "DoRA", "glora_": "GLoRA", "boft_": "BOFT"}
-"""Roles of adapters that compute with the weight of a layer themselves, past what it returns."""
+Parts = Mapping[str, torch.Tensor]
+"""A role, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
+
+MERGING = (
+    "Take it out. Merge it into the original's weights instead (load it there, fuse_lora(), "
+    "unload_lora_weights()), and make the plan of those."
+)
+"""What to do with an adapter that has no rule."""
+
+_ROOM_BITS = -6.0
+"""Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
+
+_ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude|diff|diff_b")
 
 
 def is_adapter_layer(module: object) -> bool:
@@ -227,7 +246,7 @@ class _FollowedLayer:
                 f"The adapter {name!r} cannot take the exponents of {path}: {error.what}.",
                 expected="An adapter has to be scaled by the same powers of two as the weights that "
                 "it is added to.",
-                remedy="Take it out, or load it first and find the exponents then: make_plan(pipe).",
+                remedy=MERGING,
             ) from error
         if is_inside(path, *folds.scaling.fp32_modules):
             for part in parts.values():
@@ -242,10 +261,9 @@ class _FollowedLayer:
     def _find_exponents(
         self, base: Any, parts: Mapping[str, torch.Tensor], factor: int
     ) -> dict[str, torch.Tensor]:
-        past = next((kind for kind in _PAST_LAYER if any(x.startswith(kind) for x in parts)), None)
-        if past and _read_factor(self._folds, base):
-            kind = _PAST_LAYER[past]
-            raise ScalingError(f"it is a {kind}, and the layer's output is multiplied besides")
+        # a DoRA computes with the weight of its layer itself, past what that returns
+        if "magnitude" in parts and _read_factor(self._folds, base):
+            raise ScalingError("it is a DoRA, and the layer's output is multiplied besides")
         if "magnitude" in parts and _is_fresh(base.weight, parts):
             parts = {role: part for role, part in parts.items() if role != "magnitude"}
         rows = _read_rows(self._folds, base, "weight", factor)
@@ -314,6 +332,103 @@ def _widen(part: torch.Tensor, patches: Patches) -> None:
         patches.defer(lambda: setattr(part, "data", part.data.to(before)))
 
 
+def find_part_exponents(
+    parts: Parts,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Find the exponents of an adapter's tensors in one layer, by role; zeros are left out.
+
+    Args:
+        parts: of one adapter in one layer.
+        rows: `[out]` integers, exponents of the rows of the weight.
+        bias: those of the layer's bias, None where it has none.
+        columns: `[in]` integers, what exponents of columns add to those of rows; None for nothing.
+
+    Returns:
+        Exponents of a shape that is spread over the tensor.
+
+    Raises:
+        ScalingError: there is no rule; `what` is a clause without the layer's name.
+    """
+    if other := sorted(role for role in parts if not _ROLES_WITH_RULES.fullmatch(role)):
+        raise ScalingError(f"it is neither a LoRA nor a DoRA, and there is no rule for {other[0]}")
+    made: dict[str, torch.Tensor] = {}
+    if "lora_A" in parts or "lora_B" in parts:
+        made |= _scale_lora(parts, rows)
+    if "lora_embedding_A" in parts:  # `W + s (B A)^T`: the rows of an embedding are A's columns
+        made["lora_embedding_A"] = _spread(parts["lora_embedding_A"], rows, 1)
+    if "diff" in parts:
+        made["diff"] = _spread(parts["diff"], rows, 0)
+    for role in parts.keys() & {"lora_B.bias", "diff_b"}:
+        if bias is None:
+            raise ScalingError(
+                "it adds a bias to a layer without one, so the exponent of that is unknown"
+            )
+        made[role] = _spread(parts[role], bias, 0)
+    if "magnitude" in parts and rows.any():
+        shape = parts["magnitude"].shape  # a vector over rows, or over columns
+        dim = next((dim for dim, size in enumerate(shape) if size == len(rows)), 0)
+        made["magnitude"] = _spread(parts["magnitude"], rows, dim)
+    if columns is not None and columns.any():
+        _add_columns(made, parts, columns)
+    return {role: exponents for role, exponents in made.items() if bool(exponents.any())}
+
+
+def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
+    """Give the factor with the columns of the weight their exponents as well."""
+    if strange := sorted(parts.keys() & {"magnitude", "lora_embedding_A"}):
+        raise ScalingError(
+            f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
+        )
+    for role in parts.keys() & {"lora_A", "diff"}:
+        made[role] = made.get(role, 0) + _spread(parts[role], columns, 1)
+
+
+def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All of it on B's rows, but for what A takes so that fp16 holds both."""
+    if "lora_B" not in parts or "lora_A" not in parts:
+        raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
+    if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
+        raise ScalingError("its magnitudes belong to columns, and the rows have several exponents")
+    shared = _choose_share(parts["lora_A"], parts["lora_B"], rows)
+    down = torch.full((1,) * parts["lora_A"].dim(), shared, dtype=torch.int32)
+    return {"lora_A": down, "lora_B": _spread(parts["lora_B"], rows - shared, 0)}
+
+
+def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
+    """The exponent that A takes: none where fp16 holds B with all of it, else up to a balance of both."""
+    if not rows.any():
+        return 0
+    first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
+    if not math.isfinite(first) or not math.isfinite(second) or second >= _ROOM_BITS:
+        return 0
+    wanted = second - _ROOM_BITS  # negative: what A gives up for B
+    spare = max(first - _ROOM_BITS, (first - second) / 2, 0.0)
+    return -math.floor(min(-wanted, spare))
+
+
+def _log2_amax(tensor: torch.Tensor) -> float:
+    amax = float(tensor.detach().abs().max()) if tensor.numel() and not tensor.is_meta else 0.0
+    return math.log2(amax) if 0.0 < amax < math.inf else -math.inf
+
+
+def _is_uniform(rows: torch.Tensor) -> bool:
+    return not len(rows) or bool((rows == rows[0]).all())
+
+
+def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Exponents of rows in the shape of a tensor: along one of its dimensions, or one for all of it."""
+    if tensor.dim() and tensor.shape[dim] == len(rows):
+        return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
+    if not _is_uniform(rows):
+        size = "x".join(map(str, tensor.shape))
+        raise ScalingError(f"a tensor of it is {size}, and {len(rows)} rows have several exponents")
+    one = rows[:1] if len(rows) else torch.zeros(1, dtype=torch.int32)
+    return one.reshape((1,) * tensor.dim())
+
+
 def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
     """Adapters that are merged while values are replaced stay merged when `patches` brings those back.
 
@@ -364,9 +479,7 @@ def _is_used(layer: Any, name: str) -> bool:
 
 @torch.no_grad()
 def _measure_layer(layer: Any, name: str) -> float:
-    if hasattr(layer, "boft_s"):  # a rotation, and a factor for each row
-        return max(0.0, math.log2(max(float(layer.boft_s[name].abs().max()), 1e-300)))
-    if not hasattr(layer, "get_delta_weight") or hasattr(layer, "oft_R"):  # that is a rotation
+    if not hasattr(layer, "lora_A"):
         return 0.0
     if (followed := vars(layer).get(FOLLOWED)) is not None:
         followed.follow()

@@ -25,16 +25,20 @@ _ROLES = {
     "alpha": r"alpha",
     "diff_b": r"diff_b|b_norm",
     "diff": r"diff|w_norm|set_weight",
-    **{role: rf"{role}\.weight" for role in ("a1", "a2", "b1", "b2")},
 }
-_FACTORS = (
-    r"hada_w[12]_[ab]|hada_t[12]|lokr_w[12](_[ab])?|lokr_t2|oft_blocks|oft_diag|rescale"
-    r"|oft_(embedding_)?R\.weight"
-)
+OTHER_KINDS = {
+    "LoHa": r"hada_\w+",
+    "LoKr": r"lokr_\w+",
+    "OFT": r"oft_\w+(\.weight)?|rescale",
+    "GLoRA": r"[ab][12]\.weight",
+}
+"""Adapters that are neither LoRA nor DoRA, by the names of their tensors. The kind is a tensor's role."""
 _SUFFIX = re.compile(
     r"^(?P<stem>.*?)[._](?:"
-    + "|".join(f"(?P<{role.replace('.', '_dot_')}>{form})" for role, form in _ROLES.items())
-    + rf"|(?P<factor>{_FACTORS}))$"
+    + "|".join(
+        f"(?P<{role.replace('.', '_dot_')}>{form})" for role, form in (_ROLES | OTHER_KINDS).items()
+    )
+    + r")$"
 )
 _ADAPTER = re.compile(r"[._](lora_|lora\.|hada_w|lokr_w|dora_scale|a1\.weight|oft_)")
 
@@ -78,18 +82,13 @@ def is_lora_file(path: Path) -> bool:
     return sum(_ADAPTER.search(name) is not None for name in names) > len(names) / 4
 
 
-def is_factor(role: str) -> bool:
-    """Whether a role is one of the matrices that LoHa, LoKr and OFT are made of."""
-    return re.fullmatch(_FACTORS, role) is not None
-
-
 def split_name(name: str) -> tuple[str, str] | None:
     """The layer as a LoRA file names it, and the role of the tensor; None for what is no such name."""
     found = _SUFFIX.match(name)
     if found is None:
         return None
     role = next(key for key, text in found.groupdict().items() if text and key != "stem")
-    return found["stem"], found["factor"] or role.replace("_dot_", ".")
+    return found["stem"], role.replace("_dot_", ".")
 
 
 def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
