@@ -6,6 +6,7 @@ Each checker is a plain function over sources, so that planted violations show t
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +42,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
-
-SAVING = "comparison.records imports report"
-"""The one way up: `Comparison.save` draws the record's own page, when it is called."""
 
 LIGHT = (
     "argument_types",
@@ -276,7 +274,25 @@ def test_every_module_has_a_level() -> None:
 
 def test_imports_point_down() -> None:
     """No module imports from its own row or from one below it, not even inside a function."""
-    assert list_upward_imports(SOURCES) == [SAVING]
+    assert list_upward_imports(SOURCES) == []
+
+
+def list_imports_between_commands(sources: Sources) -> list[str]:
+    """Each command that imports another one; `commands` alone knows all of them."""
+    return sorted(
+        f"{name} imports {found}"
+        for name, tree in sources.items()
+        if name.startswith("app.") and name != "app.commands"
+        for found in set(iterate_imports(tree))
+        if re.search(r"stopdown\.app\.\w+_command\b", found)
+    )
+
+
+def test_no_command_imports_another() -> None:
+    """What two commands need lies below both."""
+    assert list_imports_between_commands(SOURCES) == []
+    planted = {"app.run_command": ast.parse("from stopdown.app.generate_command import main")}
+    assert len(list_imports_between_commands(planted)) == 1
 
 
 def test_few_packages_import_diffusers() -> None:

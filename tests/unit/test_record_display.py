@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
@@ -99,14 +98,6 @@ def test_a_run_is_named_first() -> None:
     fields = {entry.name: entry for entry in dataclasses.fields(RunRecord)}
     assert fields["kind"].default == "run"
     assert stopdown.records.RunRecord._repr_html_ is Displayed._repr_html_
-
-
-def test_a_comparison_saves_its_page(tmp_path: Path) -> None:
-    """One file, whole in itself; one in a folder that is not there is refused in a sentence."""
-    page = make_comparison().save(tmp_path / "report.html")
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    with pytest.raises(stopdown.errors.OutputError, match=r"to save\(\)"):
-        make_comparison().save(tmp_path / "missing" / "report.html")
 
 
 def test_a_comparison_fits_a_notebook() -> None:

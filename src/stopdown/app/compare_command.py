@@ -35,23 +35,20 @@ from stopdown.comparison.records import BadLine, Comparison
 from stopdown.comparison.thresholds import Thresholds
 from stopdown.errors import InputError
 from stopdown.files.outputs import (
-    check_suffix,
     check_target,
     find_free,
     find_record_path,
     held_folder,
-    write_numbered,
     written_beside,
 )
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
-from stopdown.report.pages import render_comparison
+from stopdown.report.pages import check_page, render_comparison, write_page
 from stopdown.sources.sources import Source
 
 DEFAULT_OUTPUT = Path("report.html")
 """Where the page goes when nobody says; it replaces nothing there."""
 
-_GENERATOR = b'<meta name="generator" content="stopdown">'
 _LARGEST_SEED = 2**62 - 1
 """Prompts have the seeds that follow the first."""
 
@@ -245,47 +242,9 @@ describe_no_comparison = functools.partial(describe_other, "comparison")
 """What a file holds that no comparison's record may replace; empty for one."""
 
 
-def describe_no_page(path: Path) -> str:
-    """What a file holds that no page may replace; empty for a page of Stopdown."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return "" if _GENERATOR in head or not head else "a file that is no page of Stopdown"
-
-
-def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
-    """Write a page; where it stands comes back.
-
-    Args:
-        path: of a new file or of another page of Stopdown.
-        text: HTML.
-        companions: as for `write_numbered`.
-        numbered: replace nothing: take the first free name instead.
-
-    Raises:
-        OutputError: the file cannot be written, or holds something else.
-    """
-    content = text.encode(errors="replace")
-    if numbered:
-        return write_numbered(path, lambda part: part.write_bytes(content), *companions)
-    with written_beside(path, replaces=describe_no_page) as part:
-        part.write_bytes(content)
-    return path
-
-
 def find_cells(output: Path) -> Path:
     """Where the cells of a comparison are kept until it is done."""
     return output.with_name(f".{output.name}.cells")
-
-
-def check_page(output: Path, *, force: bool = True) -> None:
-    """Refuse a page that could not be written, before hours are spent on it.
-
-    Raises:
-        OptionError: it does not end in .html.
-        OutputError: nothing can be written there, or what stands there must stay.
-    """
-    check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
-    check_target(output, replaces=describe_no_page, force=force)
 
 
 def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:

@@ -42,7 +42,7 @@ from stopdown.pipelines.requests import (
 )
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import parse_request
-from stopdown.records import MemoryForecast, MemoryRow, Plan, Reduction
+from stopdown.records import MemoryForecast, MemoryRow, Reduction
 from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
@@ -122,14 +122,14 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     load_libraries(display)
     from stopdown.pipelines.drawn_inputs import complete_request
     from stopdown.pipelines.loader import complete_source
-    from stopdown.plans.precision_and_memory import build_way, choose_way, list_rows
+    from stopdown.plans.precision_and_memory import build_way, choose_way, find_ways, list_rows
     from stopdown.sources.library_messages import quiet_libraries
 
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(options.memory, profile)
     with quiet_libraries():
         source = complete_source(found)
-        first, *others = find_ways(source, options.precision, profile, plan)
+        first, *others = find_ways(source, profile.supports, options.precision, plan)
         pipe = build_way(source, first)
         needed, request = list_needed_fields(type(pipe)), complete_request(pipe, read)
         answers: Answers = {}
@@ -262,18 +262,6 @@ def _read_limit(text: str, profile: Profile) -> int:
             remedy="Say how much: --memory 8GiB.",
         )
     return profile.memory_bytes
-
-
-def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -> list[Way]:
-    """The ways to compute that are compared, the one that was asked for first."""
-    from stopdown.plans.applier import check_source
-    from stopdown.plans.planned_loader import gather_facts
-    from stopdown.plans.precision_and_memory import list_ways
-
-    if plan is not None:
-        check_source(plan, source)
-    facts = gather_facts(source)
-    return list_ways(facts, profile.supports, asked, plan)
 
 
 def _try_way(

@@ -46,13 +46,13 @@ from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.environment import Device, choose_device
-from stopdown.errors import OptionError, OutputError
+from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import Request, refuse_missing_prompt
-from stopdown.plans.plan_files import describe_no_plan, write_cached_plan, write_plan
+from stopdown.plans.plan_files import describe_no_plan, keep_updated
 from stopdown.plans.precision import parse_request
-from stopdown.records import Finding, Plan, RunRecord, describe_no_run
+from stopdown.records import Finding, RunRecord, describe_no_run
 from stopdown.sources.sources import Source, fingerprint
 
 if TYPE_CHECKING:
@@ -513,31 +513,6 @@ def _run(
         journal=journal,
         maxima=options.maxima,
     )
-
-
-def keep_updated(
-    updated: Plan, path: str | None, keeps: bool, announce: Callable[[str], None]
-) -> str | None:
-    """Write a plan with the repairs of a run for the next one: where, or None when nothing was written.
-
-    Args:
-        path: of the plan that was named; None for one that `auto` made.
-        keeps: whether that one may be written.
-        announce: told what was done.
-    """
-    if path is None:
-        try:
-            path = str(write_cached_plan(updated))
-        except OutputError as error:  # it costs the next run a repair, and this one nothing
-            announce(f"The repair only lasts for this run, and was not kept. {error.what}")
-            return None
-    elif keeps:
-        write_plan(updated, path)
-    else:
-        announce(f"The repair only lasts for this run; --keep-repairs writes it into {path}.")
-        return None
-    announce(f"The repair was written into {path}, for the next run.")
-    return path
 
 
 def _write(

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stopdown.app.compare_command import check_page, write_page
 from stopdown.app.flags import CommandOptions, ForceOption
-from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
-from stopdown.files.outputs import find_free
+from stopdown.files.outputs import find_free, find_record_path
 from stopdown.frames.media import WRITERS
 from stopdown.records import RunRecord
-from stopdown.report.pages import read_any, render_comparison, render_run
+from stopdown.report.pages import (
+    check_page,
+    read_any,
+    render_comparison,
+    render_run,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
-from stopdown.app.generate_command import keep_updated
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
@@ -26,7 +25,7 @@ from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
-from stopdown.plans.plan_files import describe_no_plan, read_plan
+from stopdown.plans.plan_files import describe_no_plan, keep_updated, read_plan
 from stopdown.plans.precision import PrecisionRequest, parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 

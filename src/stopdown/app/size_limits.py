@@ -14,7 +14,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from stopdown.app.display import Display
-from stopdown.app.fit_command import find_ways
 from stopdown.app.request_options import read_limit
 from stopdown.devices.device_profiles import describe_device
 from stopdown.devices.environment import Device, choose_device
@@ -76,10 +75,10 @@ def refuse_too_large(
     from stopdown.memory.forecast import predict_resident
     from stopdown.memory.smaller_requests import find_largest
     from stopdown.pipelines.dry_run import Answer
-    from stopdown.plans.precision_and_memory import build_way
+    from stopdown.plans.precision_and_memory import build_way, find_ways
     from stopdown.runtime.memory_limits import shrink_request
 
-    way = find_ways(source, precision, describe_device(device), None)[0]
+    way = find_ways(source, describe_device(device).supports, precision)[0]
     pipe, answers = build_way(source, way), dict[str, Answer]()  # at all sizes the text is the same
     asked = _find_size(pipe, request)
 

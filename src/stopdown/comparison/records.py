@@ -7,14 +7,11 @@ itself; every number was measured on the frames in full size, before they were m
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from stopdown.comparison.thresholds import Thresholds
-from stopdown.files.outputs import written_beside
 from stopdown.number_formats import FP16
 from stopdown.record_display import Displayed
 from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
@@ -299,18 +296,3 @@ class Comparison(Displayed):
     elapsed_s: float
     kind: str = "comparison"
     schema: int = field(default=SCHEMA)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison as one HTML page that loads nothing; the page's path comes back.
-
-        Args:
-            path: of the page, also over one that is there: `report.html`.
-
-        Raises:
-            OutputError: the page cannot be written.
-        """
-        from stopdown.report.pages import render_comparison
-
-        with written_beside(path, option="to save()") as part:
-            part.write_text(render_comparison(self), encoding="utf-8", errors="replace")
-        return Path(path)

@@ -27,8 +27,8 @@ from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.skeletons import build_skeleton
-from stopdown.plans.applier import apply_without_weights
-from stopdown.plans.planned_loader import decide, widest_by_component
+from stopdown.plans.applier import apply_without_weights, check_source
+from stopdown.plans.planned_loader import decide, gather_facts, widest_by_component
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import MemoryRow, Plan
 from stopdown.sources.sources import Source
@@ -73,6 +73,19 @@ class Budgeted:
     way: Way
     fit: Fit
     speed: Speed | None
+
+
+def find_ways(
+    source: Source, supports: Mapping[str, Support], asked: str, plan: Plan | None = None
+) -> list[Way]:
+    """Return the ways to compute a source, as `list_ways` does.
+
+    Raises:
+        PlanError: the plan belongs to another model.
+    """
+    if plan is not None:
+        check_source(plan, source)
+    return list_ways(gather_facts(source), supports, asked, plan)
 
 
 def list_ways(

@@ -13,6 +13,7 @@ from stopdown.comparison.thresholds import PARTING
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_json_table
+from stopdown.files.outputs import check_suffix, check_target, write_numbered, written_beside
 from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures, formats
@@ -241,3 +242,44 @@ def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
             is_size = name.endswith("bytes") and isinstance(value, (int, float))
             flat.append((name, format_bytes(value) if is_size else str(value)))
     return [(name.replace("_", " "), value) for name, value in flat]
+
+
+def check_page(output: Path, *, force: bool = True) -> None:
+    """Refuse a page that could not be written, before hours are spent on it.
+
+    Raises:
+        OptionError: it does not end in .html.
+        OutputError: nothing can be written there, or what stands there must stay.
+    """
+    check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
+    check_target(output, replaces=describe_no_page, force=force)
+
+
+def describe_no_page(path: Path) -> str:
+    """Return what a file holds that no page may replace; "" for a page of Stopdown."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return "" if _GENERATOR in head or not head else "a file that is no page of Stopdown"
+
+
+def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
+    """Write a page, and return its path.
+
+    Args:
+        path: of a new file or of another page of Stopdown.
+        text: HTML.
+        companions: as for `write_numbered`.
+        numbered: replace nothing: take the first free name instead.
+
+    Raises:
+        OutputError: the file cannot be written, or holds something else.
+    """
+    content = text.encode(errors="replace")
+    if numbered:
+        return write_numbered(path, lambda part: part.write_bytes(content), *companions)
+    with written_beside(path, replaces=describe_no_page) as part:
+        part.write_bytes(content)
+    return path
+
+
+_GENERATOR = b'<meta name="generator" content="stopdown">'
