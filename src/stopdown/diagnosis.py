@@ -5,7 +5,7 @@ it, and *signs*, which are facts around a message (a model, a device, a dtype, a
 fault likelier than another. A cause is a candidate when one of its patterns is found, and what it needs
 beside it; its points are its own and those of the signs that favour its fault. The candidate with most
 points is the answer, the others are named as alternatives. Every line that counted is shown. Lines that
-programs print in every run (*routine*) are no signs.
+programs print in every run (*routine*) are no signs, and advice that they print (*advice*) is not read.
 
 **Catches** mixed dtypes, fp32 layers that were lowered, missing kernels and formats, builds of PyTorch
 without kernels for the card, bf16 that is emulated, overflow by component as far as the text names one,
@@ -110,12 +110,18 @@ class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Knowledge:
-    """All that is known: causes, signs, what each fault is, and lines that programs print in every run."""
+    """All that is known: causes, signs, what each fault is, and lines that programs print in every run.
+
+    Attributes:
+        routine: lines that name what a run was, and say nothing of a fault.
+        advice: lines that say what to try in some other case.
+    """
 
     causes: tuple[Cause, ...]
     signs: tuple[Sign, ...]
     faults: dict[str, str]
     routine: tuple[re.Pattern[str], ...] = ()
+    advice: tuple[re.Pattern[str], ...] = ()
 
 
 FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
@@ -130,7 +136,7 @@ def read_knowledge() -> Knowledge:
 
 
 def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
-    """Knowledge from the `fault`, `cause`, `symptom` and `sign` tables of several files."""
+    """Knowledge from the `fault`, `cause`, `symptom`, `sign`, `routine` and `advice` tables of several files."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         for kind, entries in file.items():
@@ -141,7 +147,10 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
         msgspec.convert(causes, tuple[Cause, ...], dec_hook=_compile),
         msgspec.convert(tables.get("sign", []), tuple[Sign, ...], dec_hook=_compile),
         {entry["name"]: entry["says"] for entry in tables.get("fault", [])},
-        tuple(_compile(str, x) for entry in tables.get("routine", []) for x in entry["lines"]),
+        *(
+            tuple(_compile(str, line) for entry in tables.get(kind, []) for line in entry["lines"])
+            for kind in ("routine", "advice")
+        ),
     )
 
 
@@ -234,7 +243,8 @@ def _find_coding(head: bytes) -> str:
 def _explain_ends(ends: Iterable[str]) -> Diagnosis:
     known = read_knowledge()
     text, numbers = condense(*ends)
-    telling = _blank_routine(known, text)
+    text = _blank(known.advice, text)
+    telling = _blank(known.routine, text)
     signs = [
         (sign, hits)
         for sign in known.signs
@@ -258,9 +268,9 @@ class _Candidate:
 _Signs = list[tuple[Sign, list[re.Match[str]]]]
 
 
-def _blank_routine(known: Knowledge, text: str) -> str:
-    """The text with blanks for what programs print in every run; each place stays where it is."""
-    for pattern in known.routine:
+def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
+    """The text with blanks for what the patterns match; each place stays where it is."""
+    for pattern in patterns:
         text = pattern.sub(lambda found: " " * len(found[0]), text)
     return text
 

@@ -155,9 +155,9 @@ def test_every_message_of_a_program_is_recognised() -> None:
 
 
 def test_unrelated_messages_are_unknown() -> None:
-    """At least twenty messages of other kinds are answered with unknown, and with what to run."""
+    """Two hundred messages, prompts and questions are answered with unknown, and with what to run."""
     messages = tomllib.loads((CASES / "unrelated.toml").read_text(encoding="utf-8"))["messages"]
-    assert len(messages) >= 20
+    assert len(set(messages)) >= 200
     found = [explain(message) for message in messages]
     assert {x.fault for x in found} == {UNKNOWN}
     assert all(x.run_next for x in found)
@@ -358,6 +358,39 @@ Requested to load AutoencoderKL
 loaded completely 20451.2 319.1 True
 Prompt executed in 12.53 seconds
 """
+
+
+def test_every_text_of_a_family_is_answered_with_one_of_its_faults() -> None:
+    """Of 140 texts in the style of programs each gets a fault of its family, and its cause if that is named."""
+    families = tomllib.loads((CASES / "families.toml").read_text(encoding="utf-8"))["family"]
+    assert len({text for family in families for text in family["texts"]}) >= 40
+    wrong = {
+        text: (found.fault, found.cause)
+        for family in families
+        for text in family["texts"]
+        for found in [explain(text)]
+        if found.fault not in family["faults"] or found.cause != family.get("cause", found.cause)
+    }
+    assert wrong == {}
+
+
+def test_advice_of_a_program_is_not_read() -> None:
+    """What a program says to try in another case names neither a fault nor its cause."""
+    advice = "If you are using SageAttention, try --disable-sage when you get black images"
+    assert explain(f"Using SageAttention 2\n{advice}").fault == UNKNOWN
+    assert explain(f"Encountered NaN in Latent\n{advice}").cause == "non-finite"
+    assert (
+        explain(f"Using SageAttention 2\nEncountered NaN in Latent\n{advice}").cause
+        == "sums-in-fp16"
+    )
+
+
+def test_a_refused_product_is_read_with_its_card() -> None:
+    """On cards that have the product the libraries are suspect, and not the card."""
+    message = "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( a, CUDA_R_16F, lda`"
+    assert explain(f"Tesla P40\n{message}").cause == "product-not-on-card"
+    newer = explain(f"NVIDIA GeForce RTX 4090\n{message}")
+    assert (newer.fault, newer.cause) == ("not-implemented", "product-refused-by-a-newer-card")
 
 
 def test_lines_of_every_run_are_no_evidence() -> None:
@@ -673,7 +706,7 @@ def test_every_pattern_is_linear() -> None:
     known = read_knowledge()
     patterns = [p for cause in known.causes for p in (*cause.messages, *cause.needs)]
     patterns += [p for sign in known.signs for p in (*sign.match, *sign.unless)]
-    patterns += known.routine
+    patterns += (*known.routine, *known.advice)
     patterns += [errors._UNPRINTABLE, diagnosis._FRAME, diagnosis._MODEL_FILE]
     assert [p.pattern for p in patterns if count_steps(p.pattern) > MOST_STEPS] == []
 
