@@ -79,6 +79,8 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         why: the explanation.
         messages: patterns, one of which must be found.
         needs: patterns, one of which must be found as well, when there are any.
+        loose: patterns of how people describe it, which count in a short text that names something of a
+            run (`beside`).
         remedy: what to type or do.
         next: commands that tell more.
         reports: `owner/repo#number` of the same failure.
@@ -96,6 +98,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: str = ""
     counts: Literal["", "all", "part"] = ""
     needs: tuple[re.Pattern[str], ...] = ()
+    loose: tuple[re.Pattern[str], ...] = ()
 
 
 class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +118,7 @@ class Knowledge:
     Attributes:
         routine: lines that name what a run was, and say nothing of a fault.
         advice: lines that say what to try in some other case.
+        beside: what a run has, and a prompt has not: formats, cards, options, models.
     """
 
     causes: tuple[Cause, ...]
@@ -122,7 +126,11 @@ class Knowledge:
     faults: dict[str, str]
     routine: tuple[re.Pattern[str], ...] = ()
     advice: tuple[re.Pattern[str], ...] = ()
+    beside: tuple[re.Pattern[str], ...] = ()
 
+
+LONGEST_DESCRIPTION = 1_500
+"""Characters of a text that may be a person's description of what happened."""
 
 FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
 """Of `knowledge/explain/`, in the order in which equal causes are answered: the likelier ones first."""
@@ -136,29 +144,36 @@ def read_knowledge() -> Knowledge:
 
 
 def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
-    """Knowledge from the `fault`, `cause`, `symptom`, `sign`, `routine` and `advice` tables of several files."""
+    """Knowledge from the tables of several files, put together by their names."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         for kind, entries in file.items():
             tables.setdefault(kind, []).extend(entries)
-    symptoms = {entry["name"]: entry["messages"] for entry in tables.get("symptom", [])}
+    symptoms = {entry["name"]: entry for entry in tables.get("symptom", [])}
     causes = [_expand_cause(entry, symptoms) for entry in tables.get("cause", [])]
     return Knowledge(
         msgspec.convert(causes, tuple[Cause, ...], dec_hook=_compile),
         msgspec.convert(tables.get("sign", []), tuple[Sign, ...], dec_hook=_compile),
         {entry["name"]: entry["says"] for entry in tables.get("fault", [])},
         *(
-            tuple(_compile(str, line) for entry in tables.get(kind, []) for line in entry["lines"])
-            for kind in ("routine", "advice")
+            tuple(
+                _compile(str, line) for entry in tables.get(kind, []) for line in entry.get(key, [])
+            )
+            for kind, key in (("routine", "lines"), ("advice", "lines"), ("symptom", "beside"))
         ),
     )
 
 
-def _expand_cause(entry: dict[str, Any], symptoms: dict[str, list[str]]) -> dict[str, Any]:
+def _expand_cause(entry: dict[str, Any], symptoms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     patterns: list[str] = []
+    loose: list[str] = []
     for text in entry["messages"]:
-        patterns += symptoms[text[1:]] if text.startswith("@") else [text]
-    return {**entry, "messages": patterns, "why": entry["why"].strip()}
+        if text.startswith("@"):
+            patterns += symptoms[text[1:]]["messages"]
+            loose += symptoms[text[1:]].get("loose", [])
+        else:
+            patterns.append(text)
+    return {**entry, "messages": patterns, "loose": loose, "why": entry["why"].strip()}
 
 
 def _compile(kind: type, pattern: str) -> re.Pattern[str]:
@@ -250,7 +265,12 @@ def _explain_ends(ends: Iterable[str]) -> Diagnosis:
         for sign in known.signs
         if (hits := _find_all(sign.match, telling)) and not _find_first(sign.unless, telling)
     ]
-    weighed = [found for cause in known.causes if (found := _weigh(cause, text, telling, signs))]
+    is_told = len(text) <= LONGEST_DESCRIPTION and bool(_find_first(known.beside, telling))
+    weighed = [
+        found
+        for cause in known.causes
+        if (found := _weigh(cause, text, telling, signs, is_told=is_told))
+    ]
     weighed.sort(key=lambda found: -found.points)
     if not weighed:
         return _describe_unknown(text, numbers)
@@ -275,9 +295,17 @@ def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
     return text
 
 
-def _weigh(cause: Cause, text: str, telling: str, signs: _Signs) -> _Candidate | None:
-    """How much speaks for a cause; None when its message, or what it needs beside it, is not there."""
-    match = _find_first(cause.messages, text)
+def _weigh(
+    cause: Cause, text: str, telling: str, signs: _Signs, *, is_told: bool
+) -> _Candidate | None:
+    """How much speaks for a cause; None when its message, or what it needs beside it, is not there.
+
+    Args:
+        is_told: it may be a person's description, in which loose words count.
+    """
+    match = _find_first(cause.messages, text) or _find_first(
+        cause.loose if is_told else (), telling
+    )
     need = _find_first(cause.needs, telling)
     if match is None or (cause.needs and need is None) or not _counts(cause, match):
         return None

@@ -361,7 +361,7 @@ Prompt executed in 12.53 seconds
 
 
 def test_every_text_of_a_family_is_answered_with_one_of_its_faults() -> None:
-    """Of 140 texts in the style of programs each gets a fault of its family, and its cause if that is named."""
+    """Each text in the style of programs gets a fault of its family, and its cause if that is named."""
     families = tomllib.loads((CASES / "families.toml").read_text(encoding="utf-8"))["family"]
     assert len({text for family in families for text in family["texts"]}) >= 40
     wrong = {
