@@ -18,7 +18,8 @@ from torch.fx import Node
 
 from models.rescaling_models import make_example, scale_weights
 from stopdown.bounds.input_limits import name_inputs, state_limits
-from stopdown.bounds.propagation import Bounds, InputLimits, bound_call
+from stopdown.bounds.known_values import Bounds, InputLimits
+from stopdown.bounds.propagation import bound_call
 from stopdown.graph.capture import Capture, capture_call, module_path, name_parameters
 from stopdown.graph.nodes import is_float, is_range_clamp, operation, shape_of
 from stopdown.graph.range_measurement import find_masked

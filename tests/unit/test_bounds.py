@@ -17,13 +17,14 @@ from torch import nn
 import stopdown
 from models.bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from models.rescaling_models import EXAMPLES
-from stopdown.bounds import intervals, product_rules, singular_values
+from stopdown.bounds import evaluation, product_rules, singular_values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
-from stopdown.bounds.intervals import Interval, evaluate, make_interval
+from stopdown.bounds.evaluation import evaluate
+from stopdown.bounds.intervals import Interval, make_interval
+from stopdown.bounds.known_values import Operands
+from stopdown.bounds.propagation import RULES
 from stopdown.bounds.row_sums import WEIGHT_FLOOR
-from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.rule_names import RULES
 from stopdown.bounds.values import (
     Bound,
     concatenate,
@@ -642,8 +643,8 @@ def test_an_error_is_followed_by_its_length() -> None:
 
 def test_a_wrong_length_of_an_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a length that an error exceeds."""
-    right = intervals.measure_sigma
-    monkeypatch.setattr(intervals, "measure_sigma", lambda x: 0.9 * right(x))
+    right = evaluation.measure_sigma
+    monkeypatch.setattr(evaluation, "measure_sigma", lambda x: 0.9 * right(x))
     stated, found = aim_error([2 * torch.eye(8).double()])
     assert found.norm() > float(stated.row_error)
 

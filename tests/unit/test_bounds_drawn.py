@@ -14,8 +14,8 @@ from torch import nn
 
 from models.bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
 from models.rescaling_models import EXAMPLES
-from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.rule_names import RULES
+from stopdown.bounds.known_values import Operands
+from stopdown.bounds.propagation import RULES
 from stopdown.bounds.values import Bound
 
 SAMPLE = ("T5 gated", "CogVideoX sinusoidal", "CogView3-Plus")

@@ -15,7 +15,8 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from models.operation_samples import Sample, draw_samples, list_known
-from stopdown.bounds.propagation import InputLimits, bound_call
+from stopdown.bounds.known_values import InputLimits
+from stopdown.bounds.propagation import bound_call
 from stopdown.graph import operations
 from stopdown.graph.nodes import is_float, is_kind, operation
 from stopdown.graph.operations import read_operations

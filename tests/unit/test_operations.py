@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stopdown.bounds.rule_names import RULES
+from stopdown.bounds.propagation import RULES
 from stopdown.graph.operations import Operation, find_operation, list_kinds, read_operations
 from stopdown.scaling.exponent_rules import read_rule
 

@@ -21,9 +21,9 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.intervals import drop_repeated
-from stopdown.bounds.norm_rules import bound_written_norm
+from stopdown.bounds.known_values import Operands
 from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
-from stopdown.bounds.rule_inputs import Operands
+from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
 

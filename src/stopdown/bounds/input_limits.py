@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.bounds.propagation import InputLimits, Timesteps
+from stopdown.bounds.known_values import InputLimits, Timesteps
 from stopdown.graph.capture import Capture
 from stopdown.numerics import has_values
 

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
+from stopdown.bounds.known_values import Operands, UnboundedError
 from stopdown.bounds.row_sums import (
     WEIGHT_ROUNDING,
     RowSums,
@@ -21,7 +22,6 @@ from stopdown.bounds.row_sums import (
     multiply_rows,
     sum_rows,
 )
-from stopdown.bounds.rule_inputs import Operands, UnboundedError
 from stopdown.bounds.singular_values import DECOMPOSED, MOST_WORK, count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, largest_over, norm_over, uniform
 from stopdown.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts

@@ -1,8 +1,7 @@
 """Bounds that hold for every input, carried through a captured graph from the weights alone.
 
-Weights are asked for one at a time, where the graph first needs them, so a checkpoint can be read from
-disk as it goes and no model has to be built. What depends on the timestep alone is computed for
-every timestep (`intervals`); everything else has a largest magnitude by channel and a norm by
+Weights are read as the graph needs them (`known_values`). What depends on the timestep alone is computed
+for every timestep (`evaluation`); everything else has a largest magnitude by channel and a norm by
 row (`values`), by one rule for each operation (`rules`, `product_rules`). Each result
 that is rounded gets room for the rounding. `docs/certificates.md` has the argument and its
 assumptions.
@@ -15,28 +14,27 @@ captured call has, sums that a backend rounds to fp16 on the way, operations wit
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.affine_rows import AffineRows, by_channel, follow, rounded
-from stopdown.bounds.intervals import (
-    FLOOR,
-    Interval,
-    bound_interval,
-    evaluate,
-    make_interval,
-    writes_in_place,
+from stopdown.bounds import product_rules, rules
+from stopdown.bounds.affine_rows import by_channel, follow, rounded
+from stopdown.bounds.evaluation import FLOOR, evaluate, writes_in_place
+from stopdown.bounds.intervals import Interval, bound_interval, make_interval
+from stopdown.bounds.known_values import (
+    Bounds,
+    InputLimits,
+    KnownValues,
+    Load,
+    Operands,
+    Rule,
+    UnboundedError,
 )
-from stopdown.bounds.norm_rules import bound_written_norm
-from stopdown.bounds.product_rules import bound_scores
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
-from stopdown.bounds.rule_inputs import Operands, UnboundedError
-from stopdown.bounds.rule_names import RULES
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
@@ -50,7 +48,6 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import find_operation
 from stopdown.graph.range_measurement import Range
-from stopdown.numerics import measure_amax, summarise_magnitudes
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""
@@ -62,60 +59,54 @@ enough: 2**-25 for its own rounding and as much for that of a bias."""
 LEAST_STORED_WEIGHT, LEAST_STORED_LOOSE = 2.0**-25 / WEIGHT_FLOOR, 2.0**-25 / LOOSE_WEIGHT_FLOOR
 """The same of a weight's largest magnitude, with the room that it has and with the loose one."""
 
-SMALL = 1 << 16
-"""A parameter of at most this many values is looked at element by element wherever it is used."""
-
-Load = Callable[[str], torch.Tensor]
-"""Gives a parameter or buffer by its name, as it is stored."""
-
-
-@dataclass(frozen=True)
-class Timesteps:
-    """The timesteps that a schedule can ask for.
-
-    Attributes:
-        values: `[T]`.
-        radius: no timestep is further than this from one of them; 0 where they are all there are.
-    """
-
-    values: torch.Tensor
-    radius: float = 0.0
-
-
-@dataclass(frozen=True)
-class InputLimits:
-    """What the inputs of a call can be, by the name of its placeholder.
-
-    Attributes:
-        largest: magnitude that no element of a floating input exceeds; inf for no limit.
-        timesteps: of inputs that hold one.
-        fixed: inputs that are always the same.
-    """
-
-    largest: Mapping[str, float] = field(default_factory=dict)
-    timesteps: Mapping[str, Timesteps] = field(default_factory=dict)
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Bounds:
-    """What was found for one captured call.
-
-    Attributes:
-        values: node name to its bound; None where there is none.
-        ranges: node name to the ranges of its blocks, as `run_capture` gives them; values
-            without a bound are not there.
-        reasons: node name to why it has no bound, where that begins.
-        scores: `component:path` of attention to the bound of its scores.
-        exact, rowed: names of nodes that were known for every timestep, or by rows behind a norm.
-    """
-
-    values: dict[str, Bound | None] = field(default_factory=dict)
-    ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
-    exact: set[str] = field(default_factory=set)
-    rowed: set[str] = field(default_factory=set)
+RULES: dict[str, Rule] = {
+    "same": rules.keep,
+    "copied": rules.copied,
+    "reshape": rules.view,
+    "permute": rules.swap,
+    "expand": rules.expand,
+    "slice": rules.slice_,
+    "select": rules.select,
+    "part": rules.part_of_split,
+    "cat": rules.cat,
+    "stack": rules.stack,
+    "repeat": rules.repeat,
+    "tokens": rules.loosen_tokens,
+    "places": rules.loosen_spatially,
+    "any": rules.loosen,
+    "choose": rules.choose,
+    "pad": rules.pad,
+    "embedding": rules.embedding,
+    "complex": rules.to_complex,
+    "real": rules.to_real,
+    "add": rules.add,
+    "subtract_from": rules.subtract_from,
+    "multiply": rules.multiply,
+    "divide": rules.divide,
+    "power": rules.power,
+    "root": rules.root,
+    "exponential": rules.exponential,
+    "shrink": rules.shrink,
+    "saturate": rules.saturate,
+    "softmax": rules.softmax,
+    "clamp": rules.clamp,
+    "total": rules.total,
+    "mean": rules.mean,
+    "polar": rules.polar,
+    "zeros": rules.zeros,
+    "ones": rules.ones,
+    "fill": rules.fill,
+    "linear": product_rules.linear,
+    "convolve": product_rules.convolve,
+    "transposed": product_rules.transposed,
+    "matmul": product_rules.matmul,
+    "einsum": product_rules.einsum,
+    "outer": product_rules.outer,
+    "attention": product_rules.attention,
+    "normalise": rules.normalise,
+    "normalise_groups": rules.normalise_groups,
+}
+"""The rules by the names that the table of operations gives them."""
 
 
 def bound_call(
@@ -149,8 +140,8 @@ def bound_call(
     return walk.found
 
 
-class Propagation:
-    """Visits the nodes of a graph in order; answers what rules ask."""
+class Propagation(KnownValues):
+    """Visits the nodes of a graph in order."""
 
     def __init__(
         self,
@@ -160,14 +151,8 @@ class Propagation:
         blocks: Mapping[Node, Blocks],
         loose: frozenset[str],
     ) -> None:
-        self.capture, self.limits, self.blocks = capture, limits, blocks
-        self._load, self._loose = load, loose
-        self._last: tuple[str, torch.Tensor] | None = None
-        self._shares: dict[Node, tuple[Node, float]] = {}
-        self.held: dict[Node, Any] = {}
+        super().__init__(capture, load, limits, blocks, loose)
         self._evaluated: dict[Node, dict[tuple[Any, ...], Any]] = {}
-        self.rows: dict[Node, AffineRows] = {}
-        self.found = Bounds()
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
         self.aliases = _find_aliases(capture.graph.graph)
         self.spent = _find_last_uses(capture.graph.graph)
@@ -192,77 +177,6 @@ class Propagation:
             del self.held[node]
         self.rows.pop(node, None)
         self._evaluated.pop(node, None)
-
-    # what rules ask
-
-    def bound(self, value: Any) -> Bound | None:
-        """The bound of a node, of a parameter too; None when it has none."""
-        held = self.held.get(value)
-        if isinstance(held, Bound):
-            return held
-        if isinstance(held, Interval):
-            return bound_interval(held, shape_of(value))
-        if value.name in self.capture.parameters:
-            return self._bound_parameter(value)
-        return None if is_float(value) else self._bound_whole(value)
-
-    def _bound_whole(self, node: Node) -> Bound | None:
-        """The bound of whole numbers and truth values: of a mask, also of a view of it."""
-        tensor = node.meta.get("val")
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
-            return uniform(1.0, shape_of(node))
-        if node.name in self.limits.largest:
-            return uniform(self.limits.largest[node.name], shape_of(node))
-        moves = is_kind(node, "reshape", "expansion", "cast", "slice", "repetition")
-        if not moves or not isinstance(node.args[0], Node):
-            return None
-        source = self.bound(node.args[0])
-        return None if source is None else uniform(source.largest, shape_of(node))
-
-    def load(self, node: Node) -> torch.Tensor | None:
-        """A parameter's values as they are stored, or those of a part of it; None when it is none."""
-        name = self.capture.parameters.get(node.name)
-        if name is None:
-            return self._load_part(node)
-        if self._last is None or self._last[0] != name:
-            self._last = None  # let the one before go first
-            self._last = (name, self._load(name).detach())
-        if node.name not in self.found.ranges:
-            self._measure_parameter(node, self._last[1])
-        return self._last[1]
-
-    def _load_part(self, node: Any) -> torch.Tensor | None:
-        """One part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`)."""
-        if node.target is not operator.getitem or not is_split(node.args[0]):
-            return None
-        split, number = node.args
-        if split.args[0].name not in self.capture.parameters:
-            return None
-        whole: Any = self.load(split.args[0])
-        part: torch.Tensor = split.target(whole, *split.args[1:], **split.kwargs)[number]
-        largest = measure_amax(part)
-        self._shares[node] = split.args[0], measure_amax(whole) / largest if largest else 1.0
-        return part
-
-    def floor(self, node: Node) -> float:
-        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude.
-
-        That of a part of one is known once it was loaded: the whole's is larger in its terms.
-        """
-        if node in self._shares:
-            whole, share = self._shares[node]
-            return self.floor(whole) * share
-        is_loose = self.capture.parameters.get(node.name) in self._loose
-        return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
-
-    def affine_rows(self, node: Node) -> AffineRows:
-        """What is known of the rows of a value behind a norm; empty for nothing."""
-        return self.rows.get(node, ())
-
-    def exact(self, node: Node) -> Interval | None:
-        """A value that is known, or known but for its rounding; None for others."""
-        held = self.held.get(node)
-        return held if isinstance(held, Interval) else None
 
     # inputs and parameters
 
@@ -311,35 +225,6 @@ class Propagation:
         made = make_interval(wide, batched=True)
         self.held[node] = replace(made, radius=made.radius + steps.radius)
 
-    def _bound_parameter(self, node: Node) -> Bound | None:
-        tensor = self.load(node)
-        if tensor is None or not tensor.is_floating_point():
-            return None
-        shape = tuple(tensor.shape)
-        sizes = tensor.double().abs() if tensor.numel() <= SMALL else _reduce_table(tensor)
-        rms = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
-        bound = make_bound(sizes, shape, typical=rms) if shape else uniform(
-            float(sizes), (), rms)  # fmt: skip
-        if tensor.numel() > SMALL and shape:
-            norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
-            norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
-            bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
-        return inflate(bound, 2.0**-10, self.floor(node), shape)
-
-    def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
-        split = self.blocks.get(node)
-        parts = [tensor]
-        if split is not None:
-            sizes = [b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)]
-            parts = list(tensor.split(sizes, dim=split.dim))
-        ranges, least_stored = [], 2.0**-25 / self.floor(node)
-        for part in parts:
-            if not part.is_floating_point():
-                return
-            amax, rms, least, _ = summarise_magnitudes(part)
-            ranges.append(Range(amax, rms, least, certain=True, least_stored=least_stored))
-        self.found.ranges[node.name] = tuple(ranges)
-
     def load_rest(self) -> None:
         """Measure the parameters that no rule asked for."""
         for name in self.capture.parameters:
@@ -387,7 +272,9 @@ class Propagation:
             return
         if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
-            self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(op))
+            self.found.scores[place] = max(
+                self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
+            )
         try:
             bound = RULES[found.bound](op)
         except UnboundedError:
@@ -535,7 +422,7 @@ class _Update(Propagation):
         known = any(x.name in self.before.rowed for x in sources)
         is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
         if is_product and not known:
-            return [] if bound_written_norm(Operands(node, self)) is not None else sources
+            return [] if rules.bound_written_norm(Operands(node, self)) is not None else sources
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
@@ -564,13 +451,6 @@ class _Update(Propagation):
 
 def _as_range(amax: float, typical: float) -> Range:
     return Range(amax, min(typical, amax), 0.0, certain=True, least_stored=LEAST_STORED)
-
-
-def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:
-    """By the last dimension alone: the largest of the others."""
-    dims = tuple(range(tensor.dim() - 1))
-    sizes = tensor.abs().float()
-    return (sizes.amax(dims, keepdim=True) if dims else sizes).double()
 
 
 def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:

@@ -5,7 +5,7 @@ A row of `knowledge/rules/operations.toml` gives operations that are alike in ev
 - *kind*: what it does to values. Code asks for kinds, never for names.
 - *exponent*: the rule in `scaling.exponent_rules` for inputs and result, with its arguments:
   `product self vec2` adds the exponents of two arguments, `+bias` is added to the result, `!angle` stays.
-- *bound*: the rule in `bounds.rule_names` for the largest magnitude of its result.
+- *bound*: the rule in `bounds.propagation` for the largest magnitude of its result.
 - *traits*: `rearranges`: each element of the result is one of an input, up to its sign. `unrounded`: that,
   or a number. `alias`: the result may share the input's storage. `saturates`: the result is bounded
   whatever the input. `unmasks`: the sentinels of a mask end here. `slope=k`: the Lipschitz constant.

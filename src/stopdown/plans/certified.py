@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded
-from stopdown.bounds.propagation import Load
+from stopdown.bounds.known_values import Load
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters

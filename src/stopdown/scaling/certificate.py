@@ -27,7 +27,8 @@ from stopdown.bounds.input_limits import (
     note_limits,
     state_calls,
 )
-from stopdown.bounds.propagation import Bounds, Load, bound_call
+from stopdown.bounds.known_values import Bounds, Load
+from stopdown.bounds.propagation import bound_call
 from stopdown.errors import OptionError
 from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float

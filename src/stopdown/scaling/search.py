@@ -27,7 +27,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from stopdown.bounds.input_limits import EMBEDDINGS
-from stopdown.bounds.propagation import LEAST_STORED_LOOSE, Load
+from stopdown.bounds.known_values import Load
+from stopdown.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import read_clamp
 from stopdown.graph.capture import Capture

@@ -1,0 +1,270 @@
+"""What is known of the values of a captured call, and what a rule of a bound is given of it.
+
+Weights are asked for one at a time, where the graph first needs them, so a checkpoint can be read from
+disk as it goes and no model has to be built.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.bounds.intervals import Interval, bound_interval
+from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
+from stopdown.bounds.values import AffineRows, Bound, Shape, broadcast, inflate, make_bound, uniform
+from stopdown.graph.blocks import Blocks
+from stopdown.graph.capture import Capture
+from stopdown.graph.nodes import arguments, is_float, is_kind, is_split, shape_of
+from stopdown.graph.range_measurement import Range
+from stopdown.number_formats import NEAR_FP16_END
+from stopdown.numerics import measure_amax, summarise_magnitudes
+
+SMALL = 1 << 16
+"""A parameter of at most this many values is looked at element by element wherever it is used."""
+
+Load = Callable[[str], torch.Tensor]
+"""Gives a parameter or buffer by its name, as it is stored."""
+
+
+@dataclass(frozen=True)
+class Timesteps:
+    """The timesteps that a schedule can ask for.
+
+    Attributes:
+        values: `[T]`.
+        radius: no timestep is further than this from one of them; 0 where they are all there are.
+    """
+
+    values: torch.Tensor
+    radius: float = 0.0
+
+
+@dataclass(frozen=True)
+class InputLimits:
+    """What the inputs of a call can be, by the name of its placeholder.
+
+    Attributes:
+        largest: magnitude that no element of a floating input exceeds; inf for no limit.
+        timesteps: of inputs that hold one.
+        fixed: inputs that are always the same.
+    """
+
+    largest: Mapping[str, float] = field(default_factory=dict)
+    timesteps: Mapping[str, Timesteps] = field(default_factory=dict)
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Bounds:
+    """What was found for one captured call.
+
+    Attributes:
+        values: node name to its bound; None where there is none.
+        ranges: node name to the ranges of its blocks, as `run_capture` gives them; values
+            without a bound are not there.
+        reasons: node name to why it has no bound, where that begins.
+        scores: `component:path` of attention to the bound of its scores.
+        exact, rowed: names of nodes that were known for every timestep, or by rows behind a norm.
+    """
+
+    values: dict[str, Bound | None] = field(default_factory=dict)
+    ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+    exact: set[str] = field(default_factory=set)
+    rowed: set[str] = field(default_factory=set)
+
+
+class KnownValues:
+    """What is known so far of each value of a captured call; weights are read when they are asked for."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        load: Load,
+        limits: InputLimits,
+        blocks: Mapping[Node, Blocks],
+        loose: frozenset[str],
+    ) -> None:
+        self.capture, self.limits, self.blocks = capture, limits, blocks
+        self._load, self._loose = load, loose
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._shares: dict[Node, tuple[Node, float]] = {}
+        self.held: dict[Node, Any] = {}
+        self.rows: dict[Node, AffineRows] = {}
+        self.found = Bounds()
+
+    def bound(self, value: Any) -> Bound | None:
+        """The bound of a node, of a parameter too; None when it has none."""
+        held = self.held.get(value)
+        if isinstance(held, Bound):
+            return held
+        if isinstance(held, Interval):
+            return bound_interval(held, shape_of(value))
+        if value.name in self.capture.parameters:
+            return self._bound_parameter(value)
+        return None if is_float(value) else self._bound_whole(value)
+
+    def _bound_whole(self, node: Node) -> Bound | None:
+        """The bound of whole numbers and truth values: of a mask, also of a view of it."""
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
+            return uniform(1.0, shape_of(node))
+        if node.name in self.limits.largest:
+            return uniform(self.limits.largest[node.name], shape_of(node))
+        moves = is_kind(node, "reshape", "expansion", "cast", "slice", "repetition")
+        if not moves or not isinstance(node.args[0], Node):
+            return None
+        source = self.bound(node.args[0])
+        return None if source is None else uniform(source.largest, shape_of(node))
+
+    def load(self, node: Node) -> torch.Tensor | None:
+        """A parameter's values as they are stored, or those of a part of it; None when it is none."""
+        name = self.capture.parameters.get(node.name)
+        if name is None:
+            return self._load_part(node)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # let the one before go first
+            self._last = (name, self._load(name).detach())
+        if node.name not in self.found.ranges:
+            self._measure_parameter(node, self._last[1])
+        return self._last[1]
+
+    def _load_part(self, node: Any) -> torch.Tensor | None:
+        """One part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`)."""
+        if node.target is not operator.getitem or not is_split(node.args[0]):
+            return None
+        split, number = node.args
+        if split.args[0].name not in self.capture.parameters:
+            return None
+        whole: Any = self.load(split.args[0])
+        part: torch.Tensor = split.target(whole, *split.args[1:], **split.kwargs)[number]
+        largest = measure_amax(part)
+        self._shares[node] = split.args[0], measure_amax(whole) / largest if largest else 1.0
+        return part
+
+    def floor(self, node: Node) -> float:
+        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude.
+
+        That of a part of one is known once it was loaded: the whole's is larger in its terms.
+        """
+        if node in self._shares:
+            whole, share = self._shares[node]
+            return self.floor(whole) * share
+        is_loose = self.capture.parameters.get(node.name) in self._loose
+        return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
+
+    def affine_rows(self, node: Node) -> AffineRows:
+        """What is known of the rows of a value behind a norm; empty for nothing."""
+        return self.rows.get(node, ())
+
+    def exact(self, node: Node) -> Interval | None:
+        """A value that is known, or known but for its rounding; None for others."""
+        held = self.held.get(node)
+        return held if isinstance(held, Interval) else None
+
+    def _bound_parameter(self, node: Node) -> Bound | None:
+        tensor = self.load(node)
+        if tensor is None or not tensor.is_floating_point():
+            return None
+        shape = tuple(tensor.shape)
+        sizes = tensor.double().abs() if tensor.numel() <= SMALL else _reduce_table(tensor)
+        rms = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
+        bound = make_bound(sizes, shape, typical=rms) if shape else uniform(
+            float(sizes), (), rms)  # fmt: skip
+        if tensor.numel() > SMALL and shape:
+            norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
+            norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
+            bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
+        return inflate(bound, 2.0**-10, self.floor(node), shape)
+
+    def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
+        split = self.blocks.get(node)
+        parts = [tensor]
+        if split is not None:
+            sizes = [b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)]
+            parts = list(tensor.split(sizes, dim=split.dim))
+        ranges, least_stored = [], 2.0**-25 / self.floor(node)
+        for part in parts:
+            if not part.is_floating_point():
+                return
+            amax, rms, least, _ = summarise_magnitudes(part)
+            ranges.append(Range(amax, rms, least, certain=True, least_stored=least_stored))
+        self.found.ranges[node.name] = tuple(ranges)
+
+
+def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:
+    """By the last dimension alone: the largest of the others."""
+    dims = tuple(range(tensor.dim() - 1))
+    sizes = tensor.abs().float()
+    return (sizes.amax(dims, keepdim=True) if dims else sizes).double()
+
+
+class UnboundedError(Exception):
+    """An argument has no bound, or the rule has none for such arguments."""
+
+
+@dataclass
+class Operands:
+    """One operation whose result is to be bounded.
+
+    Attributes:
+        known: what is known of the values before it.
+        parts: what a rule knows of the parts of the result's sums, where the bound of the result is
+            none of theirs; it broadcasts to the result.
+    """
+
+    node: Node
+    known: KnownValues
+    parts: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.given: dict[str, Any] = arguments(self.node)
+        self.shape: Shape = shape_of(self.node)
+        self.before: Shape = shape_of(self.node.args[0]) if self.node.args else ()
+
+    @functools.cached_property
+    def source(self) -> Bound:
+        """The bound of the first argument, whose shape is `before`."""
+        return self.bound(self.node.args[0])
+
+    def find(self, value: Any) -> Bound | None:
+        """The bound of an argument, if there is one: of a number its magnitude, else what is known."""
+        if isinstance(value, (int, float)):
+            size = 0.0 if abs(value) >= NEAR_FP16_END else abs(float(value))
+            return uniform(size, ())
+        return self.known.bound(value) if isinstance(value, Node) else None
+
+    def bound(self, value: Any) -> Bound:
+        """The bound of an argument.
+
+        Raises:
+            UnboundedError: there is none.
+        """
+        found = self.find(value)
+        if found is None:
+            raise UnboundedError
+        return found
+
+    def spread(self, value: Any) -> Bound:
+        """As `bound`, broadcast to the result's shape."""
+        return broadcast(self.bound(value), shape_of(value), self.shape)
+
+    def load(self, name: str) -> torch.Tensor | None:
+        """The stored values of the parameter that an argument is; None when it is none."""
+        given = self.given.get(name)
+        return self.known.load(given) if isinstance(given, Node) else None
+
+    def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
+        """A bound of the result."""
+        return make_bound(peak, self.shape, typical=typical, **more)
+
+
+Rule = Callable[[Operands], Bound]
+"""Raises `UnboundedError` where the result has no bound."""
