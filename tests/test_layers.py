@@ -6,6 +6,7 @@ Each checker is a plain function over sources, so that planted violations show t
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -142,6 +143,21 @@ def list_upward_imports(sources: Sources) -> list[str]:
             other = (rest.split(".")[0] or "__init__") if root == "stopdown" else unit
             if other != unit and find_level(other) >= find_level(unit):
                 found.append(f"{name} imports {other}")
+    return found
+
+
+def list_circles(sources: Sources) -> list[list[str]]:
+    """Groups of modules that import each other in a circle, for types too."""
+    imports: dict[str, list[str]] = {}
+    for name, tree in sources.items():
+        targets = {target.removeprefix("stopdown.") for target in iterate_imports(tree)}
+        known = {t if t in sources else t.rpartition(".")[0] for t in targets}
+        imports[name] = sorted(known & set(sources) - {name})
+    sorter, found = graphlib.TopologicalSorter(imports), []
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        found.append(list(error.args[1]))
     return found
 
 
@@ -295,6 +311,11 @@ def test_no_command_imports_another() -> None:
     assert len(list_imports_between_commands(planted)) == 1
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Inside of a package imports point down as well, those for type checkers included."""
+    assert list_circles(SOURCES) == []
+
+
 def test_few_packages_import_diffusers() -> None:
     """Diffusers is met where models are found, opened and called, and where it is given our classes."""
     assert (
@@ -370,6 +391,19 @@ def test_an_upward_import_is_found(text: str) -> None:
     assert list_upward_imports(parse(numerics=text)) == ["numerics imports frames"]
     assert list_upward_imports(parse(records=text)) == ["records imports frames"]
     assert list_upward_imports(parse(pipelines__dot__loading=text)) == []
+
+
+def test_a_circle_is_found() -> None:
+    """Two modules of one package that know each other are found, by a name for types as well."""
+    planted = parse(
+        bounds__dot__a="from stopdown.bounds.b import B",
+        bounds__dot__b="if TYPE_CHECKING:\n    from stopdown.bounds.a import A",
+    )
+    assert sorted(set(list_circles(planted)[0])) == ["bounds.a", "bounds.b"]
+    assert (
+        list_circles(parse(bounds__dot__a="from stopdown.bounds.b import B", bounds__dot__b=""))
+        == []
+    )
 
 
 def test_an_import_of_the_public_list_is_found() -> None:

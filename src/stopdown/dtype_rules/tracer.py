@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -33,9 +33,6 @@ from stopdown.graph.operations import list_kinds, read_calls
 from stopdown.interception.autocast import list_autocast
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
-
-if TYPE_CHECKING:
-    from stopdown.dtype_rules.observations import Judge
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
@@ -101,6 +98,16 @@ class Step:
         return {operand.dtype for operand in self.operands}
 
 
+class StepObserver(Protocol):
+    """What is told of each step of a walk (`observations.Judge`)."""
+
+    def __call__(self, step: Step) -> bool:
+        """Look at a step before it is made, and return whether its operands cannot go together."""
+
+    def watch(self, step: Step, given: Any, made: Any) -> None:
+        """Look at what a step made of known values."""
+
+
 class Walk(TorchFunctionMode):
     """The walk through one call; see the head of this file.
 
@@ -113,7 +120,7 @@ class Walk(TorchFunctionMode):
 
     def __init__(
         self,
-        judge: Judge,
+        judge: StepObserver,
         main: torch.dtype | None,
         device: str = "cpu",
         paths: ModulePaths | None = None,

@@ -17,17 +17,35 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
 from stopdown.graph.nodes import arguments, is_float, is_kind, is_range_clamp, is_split, operation
 from stopdown.graph.operations import find_operation
-from stopdown.scaling.linear_system import ZERO
+from stopdown.scaling.linear_system import ZERO, System
 
-if TYPE_CHECKING:
-    from stopdown.scaling.problem import CallStatement
+
+class CallUnknowns(Protocol):
+    """What rules ask of the call whose equations are stated (`problem.CallStatement`)."""
+
+    system: System
+
+    def unknown(self, node: Node, block: int | None, user: Node) -> int:
+        """Return the exponent of a value as its user sees it."""
+
+    def eps_unknown(self, node: Node, value: float | None) -> int | None:
+        """Return the exponent of an eps that is an attribute of the module at this place, or None."""
+
+    def clamp_unknown(self, node: Node, value: float) -> int | None:
+        """Return the exponent of a number that this place clamps from below, or None if it is fixed."""
+
+    def keeps_clamp(self, node: Node) -> bool:
+        """Return whether a clamp is part of what the model computes."""
+
+    def keep_from_zero(self, node: Node) -> None:
+        """Keep what a root or reciprocal in 16 bits is taken of away from 0."""
 
 
 @dataclass
@@ -36,7 +54,7 @@ class Operation:
 
     node: Node
     block: int | None
-    around: CallStatement
+    around: CallUnknowns
 
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)
