@@ -28,9 +28,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -451,7 +451,8 @@ class Calls:
                     intercept(callee, self._follow, patches, Rank.RECORD)
             yield
 
-    def _follow(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _follow(self, call: Any) -> Any:
+        args, kwargs = call.args, call.kwargs
         from torch.utils import _pytree as pytree
 
         from stopdown.numerics import iterate_tensors
@@ -466,7 +467,7 @@ class Calls:
         if not self.outputs:
             self.first = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         begun = time.perf_counter()
-        output = call(*args, **kwargs)
+        output = replace(call, args=args, kwargs=kwargs).proceed()
         self.elapsed_s.append(round(time.perf_counter() - begun, 1))
         self.outputs.append(next(iterate_tensors(output)).detach().float())
         return output

@@ -281,18 +281,18 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
 
 def keep_calls(program: Any, patches: Any) -> dict[str, list[Any]]:
     """The first and the last call of each component, by name; they fill in while the program runs."""
+    from stopdown.component_calls.call import ComponentCall
     from stopdown.component_calls.call_interception import Rank, intercept
     from stopdown.component_calls.components import find_callees
-    from stopdown.plans.call_recorder import RecordedCall
 
     kept: dict[str, list[Any]] = {}
 
-    def keep(callee: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        plain = {key: value for key, value in kwargs.items() if key != "transformer_options"}
-        known = kept.setdefault(callee.name, [])
-        known[1:] = [RecordedCall(callee, args, plain)]  # after the first one
-        return call(*args, **kwargs)
+    def keep(call: Any) -> Any:
+        plain = {key: value for key, value in call.kwargs.items() if key != "transformer_options"}
+        known = kept.setdefault(call.callee.name, [])
+        known[1:] = [ComponentCall(call.callee, call.args, plain)]  # after the first one
+        return call.proceed()
 
     for callee in find_callees(program):
-        intercept(callee, functools.partial(keep, callee), patches, Rank.RECORD)
+        intercept(callee, keep, patches, Rank.RECORD)
     return kept

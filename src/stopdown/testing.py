@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 
 from stopdown.component_call_names import name_module_path, split_call
-from stopdown.component_calls.call_interception import Call, Rank, find_module, intercept
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, find_module, intercept
 from stopdown.component_calls.components import Callee, find_callees, find_components
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.accumulation import summing_in_fp16 as summing_in_fp16
@@ -170,14 +171,14 @@ def _spoil(tensor: torch.Tensor, kind: str, callee: Callee, kwargs: dict[str, An
 def _overflow_from(callee: Callee, step: int, patches: Patches) -> None:
     module, calls = find_module(callee), 0
 
-    def overflowing(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def overflowing(call: ComponentCall) -> Any:
         nonlocal calls
         if calls == step:
             for tensor in name_parameters(module).values():
                 patches.defer(functools.partial(_put_values, tensor, tensor.detach().clone()))
             overflow_(module)
         calls += 1
-        return call(*args, **kwargs)
+        return call.proceed()
 
     intercept(callee, overflowing, patches, Rank.FAULT)
 

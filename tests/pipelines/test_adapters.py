@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
-from stopdown.component_calls.call_interception import cast_floats
+from stopdown.component_calls.call import ComponentCall, cast_floats
 from stopdown.component_calls.components import Callee, find_components
 from stopdown.devices.environment import choose_device
 from stopdown.dtype_rules.check import check
@@ -26,7 +26,6 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import describe_scaling
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
@@ -91,7 +90,7 @@ def plan_pipe(pipe: Any) -> Plan:
         for name, module in find_components(pipe).items()
     }
     callee = Callee("transformer", pipe.transformer, "forward", "denoise")
-    calls = [RecordedCall(callee, (), make_arguments(pipe))]
+    calls = [ComponentCall(callee, (), make_arguments(pipe))]
     scaling, _ = scale_component(pipe.transformer, calls, torch.float16)
     bare["transformer"] = describe_scaling(bare["transformer"], scaling, "fp16", 1)
     name, versions = type(pipe).__name__, read_class_versions()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from models.rescaling_models import make_example
 from stopdown.app.commands import app
 from stopdown.bounds.input_limits import is_encoded
+from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.graph.capture import name_parameters
@@ -23,7 +24,6 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan, load_stored, scale_component, suggest_stream
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
@@ -63,7 +63,7 @@ def test_a_transformer_is_certified_without_a_run(
 def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> None:
     """An encoder that hands over hidden states may give whatever fp16 holds, if that costs nothing."""
     module, [(_, args, kwargs)] = make_example(name)
-    call = RecordedCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
+    call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
         scaling = scale_component(module, [call], "native", load, hands_over=hands_over)

@@ -30,6 +30,7 @@ from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.checkpoints.output_places import Target
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, put_layer
 from stopdown.component_calls.components import Callee
 from stopdown.dtype_rules import check
@@ -46,7 +47,6 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
@@ -454,14 +454,14 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def encoder() -> tuple[Any, ComponentPlan, RecordedCall]:
+def encoder() -> tuple[Any, ComponentPlan, ComponentCall]:
     """A T5 beyond fp16, its exponents, and a call of it."""
     module = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
     tokens = torch.arange(8)[None]
     rescaling = rescale_(module, (tokens,))
     rescaling.undo()
     entry = ComponentPlan("text_encoder", "T5EncoderModel", "", "fp16", rescaling.scaling)
-    call = RecordedCall(Callee("text_encoder", module, "forward", "encode"), (tokens,), {})
+    call = ComponentCall(Callee("text_encoder", module, "forward", "encode"), (tokens,), {})
     return module, entry, call
 
 
@@ -478,7 +478,7 @@ def test_fields_are_found_by_doubling_them() -> None:
 
 
 def test_a_field_makes_a_component_exact(
-    encoder: tuple[Any, ComponentPlan, RecordedCall],
+    encoder: tuple[Any, ComponentPlan, ComponentCall],
 ) -> None:
     """Built from the changed configuration, with the folded weights, a T5 is bit for bit the same."""
     module, entry, call = encoder
@@ -496,7 +496,7 @@ def test_a_field_makes_a_component_exact(
 
 
 def test_what_a_file_cannot_hold_is_found_anew(
-    encoder: tuple[Any, ComponentPlan, RecordedCall],
+    encoder: tuple[Any, ComponentPlan, ComponentCall],
 ) -> None:
     """A plan with a multiply is solved again by folds alone; without a configuration eps stay."""
     module, entry, call = encoder
@@ -531,7 +531,7 @@ def test_squares_fit_where_readers_keep_them_in_fp16(monkeypatch: pytest.MonkeyP
     rescaling = rescale_(module, (tokens,))
     rescaling.undo()
     entry = ComponentPlan("vae", "Sequential", "", "fp16", rescaling.scaling)
-    call = RecordedCall(Callee("vae", module, "forward", "decode"), (tokens,), {})
+    call = ComponentCall(Callee("vae", module, "forward", "decode"), (tokens,), {})
     express = functools.partial(express_component, module, entry, lambda: [call])
     assert _find_largest_output(module, express(has_config=False).scaling, tokens) > 256
     layout = Layout("Sequential", "", (), narrow=("RMSNorm",))
@@ -556,7 +556,7 @@ def _find_largest_output(
 
 
 def test_exponents_found_anew_rest_on_bounds(
-    encoder: tuple[torch.nn.Module, ComponentPlan, RecordedCall], monkeypatch: pytest.MonkeyPatch
+    encoder: tuple[torch.nn.Module, ComponentPlan, ComponentCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where those of the plan do: a certificate is made again for folds alone, or it is gone."""
     module, entry, call = encoder
@@ -583,7 +583,7 @@ def test_the_effect_of_an_eps_is_measured() -> None:
     """A LayerNorm whose input is scaled and whose eps is not changes the output by what is said."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     callee = Callee("m", module, "forward", "denoise")
-    calls = [RecordedCall(callee, (torch.randn(4, 8),), {})]
+    calls = [ComponentCall(callee, (torch.randn(4, 8),), {})]
     folds = {"0.weight": -8, "0.bias": -8}
     with assert_untouched(module), torch.no_grad():
         whole = Scaling(exponents=folds, eps={"1.eps": -16})

@@ -24,7 +24,7 @@ from models.lora_cases import (
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
-from stopdown.component_calls.call_interception import cast_floats
+from stopdown.component_calls.call import cast_floats
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2

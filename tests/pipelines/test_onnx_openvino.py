@@ -16,9 +16,9 @@ import torch
 from test_quantised_files import make_t5
 
 from stopdown.checkpoints.onnx_openvino import ENDINGS, Form, export_component, list_inputs
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
 from stopdown.errors import OptionError
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.testing import make_pipeline
@@ -36,13 +36,13 @@ def need(form: str) -> None:
             pytest.skip(f"{name} is not installed")
 
 
-def make_encoder() -> tuple[torch.nn.Module, RecordedCall]:
+def make_encoder() -> tuple[torch.nn.Module, ComponentCall]:
     """A T5 whose gated products overflow, without the fp32 module that its authors keep."""
     call = {"input_ids": torch.arange(12)[None]}
-    return make_t5(), RecordedCall(Callee("encoder", make_t5(), "forward", "encode"), (), call)
+    return make_t5(), ComponentCall(Callee("encoder", make_t5(), "forward", "encode"), (), call)
 
 
-def make_clip() -> tuple[torch.nn.Module, RecordedCall]:
+def make_clip() -> tuple[torch.nn.Module, ComponentCall]:
     """A CLIP whose second products overflow: what is between is large, and what comes out is not."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -56,10 +56,10 @@ def make_clip() -> tuple[torch.nn.Module, RecordedCall]:
             tensor.data.mul_(2.0**22)
         layer.out_proj.weight.data.mul_(2.0**-22)
     call = {"input_ids": torch.arange(12)[None]}
-    return model, RecordedCall(Callee("encoder", model, "forward", "encode"), (), call)
+    return model, ComponentCall(Callee("encoder", model, "forward", "encode"), (), call)
 
 
-def make_blocks() -> tuple[torch.nn.Module, RecordedCall]:
+def make_blocks() -> tuple[torch.nn.Module, ComponentCall]:
     """A CogVideoX whose residual stream overflows."""
     model = make_pipeline("cogvideox", overflow="transformer").transformer
     draw = torch.Generator().manual_seed(0)
@@ -69,15 +69,15 @@ def make_blocks() -> tuple[torch.nn.Module, RecordedCall]:
         "timestep": torch.tensor([500]),
         "return_dict": False,
     }
-    return model, RecordedCall(Callee("transformer", model, "forward", "denoise"), (), call)
+    return model, ComponentCall(Callee("transformer", model, "forward", "denoise"), (), call)
 
 
-def make_vae() -> tuple[torch.nn.Module, RecordedCall]:
+def make_vae() -> tuple[torch.nn.Module, ComponentCall]:
     """An autoencoder whose decoder overflows."""
     model = make_pipeline("sd", overflow="vae").vae
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     callee = Callee("vae.decode", model, "decode", "decode")
-    return model, RecordedCall(callee, (latents,), {"return_dict": False})
+    return model, ComponentCall(callee, (latents,), {"return_dict": False})
 
 
 MODELS = {"t5": make_encoder, "clip": make_clip, "cogvideox": make_blocks, "vae": make_vae}
@@ -116,7 +116,7 @@ def run_reference(path: Path, given: dict[str, torch.Tensor], *, half: bool) -> 
         return ReferenceEvaluator(str(path)).run(None, arrays)[0]
 
 
-def plan_model(module: torch.nn.Module, call: RecordedCall) -> ComponentPlan:
+def plan_model(module: torch.nn.Module, call: ComponentCall) -> ComponentPlan:
     scaling, _ = scale_component(module, [call], torch.float16)
     return ComponentPlan("part", type(module).__name__, "0" * 64, "fp16", scaling)
 
@@ -212,7 +212,7 @@ def test_timesteps_keep_their_phase_in_openvino(tmp_path: Path, dtype: torch.dty
     phases = Timesteps(32, flip_sin_to_cos=True, downscale_freq_shift=0)
     module = torch.nn.Sequential(phases, torch.nn.Linear(32, 8))
     given = {"input": torch.tensor([999], dtype=dtype)}
-    call = RecordedCall(Callee("embedding", module, "forward", "denoise"), (), given)
+    call = ComponentCall(Callee("embedding", module, "forward", "denoise"), (), given)
     export_component(module, None, call, tmp_path / "graph.xml", form="openvino")
     made = run_graph(tmp_path / "graph.xml", given)
     assert np.abs(made - module(**given).detach().numpy()).max() < 1e-3

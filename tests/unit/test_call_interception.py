@@ -11,11 +11,10 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
+from stopdown.component_calls.call import ComponentCall, cast_floats, find_float_dtype
 from stopdown.component_calls.call_interception import (
     Rank,
-    cast_floats,
     copy_layers,
-    find_float_dtype,
     find_module,
     intercept,
     put_cast,
@@ -45,9 +44,9 @@ class Component(torch.nn.Module):
 
 
 def make_layer(name: str, calls: list[str]) -> Any:
-    def layer(call: Any, args: Any, kwargs: Any) -> Any:
+    def layer(call: ComponentCall) -> Any:
         calls.append(name)
-        return call(*args, **kwargs)
+        return call.proceed()
 
     return layer
 

@@ -150,7 +150,7 @@ BEYOND = {
     "stopdown.component_calls.components.find_callees",
     "stopdown.component_calls.components.find_components",
     "stopdown.sources.headers.RESCALED_ENTRY",
-    "stopdown.plans.call_recorder.RecordedCall",
+    "stopdown.component_calls.call.ComponentCall",
     "stopdown.runtime.guard.Guard",
     "stopdown.runtime.guard.GuardOptions",
     "stopdown.runtime.repair_cache.RepairCache",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import Callee
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.scaling import find_scaling, fold_scaling
 
@@ -25,13 +27,17 @@ def _make() -> Stream:
     return Stream().eval().requires_grad_(False)
 
 
+def _call(module: Stream, *args: torch.Tensor) -> ComponentCall:
+    return ComponentCall(Callee("", module, "forward", "call"), args)
+
+
 def test_ranges_are_those_of_the_largest_call() -> None:
     """Two calls of one kind share a capture, and the larger one decides."""
     module = _make()
     calibration = Calibration()
-    calibration.observe(module, "forward", (torch.ones(1, 4),))
+    calibration.observe(module, _call(module, torch.ones(1, 4)))
     small = find_scaling(module, calibration.measured)
-    calibration.observe(module, "forward", (torch.full((1, 4), 6e4),))
+    calibration.observe(module, _call(module, torch.full((1, 4), 6e4)))
     large = find_scaling(module, calibration.measured)
     assert len(calibration.measured) == 1
     assert calibration.calls == 2
@@ -44,7 +50,7 @@ def test_other_lengths_meet_in_the_parameters() -> None:
     module = _make()
     calibration = Calibration()
     for length in (1, 3):
-        calibration.observe(module, "forward", (torch.full((length, 4), 6e4),))
+        calibration.observe(module, _call(module, torch.full((length, 4), 6e4)))
     scaling = find_scaling(module, calibration.measured)
     assert len(calibration.measured) == 2
     assert set(scaling.exponents) == {"embed.weight", "embed.bias"}

@@ -341,12 +341,12 @@ def raise_at(
     callee = next(callee for callee in find_callees(pipe) if callee.name == component)
     left = times
 
-    def fail(call: Any, args: Any, kwargs: Any) -> Any:
+    def fail(call: Any) -> Any:
         nonlocal left
         left -= 1
         if left >= 0:
             raise error
-        return call(*args, **kwargs)
+        return call.proceed()
 
     intercept(callee, fail, patches, Rank.COMPONENT)
 

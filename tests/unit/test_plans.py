@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from stopdown.checkpoints import file_exponents
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
 from stopdown.devices import environment
 from stopdown.devices.environment import Device, Support
@@ -20,7 +21,7 @@ from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.requests import Request
 from stopdown.plans import applier, calibrated, exponents, plan_choice
 from stopdown.plans import plan_files as files
-from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
+from stopdown.plans.call_recorder import MOST_CALLS, _thin_out
 from stopdown.plans.precision import (
     ComponentFacts,
     check_components,
@@ -309,20 +310,20 @@ def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> No
     assert calibrated.sample_weights(module) != digest
 
 
-def _call(*args: Any, **kwargs: Any) -> RecordedCall:
-    return RecordedCall(Callee("vae.decode", nn.Linear(1, 1), "decode", "decode"), args, kwargs)
+def _call(*args: Any, **kwargs: Any) -> ComponentCall:
+    return ComponentCall(Callee("vae.decode", nn.Linear(1, 1), "decode", "decode"), args, kwargs)
 
 
 def test_calls_of_one_kind_share_a_capture() -> None:
     """Other values are the same kind; another shape, flag or keyword is another."""
     first = _call(torch.zeros(2, 3), return_dict=False)
-    assert sign_call(first) == sign_call(_call(torch.ones(2, 3), return_dict=False))
+    assert first.key == _call(torch.ones(2, 3), return_dict=False).key
     for other in (
         _call(torch.zeros(2, 4), return_dict=False),
         _call(torch.zeros(2, 3), return_dict=True),
         _call(torch.zeros(2, 3)),
     ):
-        assert sign_call(first) != sign_call(other)
+        assert first.key != other.key
     assert len(exponents.group_calls([first, first, _call(torch.zeros(1))])) == 2
 
 
@@ -347,7 +348,7 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
 def _plan_linear(module: nn.Module) -> ComponentPlan:
     """The entry of a component that one call was recorded of."""
     callee = Callee("transformer", module, "forward", "denoise")
-    call = RecordedCall(callee, (torch.ones(1, 2),), {})
+    call = ComponentCall(callee, (torch.ones(1, 2),), {})
     opened: Any = SimpleNamespace(stored={"transformer": {"fp32": 8}}, device=None)
     return calibrated._plan_component(opened, "transformer", module, [call], "native", "measured")
 
@@ -401,7 +402,7 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
     """Whatever it raises: the decoder is in fp16 all the same, and the plan says what was not measured."""
     module = Picky().eval().requires_grad_(False)
     calls = [
-        RecordedCall(
+        ComponentCall(
             Callee(f"vae.{x}", module, x, x), (torch.ones(1, 2),), {}, made_up=x == "encode"
         )
         for x in ("encode", "decode")

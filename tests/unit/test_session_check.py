@@ -14,7 +14,8 @@ from torch import nn
 
 from models.pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.component_calls.call_interception import Call, Rank, intercept
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, intercept
 from stopdown.component_calls.components import find_callees
 from stopdown.errors import NonFiniteError
 from stopdown.interception.patches import Patches
@@ -47,12 +48,12 @@ def acting(callee: Any, before: Act | None = None, after: Act | None = None) -> 
     """Do something before and after each call, beneath a guard."""
     count = 0
 
-    def layer(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def layer(call: ComponentCall) -> Any:
         nonlocal count
         number, count = count, count + 1
         if before is not None:
             before(number, callee.owner, None)
-        output = call(*args, **kwargs)
+        output = call.proceed()
         return output if after is None else after(number, callee.owner, output)
 
     with Patches() as patches:

@@ -262,13 +262,13 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
 
 def test_a_plan_falls_back_and_says_why() -> None:
     """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
+    from stopdown.component_calls.call import ComponentCall
     from stopdown.component_calls.components import Callee
     from stopdown.plans import calibrated
-    from stopdown.plans.call_recorder import RecordedCall
 
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)
-        call = RecordedCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
+        call = ComponentCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
         opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
         return calibrated._plan_component(
             opened, "transformer", module, [call], "native", "measured"

@@ -45,6 +45,7 @@ from stopdown.checkpoints.file_exponents import (
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.component_call_names import QUANT_METHOD
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_kept_fp32, is_autoencoder
 from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
@@ -64,7 +65,7 @@ from stopdown.pipelines.single_files import (
 )
 from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests
-from stopdown.plans.call_recorder import RecordedCall, record_calls, record_run
+from stopdown.plans.call_recorder import record_calls, record_run
 from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
@@ -261,7 +262,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
     """Bring every component into a form that files hold, or note why there is none."""
 
     @functools.cache
-    def record() -> Mapping[str, Sequence[RecordedCall]]:
+    def record() -> Mapping[str, Sequence[ComponentCall]]:
         if work.source.parts and request.arguments:
             return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
         if work.source.parts:

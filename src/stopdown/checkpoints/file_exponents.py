@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import bared
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.fold_names import read_clamp, split_name
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
@@ -80,7 +80,7 @@ class Expressed:
 def express_component(
     module: torch.nn.Module,
     entry: ComponentPlan,
-    record: Callable[[], Sequence[RecordedCall]],
+    record: Callable[[], Sequence[ComponentCall]],
     *,
     has_config: bool = True,
 ) -> Expressed:
@@ -172,7 +172,7 @@ class _Search:
     """
 
     module: torch.nn.Module
-    calls: Sequence[RecordedCall]
+    calls: Sequence[ComponentCall]
     fields: Fields
     narrow: Collection[str]
 
@@ -254,7 +254,7 @@ class _Search:
 
 
 def _list_free(
-    module: torch.nn.Module, planned: Expressed | None, calls: Sequence[RecordedCall]
+    module: torch.nn.Module, planned: Expressed | None, calls: Sequence[ComponentCall]
 ) -> Iterator[tuple[Collection[str] | None, float]]:
     """Sets of eps that may change, the smallest first, and with which effect to look no further."""
     yield (), EFFECT_LIMIT
@@ -269,7 +269,7 @@ def _list_free(
 
 
 def measure_norms(
-    module: torch.nn.Module, eps: Mapping[str, int], calls: Sequence[RecordedCall]
+    module: torch.nn.Module, eps: Mapping[str, int], calls: Sequence[ComponentCall]
 ) -> dict[str, float]:
     """What each of these eps changes in its own norm's output if it stays while the input is scaled.
 
@@ -325,7 +325,7 @@ def _write_eps(
 def _measure_effect(
     module: torch.nn.Module,
     expressed: Expressed,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[ComponentCall],
     before: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Relative L2 change of the outputs that the eps left behind make; infinite when not finite."""
@@ -339,7 +339,7 @@ def _measure_effect(
     return {"effect": worst, "calls": len(calls)}
 
 
-def _run(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Iterator[torch.Tensor]:
+def _run(module: torch.nn.Module, calls: Sequence[ComponentCall]) -> Iterator[torch.Tensor]:
     for call in calls:
         output, _ = run_call(module, *call.place(module))
         yield from (x.cpu() for x in iterate_tensors(output) if x.is_floating_point())

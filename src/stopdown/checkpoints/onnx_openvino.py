@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError, ignoring_warnings, take_first_line
 from stopdown.files.outputs import check_target, written_beside
@@ -30,7 +31,6 @@ from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import apply_entry, check_source
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.sources.hub import Progress
@@ -58,7 +58,7 @@ class _Traced(torch.nn.Module):
         return tuple(x for x in iterate_tensors(made) if x.is_floating_point())
 
 
-def list_inputs(module: torch.nn.Module, call: RecordedCall) -> dict[str, torch.Tensor]:
+def list_inputs(module: torch.nn.Module, call: ComponentCall) -> dict[str, torch.Tensor]:
     """The tensors of a call by the names that an exported graph gives them, in its order.
 
     An argument has its own name; of several tensors in one, each has its number behind it.
@@ -124,7 +124,7 @@ def export_plan(
     return written
 
 
-def _choose_calls(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+def _choose_calls(calls: Sequence[ComponentCall]) -> list[ComponentCall]:
     """The first call of each method that the pipeline makes."""
     return list({call.callee.name: call for call in reversed(calls) if not call.made_up}.values())
 
@@ -132,7 +132,7 @@ def _choose_calls(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 def export_component(
     module: torch.nn.Module,
     entry: ComponentPlan | None,
-    call: RecordedCall,
+    call: ComponentCall,
     target: Path,
     *,
     form: Form,

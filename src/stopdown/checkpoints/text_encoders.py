@@ -42,13 +42,13 @@ from stopdown.checkpoints.file_exponents import (
     express_component,
 )
 from stopdown.checkpoints.output_places import check_place
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee, find_kept_fp32
 from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.plans.calibrated import describe_scaling
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
@@ -254,7 +254,7 @@ def load_encoder(encoder: Encoder) -> Any:
 
 def list_calls(
     module: Any, *, states: bool, lengths: Collection[int] = LENGTHS
-) -> list[RecordedCall]:
+) -> list[ComponentCall]:
     """Calls of a text encoder: tokens of the whole vocabulary, with a mask.
 
     Args:
@@ -275,7 +275,7 @@ def list_calls(
     longest = getattr(config, "max_position_embeddings", None) or max(lengths)
     callee = Callee("text_encoder", module, "forward", "encode")
     return [
-        RecordedCall(
+        ComponentCall(
             callee, (), {**_draw(module, min(n, longest), size), **_find_options(module, states)}
         )
         for n in dict.fromkeys(min(x, longest) for x in lengths)
@@ -326,7 +326,7 @@ def _express(
 
 
 def _plan(
-    module: Any, bare: ComponentPlan, calls: list[RecordedCall], certify: bool
+    module: Any, bare: ComponentPlan, calls: list[ComponentCall], certify: bool
 ) -> ComponentPlan:
     if not certify:
         scaling, _ = scale_component(module, calls, torch.float16)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     find_module,
     intercept,
@@ -109,7 +109,7 @@ class Probe:
         module = find_module(callee)  # a direction may have a copy of its own
         if id(module) not in self._pending:
             self._hook(module)
-        intercept(callee, functools.partial(self._around, callee), patches, Rank.RECORD)
+        intercept(callee, self._around, patches, Rank.RECORD)
 
     def _hook(self, owner: torch.nn.Module) -> None:
         pending = self._pending[id(owner)] = _Pending()
@@ -130,15 +130,13 @@ class Probe:
         if found is not None:
             self.trace.latents.append(found.detach().to("cpu", copy=True))
 
-    def _around(
-        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        module = find_module(callee)
+    def _around(self, call: ComponentCall) -> Any:
+        callee, module = call.callee, find_module(call.callee)
         pending = self._pending[id(module)]
         pending.seen.clear()
         pending.clamped.clear()
         pending.elapsed_s = 0.0
-        output = call(*args, **kwargs)
+        output = call.proceed()
         step = self._steps.find_step(callee)
         self.trace.order.setdefault(callee.name, pending.blocks)
         self._read(callee, step, pending)

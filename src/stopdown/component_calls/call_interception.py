@@ -17,31 +17,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import fnmatch
 import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from stopdown.component_calls.components import DIFFUSERS_KEEPS, GENERAL_KEEPS, Callee, find_adapter
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import GENERAL_KEEPS, Callee, find_adapter
 from stopdown.component_calls.outermost_calls import entered, listen
-from stopdown.interception.arguments import put_back, replace_tensors
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 
-Call = Callable[..., Any]
-Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a method: what to call next, its positional and its keyword arguments."""
+Layer = Callable[[ComponentCall], Any]
+"""Called instead of a method; goes on by `call.proceed()`, and returns the call's output."""
 
 _CHANGING = threading.RLock()
 """Held while layers are put on or taken off; those of one method may belong to several threads."""
 
-_Layers = tuple[tuple["Rank", Layer], ...]
+_Layers = tuple[tuple["Rank", Callee, Layer], ...]
 
 UNPLANNED = "stopdown_unplanned"
 """Attribute of a module while it runs in fp32 without its plan, which does not hold for a call."""
@@ -67,7 +64,7 @@ class _Stack:
     """The layers on one method of one object, innermost first."""
 
     def __init__(self, owner: object, method: str) -> None:
-        self.original: Call = getattr(owner, method)
+        self.original: Callable[..., Any] = getattr(owner, method)
         self.layers: _Layers = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
@@ -81,11 +78,11 @@ class _Stack:
         """Let this thread find what was there before in the stack's place, until `patches` is undone."""
         patches.set_attribute(self.owner, method, _Bypass(self))
 
-    def add(self, entry: tuple[Rank, Layer]) -> None:
+    def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
         """Put one layer at the place of its rank."""
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
-    def remove(self, entry: tuple[Rank, Layer]) -> None:
+    def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
         """Take one layer off, and the stack with the last one."""
         with _CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
@@ -133,25 +130,33 @@ class _Bypass:
         return copy.deepcopy(self.stopdown_stack.original, memo)
 
 
-def _enter(original: Call, layers: _Layers, args: Any, kwargs: Any) -> Any:
+def _enter(original: Callable[..., Any], layers: _Layers, args: Any, kwargs: Any) -> Any:
     """Call the outermost of these layers, or the original when there is none."""
     if not layers:
         return original(*args, **kwargs)
 
-    def call_next(*args: Any, **kwargs: Any) -> Any:
+    def go_on(*args: Any, **kwargs: Any) -> Any:
         return _enter(original, layers[:-1], args, kwargs)
 
-    _, outermost = layers[-1]
-    return outermost(call_next, args, kwargs)
+    _, callee, outermost = layers[-1]
+    return outermost(ComponentCall(callee, args, kwargs, go_on))
 
 
-def put_layer(owner: object, method: str, layer: Layer, patches: Patches, rank: Rank) -> None:
+def put_layer(
+    owner: Any,
+    method: str,
+    layer: Layer,
+    patches: Patches,
+    rank: Rank,
+    callee: Callee | None = None,
+) -> None:
     """Lead the calls of a method through `layer`, until `patches` is undone.
 
     Args:
         rank: outside of the layers of a lower or the same rank, inside of those of a higher one.
+        callee: what the layer is told is called; None for the method itself.
     """
-    entry = (rank, layer)
+    entry = (rank, callee or Callee(method, owner, method, "call"), layer)
     with _CHANGING:
         found = vars(owner).get(method)
         stack = _find_stack(found)
@@ -166,7 +171,7 @@ def put_layer(owner: object, method: str, layer: Layer, patches: Patches, rank: 
 def has_layer(owner: object, method: str, rank: Rank) -> bool:
     """Whether a layer of a rank lies on a method."""
     stack = _find_stack(vars(owner).get(method))
-    return stack is not None and any(x is rank for x, _ in stack.layers)
+    return stack is not None and any(x is rank for x, *_ in stack.layers)
 
 
 def _find_stack(found: object) -> _Stack | None:
@@ -175,7 +180,7 @@ def _find_stack(found: object) -> _Stack | None:
 
 def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
     """Lead one component call through `layer`, until `patches` is undone."""
-    put_layer(callee.owner, find_slot(callee), layer, patches, rank)
+    put_layer(callee.owner, find_slot(callee), layer, patches, rank, callee)
 
 
 def intercept_components(
@@ -191,7 +196,7 @@ def intercept_components(
     for callee in adapter.find_callees(program):
         put(callee, patches)
         if not adapter.is_pipeline:
-            intercept(callee, functools.partial(_enter_call, callee), patches, Rank.JOURNAL)
+            intercept(callee, _enter_call, patches, Rank.JOURNAL)
     names = {id(module): name for name, module in adapter.name_modules(program).items()}
 
     @contextlib.contextmanager
@@ -205,10 +210,10 @@ def intercept_components(
         listen(meet, patches)
 
 
-def _enter_call(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A method that a program calls is the outermost call, and what it calls is inside."""
-    with entered(callee.owner, callee.method):
-        return call(*args, **kwargs)
+def _enter_call(call: ComponentCall) -> Any:
+    """Have a method that a program calls count as the outermost call, with what it calls inside."""
+    with entered(call.callee.owner, call.callee.method):
+        return call.proceed()
 
 
 def find_slot(callee: Callee) -> str:
@@ -235,9 +240,9 @@ def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank | 
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
-        for rank, layer in stack.layers if stack is not None else ():
+        for rank, callee, layer in stack.layers if stack is not None else ():
             if below is None or rank < below:
-                put_layer(target, name, layer, patches, rank)
+                put_layer(target, name, layer, patches, rank, callee)
 
 
 def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
@@ -252,8 +257,6 @@ def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
 def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
 
-    What a decoder returns stays as it is: it is the picture, and nothing computes with it.
-
     Args:
         callee: where.
         dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
@@ -263,42 +266,14 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     module = find_module(callee)
     sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)
 
-    def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cast(call: ComponentCall) -> Any:
         wanted = dtype if sample is None else sample.dtype
         is_left = sample is None and {x.dtype for x in module.parameters()} == {torch.float32}
         if is_left or vars(module).get(UNPLANNED, False):
             wanted = torch.float32  # the plan is off again, or another thread is taking it off
-        return call_cast(callee, call, args, kwargs, wanted)
+        return call.proceed_in(wanted)
 
     intercept(callee, cast, patches, Rank.PLAN)
-
-
-def call_cast(
-    callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
-    """One component call with its floating arguments in `dtype`, its outputs as they came."""
-    names = find_argument_names(callee)
-    came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
-    cast = functools.partial(_cast, dtype=dtype)
-    keeps = functools.partial(is_kept, keeps=callee.keeps)
-    args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=keeps)
-    try:
-        output = call(*args, **kwargs)
-    finally:
-        put_back(replaced)
-    if came_as is None or callee.stage == "decode":
-        return output
-    return cast_floats(output, came_as)
-
-
-def find_argument_names(callee: Callee) -> tuple[str, ...]:
-    """The names of what a component call's method takes, in order."""
-    return _read_names(type(callee.owner), callee.method)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _read_names(owner: type, method: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(owner, method)).parameters)[1:]
 
 
 def find_module(callee: Callee) -> torch.nn.Module:
@@ -307,76 +282,3 @@ def find_module(callee: Callee) -> torch.nn.Module:
     method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
     owner = getattr(method, "__self__", None)
     return owner if isinstance(owner, torch.nn.Module) else callee.owner
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nest with floating tensors in `dtype`; times and positions in dicts stay as they are."""
-    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=is_kept)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def map_tensors(
-    value: Any,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    keeps: Callable[[str], bool] = lambda name: False,
-) -> Any:
-    """The same nest with every tensor changed, also inside what an autoencoder encodes to.
-
-    Args:
-        keeps: whether what a dict has under a name stays as it is.
-    """
-    again = functools.partial(map_tensors, change=change, keeps=keeps)
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf)
-        if isinstance(leaf, dict):
-            changed = {k: x if keeps(str(k)) else again(x) for k, x in leaf.items()}
-            return changed if type(leaf) is dict else type(leaf)(**changed)
-        if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
-            return type(leaf)(map(again, leaf))
-        if _is_distribution(leaf):
-            leaf = copy.copy(leaf)
-            vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
-        return leaf
-
-    return pytree.tree_map(visit, value, is_leaf=lambda x: isinstance(x, dict))
-
-
-def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    return "|".join([str(spec), *map(_sign, leaves)])
-
-
-def _sign(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
-    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
-
-
-def _is_distribution(value: Any) -> bool:
-    """Whether this is what an autoencoder encodes to: a mean and a spread, which is sampled later."""
-    return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
-
-
-def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of the first floating tensor among arguments that are cast, None without one."""
-    found: list[torch.dtype] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.extend([tensor.dtype] * tensor.is_floating_point())
-        return tensor
-
-    map_tensors(arguments, note, keeps=is_kept)
-    return next(iter(found), None)
-
-
-def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
-    """Whether an argument of this name keeps its dtype: times and positions."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,19 @@ class Callee:
         """Without the method: `transformer`, `vae`."""
         return self.name.removesuffix(f".{self.method}")
 
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of what the method takes, in order."""
+        return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
+
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """What is called where this module is the owner: itself, or its `encode` or `decode`."""
+        """Return what is called if this module is the owner: itself, or its `encode` or `decode`."""
         return module if self.method == "forward" else getattr(module, self.method)
+
+
+@functools.cache
+def _read_names(owner: type, method: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(owner, method)).parameters)[1:]
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.utils._device import DeviceContext, _device_constructors
 
-from stopdown.component_calls.call_interception import Call, Layer, Rank, put_layer
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Layer, Rank, put_layer
+from stopdown.component_calls.components import Callee
 from stopdown.devices.environment import list_devices, require_kernels
 from stopdown.interception.patches import Patches
-
-RunLayer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a pipeline: the pipeline, what to call, its arguments."""
 
 _CHANGING = threading.RLock()
 """Held while layers come and go: pipelines of one class share its `__call__`."""
@@ -55,11 +54,12 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
     here, held, on_class = weakref.ref(pipe), _Held(layer), Patches()
     name = f"_stopdown_run_layer_{id(held)}"
 
-    def lead(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = vars(args[0]).get(name) if args[0] is here() else None
-        if found is None:
-            return call(*args, **kwargs)
-        return found.layer(functools.partial(call, args[0]), args[1:], kwargs)
+    def lead(call: ComponentCall) -> Any:
+        own = call.args[0]
+        found = vars(own).get(name) if own is here() else None
+        if found is None or call.below is None:
+            return call.proceed()
+        return found.layer(_bind(own, call.below, call.args[1:], call.kwargs))
 
     vars(pipe)[name] = held
     with _CHANGING:
@@ -88,7 +88,15 @@ _OFFLOADS = (
 )
 
 
-def intercept_runs(layer: RunLayer, patches: Patches) -> None:
+def _bind(
+    pipe: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ComponentCall:
+    """Return a call of a pipeline, which is the callee's owner."""
+    callee = Callee("pipeline", pipe, "__call__", "call")
+    return ComponentCall(callee, args, kwargs, functools.partial(method, pipe))
+
+
+def intercept_runs(layer: Layer, patches: Patches) -> None:
     """Lead the calls of every pipeline that is made from now on through `layer`."""
     wrapped: set[type] = set()
     register = DiffusionPipeline.register_modules
@@ -104,12 +112,12 @@ def intercept_runs(layer: RunLayer, patches: Patches) -> None:
     patches.set_class_attribute(DiffusionPipeline, "register_modules", register_and_wrap)
 
 
-def _wrap_call(owner: type, layer: RunLayer, patches: Patches) -> None:
+def _wrap_call(owner: type, layer: Layer, patches: Patches) -> None:
     original = vars(owner)["__call__"]
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return layer(self, functools.partial(original, self), args, kwargs)
+        return layer(_bind(self, original, args, kwargs))
 
     patches.set_class_attribute(owner, "__call__", call)
 

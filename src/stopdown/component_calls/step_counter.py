@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call, Rank, put_layer
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, put_layer
 from stopdown.component_calls.components import Callee
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
@@ -92,14 +93,14 @@ class StepCounter:
         """` at step 2 of 2`: the scheduler's last one; "" before the first."""
         return f" at step {self.done} of {self.total}" if self.done and self.total else ""
 
-    def _step(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.last_inputs = tuple(iterate_tensors((args, kwargs)))
-        self.last_result = call(*args, **kwargs)
+    def _step(self, call: ComponentCall) -> Any:
+        self.last_inputs = tuple(iterate_tensors((call.args, call.kwargs)))
+        self.last_result = call.proceed()
         self._on_step(self.last_result)
         self.done += 1
         return self.last_result
 
-    def _begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, call: ComponentCall) -> Any:
         self.done = 0
         self._on_begin()
-        return call(*args, **kwargs)
+        return call.proceed()

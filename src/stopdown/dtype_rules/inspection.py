@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.call_interception import find_argument_names
 from stopdown.component_calls.components import Callee, read_precisions
 from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
@@ -38,8 +37,8 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import (
-    ComponentCall,
     ComponentFailed,
+    DryCall,
     Listener,
     dry_run,
     dry_run_program,
@@ -169,10 +168,10 @@ class DtypeListener(Listener):
         """The walk through the pipeline's own code."""
         return self._around
 
-    def begin(self, call: ComponentCall) -> None:
+    def begin(self, run: DryCall) -> None:
         """Note a call, whose arguments the walk outside does not see."""
         self._around.is_paused = True
-        module, callee = call.callee.owner, call.callee
+        module, callee = run.call.callee.owner, run.call.callee
         precisions = read_precisions(module)
         main = precisions[0] if precisions else None
         seen = self._result.callees.setdefault(
@@ -182,21 +181,21 @@ class DtypeListener(Listener):
         seen.main = main
         seen.force_upcast = bool(getattr(config, "force_upcast", False))
         seen.is_rescaled = bool(getattr(module, RESCALED, False))
-        named = _name_arguments(call)
+        named = run.call.named
         time = named.get("timestep", named.get("timesteps"))
         if isinstance(time, torch.Tensor):
             seen.times.append(time.detach().reshape(-1)[-1:].clone())
 
     @contextmanager
-    def inside(self, call: ComponentCall, paths: ModulePaths) -> Iterator[None]:
+    def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
         """The walk through a component's code."""
-        callee, seen = call.callee, self._result.callees[call.callee.name]
+        callee, seen = run.call.callee, self._result.callees[run.call.callee.name]
         judge = Judge(_make_case(callee, seen.main, self._place, list_autocast()))
         walk = Walk(judge, seen.main, paths=paths)
         for name, tensor in [*callee.owner.named_parameters(), *callee.owner.named_buffers()]:
             set_origin(tensor, Origin("parameter", name, "", name))
-        for name, value in _name_arguments(call).items():
-            _mark_argument(name, value, call.fakes)
+        for name, value in run.call.named.items():
+            _mark_argument(name, value, run.fakes)
         try:
             with walk:
                 yield
@@ -211,15 +210,11 @@ class DtypeListener(Listener):
         for key, path in judge.operations.items():
             self._result.operations.setdefault(key, name_module_path(name, path))
 
-    def end(self, call: ComponentCall) -> None:
+    def end(self, run: DryCall) -> None:
         """The pipeline's code goes on, with tensors that know where they come from."""
-        for tensor in iterate_tensors(call.output):
-            set_origin(tensor, Origin("output", f"the output of {call.callee.name}", ""))
+        for tensor in iterate_tensors(run.output):
+            set_origin(tensor, Origin("output", f"the output of {run.call.callee.name}", ""))
         self._around.is_paused = False
-
-
-def _name_arguments(call: ComponentCall) -> dict[str, Any]:
-    return {**dict(zip(find_argument_names(call.callee), call.args, strict=False)), **call.kwargs}
 
 
 def _make_case(

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.call_interception import Call, Rank, intercept, put_cast
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, intercept, put_cast
 from stopdown.component_calls.components import Callee, find_components, read_precisions
 from stopdown.devices.environment import name_device
 from stopdown.dtype_rules.check import Checked, check_call, inspect_pipeline
@@ -237,9 +238,9 @@ def _cast_at_module(case: _Case) -> str:
 
 
 def _stop_autocast(case: _Case) -> str:
-    def call_plain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_plain(call: ComponentCall) -> Any:
         with without_autocast():
-            return call(*args, **kwargs)
+            return call.proceed()
 
     for callee in case.callees:
         intercept(callee, call_plain, case.patches, Rank.PLAN)

@@ -12,15 +12,14 @@ group after group while the pipeline runs once with its real weights.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from stopdown.component_call_names import name_module_path
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     find_module,
     intercept,
@@ -95,10 +94,11 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
     """Sums of one run that do not fit, largest first."""
     largest: dict[tuple[str, ...], Sum] = {}
 
-    def look(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def look(call: ComponentCall) -> Any:
         outputs: list[Any] = []
+        callee = call.callee
         module = find_module(callee)
-        for entry in find_sums(module, lambda: outputs.append(call(*args, **kwargs))):
+        for entry in find_sums(module, lambda: outputs.append(call.proceed())):
             key = (callee.name, callee.component_name, entry.path, entry.operation)
             seen = largest.get(key)
             if not entry.fits and (seen is None or entry.largest > seen.largest):
@@ -113,7 +113,7 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
             put_cast(callee, torch.float32, layers)
         if callee.component_name in narrow:
             kept[callee.component_name] = find_kept_fp32(type(callee.owner), "fp16")
-            intercept(callee, functools.partial(look, callee), layers, Rank.RECORD)
+            intercept(callee, look, layers, Rank.RECORD)
 
     hushed = ignoring_warnings(RuntimeWarning)  # of the picture, which nobody gets
     with Patches() as patches, quiet_libraries(), torch.no_grad(), hushed:

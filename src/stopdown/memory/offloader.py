@@ -10,7 +10,6 @@ stays for the rest of the run.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call, Rank, intercept
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, intercept
 from stopdown.component_calls.components import Callee, find_callees, find_components
 from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
@@ -85,9 +85,7 @@ class Offloader:
             for module in find_components(self.pipe).values():
                 self._store.serve(module, self._callees)
             for callee in find_callees(self.pipe):
-                intercept(
-                    callee, functools.partial(self._stand, callee), self._callees, Rank.MEMORY
-                )
+                intercept(callee, self._call, self._callees, Rank.MEMORY)
             self._put_on(self.taken)
         except BaseException:
             self.__exit__()
@@ -106,19 +104,19 @@ class Offloader:
         put_placement(self.pipe, strategy, self._strays, self._store, self._on)
         self.taken = prediction
 
-    def _stand(
-        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        component = callee.component_name
+    def _call(self, call: ComponentCall) -> Any:
+        """Run a call with its weights on the device; step down when memory runs out."""
         for _ in range(MOST_STEPS_DOWN):
             try:
-                return self._store.stand(component, call, args, kwargs)
+                return self._store.run_call(call)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 text = take_one_line(error, 200)
-            self._step_down(callee, text)  # outside: the error holds the values of the failed call
-        return self._store.stand(component, call, args, kwargs)
+            self._step_down(
+                call.callee, text
+            )  # outside: the error holds the values of the failed call
+        return self._store.run_call(call)
 
     def _step_down(self, callee: Callee, text: str) -> None:
         """Put on the next strategy that takes less.

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.component_call_names import name_component
-from stopdown.component_calls.call_interception import sign_arguments
+from stopdown.component_calls.call import ComponentCall, sign_arguments
 from stopdown.component_calls.components import find_blocks, find_components
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
@@ -31,7 +31,7 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.tiles import Given, Tile, describe_output
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.dry_run import Answers, ComponentCall, ComponentFailed, Listener, dry_run
+from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""
@@ -174,20 +174,20 @@ class MemoryListener(Listener):
         """What the device and what is on the pipeline change of a call."""
         return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
 
-    def begin(self, call: ComponentCall) -> None:
+    def begin(self, run: DryCall) -> None:
         """Stop counting what the pipeline's own code makes."""
         self._tracker.__exit__(None, None, None)
         self._between, self._start = self._tracker.restart(), self._tracker.live_bytes
 
     @contextlib.contextmanager
-    def inside(self, call: ComponentCall, paths: ModulePaths) -> Iterator[None]:
+    def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
         """Count what a component's code makes, from its own start.
 
         The tracker stands above the fake tensors: beneath, it would see what makes them up.
         """
-        callee, tracker = call.callee, self._tracker
+        callee, tracker = run.call.callee, self._tracker
         tracker.ignore(name_parameters(callee.owner).values())
-        tracker.ignore(call.fakes.values())  # real tensors stand for their memory
+        tracker.ignore(run.fakes.values())  # real tensors stand for their memory
         self._call, self._paths = CallMemory(callee.name, callee.stage), paths
         self._begun, flops = tracker.live_bytes, tracker.flops
         note = functools.partial(_note_strays, self._call.strays, _find_homes(callee.owner), paths)
@@ -199,7 +199,7 @@ class MemoryListener(Listener):
                 yield
         self.leave("")
         self._call.flops = tracker.flops - flops
-        call.kept["memory"] = self._call
+        run.kept["memory"] = self._call
 
     def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
         """Where an autoencoder works in tiles, have its code run once for those of the same shapes."""
@@ -276,17 +276,17 @@ class MemoryListener(Listener):
         peak = self._tracker.restart() - self._begun
         self._call.peaks[path] = max(peak, self._call.peaks.get(path, peak))
 
-    def end(self, call: ComponentCall) -> None:
+    def end(self, run: DryCall) -> None:
         """Go on with the pipeline's own code, which gets zeros."""
-        if call.output is not None:
-            shapes = tuple(tuple(tensor.shape) for tensor in iterate_tensors(call.output))
-            seen: CallMemory = call.kept["memory"]
+        if run.output is not None:
+            shapes = tuple(tuple(tensor.shape) for tensor in iterate_tensors(run.output))
+            seen: CallMemory = run.kept["memory"]
             peaks = {path: peak + self._start for path, peak in seen.peaks.items()}
             self._calls.append(dataclasses.replace(seen, peaks=peaks, shapes=shapes))
         # the call's own peak stands in what was noted of it
         self._tracker.peak_bytes = max(self._between, self._tracker.live_bytes)
         self._tracker.__enter__()
-        self._tracker.count(iterate_tensors(call.output))
+        self._tracker.count(iterate_tensors(run.output))
 
 
 def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:

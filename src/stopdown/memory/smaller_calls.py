@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from stopdown.component_calls.call_interception import Call, Rank, intercept, put_layer
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, intercept, put_layer
 from stopdown.component_calls.components import find_callees, find_components, is_autoencoder
 from stopdown.interception.patches import Patches
 from stopdown.memory.strategies import Strategy
@@ -89,18 +91,16 @@ def _put_pieces(module: torch.nn.Module, pieces: int, patches: Patches) -> None:
             )
 
 
-def _work_in_pieces(
-    pieces: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """A feed-forward layer on pieces of the sequence (dimension 1 of `[B, L, C]`), one at a time."""
-    given, rest = args[0], args[1:]
+def _work_in_pieces(pieces: int, call: ComponentCall) -> torch.Tensor:
+    """Run a feed-forward layer on pieces of the sequence (dimension 1 of `[B, L, C]`), one at a time."""
+    given, rest = call.args[0], call.args[1:]
     if not isinstance(given, torch.Tensor) or given.dim() != 3 or given.shape[1] < pieces:
-        whole: torch.Tensor = call(*args, **kwargs)
+        whole: torch.Tensor = call.proceed()
         return whole
     first: torch.Tensor | None = None
     done = 0
     for piece in given.chunk(pieces, dim=1):
-        output = call(piece, *rest, **kwargs)
+        output = replace(call, args=(piece, *rest)).proceed()
         if first is None:
             first = output.new_empty(given.shape[0], given.shape[1], *output.shape[2:])
         first[:, done : done + output.shape[1]] = output
@@ -109,9 +109,9 @@ def _work_in_pieces(
     return first
 
 
-def _split_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _split_attention(call: ComponentCall) -> Any:
     with _SplitQueries():
-        return call(*args, **kwargs)
+        return call.proceed()
 
 
 class _SplitQueries(TorchFunctionMode):

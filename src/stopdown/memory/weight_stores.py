@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call
+from stopdown.component_calls.call import ComponentCall
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
@@ -196,10 +196,9 @@ class WeightStore:
         for buffer in module.buffers():
             self._move(buffer)
 
-    def stand(
-        self, component: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Have a component's own weights here for a call; those of another one make room."""
+    def run_call(self, call: ComponentCall) -> Any:
+        """Load a component's weights, evicting those of another one, and run the call."""
+        component = call.callee.component_name
         if component in self._callees and component != self._current:
             if self._current:
                 self._callees[self._current].drop()
@@ -208,7 +207,7 @@ class WeightStore:
         for group in self._units.get(component, ()):
             group.load()
         try:
-            return call(*args, **kwargs)
+            return call.proceed()
         finally:
             for group in self._units.get(component, ()):
                 group.drop()

@@ -23,16 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from stopdown.component_calls.call import ComponentCall, map_tensors
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
-    find_argument_names,
     intercept,
-    map_tensors,
-    sign_arguments,
 )
 from stopdown.component_calls.components import Callee, find_callees
-from stopdown.interception.arguments import put_back, replace_tensors
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.parallel.ranks import GROUP
@@ -56,20 +52,18 @@ def put_guidance_parallel(
     for callee in find_callees(pipe):
         if callee.stage == "denoise":
             patches.set_attribute(callee.owner, GROUP, whole)
-            rows = functools.partial(_share_rows, callee, whole)
+            rows = functools.partial(_share_rows, whole)
             intercept(callee, rows, patches, Rank.DEVICES)
             branches = _Branches(callee, whole, announce)
             intercept(callee, branches.call, patches, Rank.BRANCHES)
 
 
-def _share_rows(
-    callee: Callee, group: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _share_rows(group: Any, call: ComponentCall) -> Any:
     """Compute this rank's rows of a call, and gather those of all."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = _count_rows(args, kwargs)
+    rows = _count_rows(call)
     if rows % ranks:
-        return call(*args, **kwargs)
+        return call.proceed()
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         is_row = tensor.dim() > 0 and tensor.shape[0] == rows
@@ -79,13 +73,7 @@ def _share_rows(
         is_row = tensor.dim() > 0 and tensor.shape[0] == rows // ranks
         return torch.cat(_gather(tensor, group)) if is_row else tensor
 
-    names = find_argument_names(callee)
-    args, kwargs, replaced = replace_tensors(args, kwargs, take, names=names, keeps=_is_whole)
-    try:
-        output = call(*args, **kwargs)
-    finally:
-        put_back(replaced)
-    return map_tensors(output, gather)
+    return map_tensors(call.proceed_with(take, _is_whole), gather)
 
 
 _ALONE = 2
@@ -102,13 +90,12 @@ class _Branches:
         self._pending: _Branch | None = None
         self._alone = 0
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: ComponentCall) -> Any:
         """An output: whole, pending, or of the second of two branches."""
         keeps_states = getattr(self._callee.owner, "is_cache_enabled", False)
-        if keeps_states or _count_rows(args, kwargs) % dist.get_world_size(self._group) == 0:
-            return call(*args, **kwargs)
-        signature = sign_arguments(args, kwargs)
-        make = functools.partial(call, *args, **kwargs)
+        if keeps_states or _count_rows(call) % dist.get_world_size(self._group) == 0:
+            return call.proceed()
+        signature, make = call.key, call.proceed
         if signature != self._signature:  # the first call shows what comes back
             output = make()
             self._signature = signature
@@ -117,7 +104,7 @@ class _Branches:
         first, self._pending = self._pending, None
         if first is not None and first.tensors is None:
             return self._share(first, make)
-        device = next(x.device for x in iterate_tensors((args, kwargs)))
+        device = next(x.device for x in iterate_tensors((call.args, call.kwargs)))
         self._pending = _Branch(make, self._report)
         numbers = iter(range(len(list(iterate_tensors(self._like)))))
         branch = self._pending
@@ -194,8 +181,8 @@ def _is_whole(name: str) -> bool:
     return any(part in name for part in _WHOLE)
 
 
-def _count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the first tensor that has any: the noise that is to be predicted."""
-    tensors = (tensor for tensor in iterate_tensors((args, kwargs)) if tensor.dim() > 1)
+def _count_rows(call: ComponentCall) -> int:
+    """Count the rows of the first tensor that has any: the noise that is to be predicted."""
+    tensors = (x for x in iterate_tensors((call.args, call.kwargs)) if x.dim() > 1)
     first = next(tensors, None)
     return 1 if first is None else int(first.shape[0])

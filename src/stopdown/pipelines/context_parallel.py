@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call, Rank, put_layer
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, put_layer
 from stopdown.component_calls.step_caches import bypass_hooks, iterate_hooks
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
@@ -181,10 +182,8 @@ def _look_at_inputs(
         _look(config, given[name], splits[name])
 
 
-def _look_at_outputs(
-    config: Any, splits: dict[Any, Any], call: Call, args: Any, kwargs: Any
-) -> Any:
-    output = call(*args, **kwargs)
+def _look_at_outputs(config: Any, splits: dict[Any, Any], call: ComponentCall) -> Any:
+    output = call.proceed()
     for index in filter(lambda key: isinstance(key, int), splits):
         is_one = isinstance(output, torch.Tensor)
         _look(config, output if is_one else output[index], splits[index])

@@ -27,13 +27,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from stopdown.component_calls.call import ComponentCall, map_tensors
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     intercept,
     intercept_components,
-    map_tensors,
-    sign_arguments,
 )
 from stopdown.component_calls.components import Callee, find_callees
 from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
@@ -50,12 +48,11 @@ _SIDE = 256
 
 
 @dataclass(eq=False)
-class ComponentCall:
-    """One call that a pipeline makes of a component.
+class DryCall:
+    """One component call of a dry run, and what came of it.
 
     Attributes:
-        callee: of what.
-        args, kwargs: as the pipeline gives them.
+        call: as the pipeline makes it.
         fakes: `id` of a tensor among them → the fake one that the component's code gets; empty for a
             call that is answered at once.
         kept: what listeners noted while its code ran, by names of their own; all calls that are answered
@@ -64,9 +61,7 @@ class ComponentCall:
         output: what goes back into the pipeline: the same as zeros; None where the run ends here.
     """
 
-    callee: Callee
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: ComponentCall
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     returned: Any = None
@@ -92,24 +87,22 @@ class Listener:
         """What else tells calls apart, as far as this listener goes."""
         return ""
 
-    def begin(self, call: ComponentCall) -> None:
+    def begin(self, run: DryCall) -> None:
         """The pipeline calls a component."""
 
-    def inside(
-        self, call: ComponentCall, paths: ModulePaths
-    ) -> contextlib.AbstractContextManager[object]:
+    def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
         """Entered around a component's code, on fake tensors: the place for a mode of torch that
         sees its operations. `paths` knows which module is running."""
         return contextlib.nullcontext()
 
     def enter(self, path: str) -> None:
-        """A module of the component whose code runs is entered."""
+        """Called before the forward of a submodule of the component."""
 
     def leave(self, path: str) -> None:
-        """It is left."""
+        """Called after the forward of a submodule of the component."""
 
-    def end(self, call: ComponentCall) -> None:
-        """What was begun is over, also where the component's code raised."""
+    def end(self, run: DryCall) -> None:
+        """Called after a component call, also if its code raised."""
 
 
 class ComponentFailed(Exception):
@@ -242,63 +235,57 @@ class _DryRun:
             start()
 
     def _put_layer(self, callee: Callee, patches: Patches) -> None:
-        intercept(callee, self._make_layer(callee), patches, Rank.RECORD)
+        intercept(callee, self._answer, patches, Rank.RECORD)
 
-    def _make_layer(self, callee: Callee) -> Any:
-        """What stands around a component call."""
+    def _answer(self, call: ComponentCall) -> Any:
+        """Answer a component call with zeros, once everybody who listens has been told of it."""
+        is_last = call.callee == self.last
+        if self.copy is not None:
+            used = self.copy(call.callee)
+            call = dataclasses.replace(call, callee=used, below=getattr(used.owner, used.method))
+        run = DryCall(call)
+        with contextlib.ExitStack() as stack:
+            for listener in self.listeners:
+                listener.begin(run)
+                stack.callback(listener.end, run)
+            answer = self._find_answer(run)
+            run.kept, run.returned = answer.kept, answer.output
+            if is_last:
+                raise _DecoderReached
+            make_zeros = functools.partial(_make_zeros, device=_find_device(call))
+            run.output = map_tensors(answer.output, make_zeros)
+        return run.output
 
-        def layer(code: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            used = callee
-            if self.copy is not None:
-                used = self.copy(callee)
-                code = getattr(used.owner, used.method)
-            call = ComponentCall(used, args, kwargs)
-            with contextlib.ExitStack() as stack:
-                for listener in self.listeners:
-                    listener.begin(call)
-                    stack.callback(listener.end, call)
-                answer = self._find_answer(call, code)
-                call.kept, call.returned = answer.kept, answer.output
-                if callee == self.last:
-                    raise _DecoderReached
-                call.output = map_tensors(
-                    answer.output, functools.partial(_make_zeros, device=_find_device(call))
-                )
-            return call.output
-
-        return layer
-
-    def _find_answer(self, call: ComponentCall, code: Call) -> Answer:
+    def _find_answer(self, run: DryCall) -> Answer:
+        call = run.call
         own = (x.sign(call) for x in self.listeners)
-        formats = _sign_formats(call.callee.owner)
-        given = sign_arguments(call.args, call.kwargs)
-        signature = "|".join((call.callee.name, formats, *own, given))
+        signature = "|".join((call.callee.name, _sign_formats(call.callee.owner), *own, call.key))
         if signature not in self.answers:
-            output = self._run(call, code)
-            self.answers[signature] = Answer(map_tensors(output, _make_meta), call.kept)
+            output = self._run(run)
+            self.answers[signature] = Answer(map_tensors(output, _make_meta), run.kept)
         return self.answers[signature]
 
-    def _run(self, call: ComponentCall, code: Call) -> Any:
-        """One call of a component's code on fake tensors."""
-        owner = call.callee.owner
+    def _run(self, run: DryCall) -> Any:
+        """Run one call of a component's code on fake tensors."""
+        call, owner = run.call, run.call.callee.owner
         mode = find_mode(owner)
 
         def make_fake(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in call.fakes:
-                call.fakes[id(tensor)] = mode.from_tensor(tensor.detach())
-            return call.fakes[id(tensor)]
+            if id(tensor) not in run.fakes:
+                run.fakes[id(tensor)] = mode.from_tensor(tensor.detach())
+            return run.fakes[id(tensor)]
 
         args, kwargs = map_tensors((call.args, call.kwargs), make_fake)
         with Patches() as patches, mode, contextlib.ExitStack() as stack:
             paths = ModulePaths(owner, patches, self._enter, self._leave)
             for listener in self.listeners:
-                stack.enter_context(listener.inside(call, paths))
+                stack.enter_context(listener.inside(run, paths))
             try:
-                return code(*args, **kwargs)
+                return dataclasses.replace(call, args=args, kwargs=kwargs).proceed()
             except Exception as error:
                 raise ComponentFailed(call.callee, error) from error
             finally:
-                call.fakes.clear()
+                run.fakes.clear()
 
     def _enter(self, path: str) -> None:
         for listener in self.listeners:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call, Rank, intercept, intercept_components
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, intercept, intercept_components
 from stopdown.component_calls.components import Callee, find_component
 from stopdown.errors import PlanError, warn_user
 from stopdown.interception.patches import Patches
@@ -157,11 +158,11 @@ class _Post:
         self.known = read_structure(torch.nn.Module() if found is None else found, pipe)
         self.planned = self.known.adapters.keys()
 
-    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, call: ComponentCall) -> Any:
         module = find_component(self.pipe, self.entry.component)
         if module is not None and (now := read_structure(module, self.pipe)) != self.known:
             self._compare(module, now)
-        return call(*args, **kwargs)
+        return call.proceed()
 
     def _compare(self, module: torch.nn.Module, now: Structure) -> None:
         name, scaling = self.entry.component, self.entry.scaling

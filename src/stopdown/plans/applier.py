@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.attribute_walk import find_parts
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     drop_upcast,
     intercept,
@@ -358,9 +358,9 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
         put_sums(_find(pipe, name), accumulation, patches)
 
     def put(callee: Callee, layers: Patches) -> None:
-        def accumulate(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def accumulate(call: ComponentCall) -> Any:
             with accumulating(wanted[callee.component_name].fp16_accumulation):
-                return call(*args, **kwargs)
+                return call.proceed()
 
         if callee.component_name in wanted:
             intercept(callee, accumulate, layers, Rank.PLAN)
@@ -392,7 +392,7 @@ class _NarrowSums:
 
     layer: torch.nn.Linear
     terms: int
-    plain: Call
+    plain: Callable[..., Any]
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         is_narrow = self.layer.weight.dtype == given.dtype == torch.float16

@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_function
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import (
     cast_component_,
     explain_run,
@@ -60,7 +61,6 @@ from stopdown.pipelines.requests import (
 )
 from stopdown.plans.call_recorder import (
     PROMPTS,
-    RecordedCall,
     record_calls,
     record_run,
 )
@@ -256,7 +256,7 @@ def _plan_folder(
     return opened, requests, tuple(components)
 
 
-def _widen_call(call: RecordedCall) -> RecordedCall:
+def _widen_call(call: ComponentCall) -> ComponentCall:
     """A call with arguments in fp32, as a component in fp32 takes them."""
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda x: x.float() if x.dtype in HALVES else x, (call.args, call.kwargs)
@@ -268,7 +268,7 @@ def _measure_component(
     source: Source,
     opened: _Opened,
     certified: ComponentPlan,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[ComponentCall],
     options: tuple[str, str],
 ) -> ComponentPlan:
     """A component's entry from recorded calls; that of its certificate where nothing can be measured."""
@@ -429,7 +429,7 @@ def _fit_size(
 
 
 def _add_reason(
-    entry: ComponentPlan, recorded: Mapping[str, Sequence[RecordedCall]], why: str
+    entry: ComponentPlan, recorded: Mapping[str, Sequence[ComponentCall]], why: str
 ) -> ComponentPlan:
     """The denoiser says at what size it was measured."""
     if any(call.callee.stage == "denoise" for call in recorded.get(entry.component, ())):
@@ -450,7 +450,7 @@ def _widen(pipe: Any, patches: Patches) -> None:
 def _plan_components(
     opened: _Opened,
     modules: Mapping[str, torch.nn.Module],
-    recorded: Mapping[str, Sequence[RecordedCall]],
+    recorded: Mapping[str, Sequence[ComponentCall]],
     wanted: tuple[str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
@@ -467,7 +467,7 @@ def _plan_component(
     opened: _Opened,
     name: str,
     module: torch.nn.Module,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[ComponentCall],
     residual: str,
     ranges: str,
     *,

@@ -11,8 +11,6 @@ encode, of what it decoded, because the same checkpoint serves pictures and vide
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +18,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     intercept,
     intercept_components,
     put_cast,
-    sign_arguments,
 )
 from stopdown.component_calls.components import Callee, find_adapter
 from stopdown.component_calls.step_counter import StepCounter
@@ -34,7 +31,6 @@ from stopdown.errors import StopdownError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
-from stopdown.scaling.trial import Call as PlainCall
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_truncation
 
@@ -45,36 +41,12 @@ MOST_FRAMES = 9
 """Frames of a decoded video that are encoded again."""
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """One call that a pipeline made.
-
-    Attributes:
-        callee: where.
-        args, kwargs: copies on the CPU, floating tensors as they came.
-        made_up: the pipeline did not make this call; it was derived from another one.
-    """
-
-    callee: Callee
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made_up: bool = False
-
-    def place(self, module: torch.nn.Module) -> PlainCall:
-        """The call of this module, with the arguments on its device."""
-        device = next(itertools.chain(module.parameters(), module.buffers())).device
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
-        )
-        return self.callee.bind(module), args, kwargs
-
-
 @dataclass
 class _Recorder:
     """Intercepts every component call while a pipeline runs."""
 
     pipe: Any
-    calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    calls: dict[str, list[ComponentCall]] = field(default_factory=dict)
     callees: dict[str, Callee] = field(default_factory=dict)
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
     has_denoised: bool = False
@@ -89,18 +61,18 @@ class _Recorder:
         patches.defer(self.steps.stop)
 
     def _put_layer(self, callee: Callee, patches: Patches) -> None:
-        layer = functools.partial(self._record, callee)
-        intercept(callee, layer, patches, Rank.COMPONENT)  # beneath casts: in the weights' dtype
+        intercept(
+            callee, self._record, patches, Rank.COMPONENT
+        )  # beneath casts: in the weights' dtype
         self.callees.setdefault(callee.name, callee)
 
-    def _record(
-        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, call: ComponentCall) -> Any:
+        callee = call.callee
         self.has_denoised |= callee.stage == "denoise"
         if callee.stage != "denoise" or self.steps.done in self._find_steps():
-            kept = RecordedCall(callee, *_copy_to_cpu((args, kwargs)))
+            kept = ComponentCall(callee, *_copy_to_cpu((call.args, call.kwargs)))
             self.calls.setdefault(callee.name, []).append(kept)
-        output = call(*args, **kwargs)
+        output = call.proceed()
         if callee.method == "decode" and callee.component_name not in self.decoded:
             found = next(iterate_tensors(output), None)
             if found is not None:
@@ -115,7 +87,7 @@ class _Recorder:
 
 def record_calls(
     pipe: Any, requests: Sequence[Request], progress: Progress | None = None
-) -> dict[str, list[RecordedCall]]:
+) -> dict[str, list[ComponentCall]]:
     """Component to the calls that runs of these requests make of it.
 
     Args:
@@ -141,7 +113,7 @@ def record_calls(
     return _collect(recorder)
 
 
-def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[RecordedCall]]:
+def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
     """Component to the calls that a run of a program makes of it, with arguments cast to fp32.
 
     Args:
@@ -156,8 +128,8 @@ def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[RecordedC
     return _collect(recorder)
 
 
-def _collect(recorder: _Recorder) -> dict[str, list[RecordedCall]]:
-    found: dict[str, list[RecordedCall]] = {}
+def _collect(recorder: _Recorder) -> dict[str, list[ComponentCall]]:
+    found: dict[str, list[ComponentCall]] = {}
     for callee in recorder.callees.values():
         calls = recorder.calls.get(callee.name, []) or _make_up_encode(callee, recorder.decoded)
         found.setdefault(callee.component_name, []).extend(_thin_out(calls))
@@ -175,17 +147,17 @@ def _run(pipe: Any, arguments: dict[str, Any], recorder: _Recorder) -> None:
         raise explain_refusal(type(pipe), arguments, error) from error
 
 
-def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[RecordedCall]:
+def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[ComponentCall]:
     """An encode of what the other direction of an autoencoder gave."""
     picture = decoded.get(callee.component_name)
     if picture is None or callee.method != "encode":
         return []
     if picture.dim() == 5:
         picture = picture[:, :, :MOST_FRAMES]
-    return [RecordedCall(callee, (picture.clamp(-1, 1).contiguous(),), {}, made_up=True)]
+    return [ComponentCall(callee, (picture.clamp(-1, 1).contiguous(),), {}, made_up=True)]
 
 
-def _thin_out(calls: list[RecordedCall]) -> list[RecordedCall]:
+def _thin_out(calls: list[ComponentCall]) -> list[ComponentCall]:
     """At most `MOST_CALLS`, evenly spread, the first and last among them."""
     if len(calls) <= MOST_CALLS:
         return calls
@@ -197,8 +169,3 @@ def _copy_to_cpu(tree: Any) -> Any:
         return value.detach().to("cpu", copy=True)
 
     return pytree.tree_map_only(torch.Tensor, copy, tree)
-
-
-def sign_call(call: RecordedCall) -> str:
-    """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
-    return f"{call.callee.method}|{sign_arguments(call.args, call.kwargs)}"

@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded
 from stopdown.bounds.known_values import Load
+from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
@@ -34,7 +35,6 @@ from stopdown.pipelines.loader import complete_source, load_component, load_prog
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
 from stopdown.plans.calibrated import describe_scaling
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import (
@@ -114,7 +114,7 @@ def certify_plan(
     device: Device | None = None,
     progress: Progress | None = None,
     only: Collection[str] = (),
-    calls: Mapping[str, list[RecordedCall]] | None = None,
+    calls: Mapping[str, list[ComponentCall]] | None = None,
 ) -> Plan:
     """A plan whose exponents rest on bounds, from the weights of a model.
 
@@ -226,7 +226,7 @@ def _plan_component(
     name: str,
     module: torch.nn.Module,
     load: Load,
-    made: list[RecordedCall],
+    made: list[ComponentCall],
     *,
     hands_over: bool,
 ) -> ComponentPlan:
@@ -307,7 +307,7 @@ def _count(load: Load, name: str, module: torch.nn.Module, progress: Progress | 
 
 def scale_component(
     module: torch.nn.Module,
-    made: Sequence[RecordedCall],
+    made: Sequence[ComponentCall],
     residual: str,
     load: Load,
     *,

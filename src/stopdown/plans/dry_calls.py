@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_call
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import drop_upcast, put_cast
 from stopdown.component_calls.components import find_callees
 from stopdown.errors import SourceError, take_first_line
@@ -22,15 +23,15 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import (
-    ComponentCall,
     ComponentFailed,
+    DryCall,
     Listener,
     dry_run,
     make_arguments,
 )
 from stopdown.pipelines.requests import Request, find_target
 from stopdown.pipelines.skeletons import build_skeleton
-from stopdown.plans.call_recorder import MOST_FRAMES, RecordedCall
+from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.sources.sources import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}
@@ -39,7 +40,7 @@ SMALL = {"height": 256, "width": 256, "frames": 9}
 
 def list_source_calls(
     source: Source, sizes: Mapping[str, int | None] | None = None
-) -> tuple[dict[str, list[RecordedCall]], str]:
+) -> tuple[dict[str, list[ComponentCall]], str]:
     """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
 
     Args:
@@ -78,23 +79,22 @@ class CallListener(Listener):
     """Keeps the first call of each kind, by component."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[RecordedCall]] = {}
+        self.calls: dict[str, list[ComponentCall]] = {}
 
-    def inside(
-        self, call: ComponentCall, paths: ModulePaths
-    ) -> contextlib.AbstractContextManager[object]:
+    def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
         """A call whose code runs is the first of its kind."""
-        name = call.callee.component_name
-        kept = RecordedCall(call.callee, call.args, dict(call.kwargs))
-        self.calls.setdefault(name, []).append(kept)
+        self.calls.setdefault(run.call.callee.component_name, []).append(
+            dataclasses.replace(run.call, below=None)
+        )
         return contextlib.nullcontext()
 
-    def end(self, call: ComponentCall) -> None:
+    def end(self, run: DryCall) -> None:
         """Make up an encode of a few frames of what a decoder gives: a plan holds for both directions."""
-        made = self.calls.get(call.callee.component_name, [])
-        if call.callee.method != "decode" or any(x.callee.method == "encode" for x in made):
+        callee = run.call.callee
+        made = self.calls.get(callee.component_name, [])
+        if callee.method != "decode" or any(x.callee.method == "encode" for x in made):
             return
-        picture = next(iterate_tensors(call.returned), None)
+        picture = next(iterate_tensors(run.returned), None)
         if picture is None:
             return
         shape = list(picture.shape)
@@ -102,13 +102,13 @@ class CallListener(Listener):
             shape[2] = min(shape[2], MOST_FRAMES)
         if len(shape) == 5 or "num_frames" not in made[-1].kwargs:
             encode = dataclasses.replace(
-                call.callee, name=name_call(call.callee.component_name, "encode"), method="encode"
+                callee, name=name_call(callee.component_name, "encode"), method="encode"
             )
             picture = torch.zeros(shape, dtype=torch.float16)
-            made.append(RecordedCall(encode, (picture,), {}, made_up=True))
+            made.append(ComponentCall(encode, (picture,), {}, made_up=True))
 
 
-def draw_calls(source: Source, request: Request) -> dict[str, list[RecordedCall]]:
+def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall]]:
     """Component to a call of each kind that the pipeline makes, with random values in fp32.
 
     Args:
@@ -126,7 +126,7 @@ def draw_calls(source: Source, request: Request) -> dict[str, list[RecordedCall]
     return {name: [_draw(call) for call in listed] for name, listed in calls.items()}
 
 
-def _draw(call: RecordedCall) -> RecordedCall:
+def _draw(call: ComponentCall) -> ComponentCall:
     generator = torch.Generator().manual_seed(0)
 
     def fill(path: Any, value: Any) -> Any:

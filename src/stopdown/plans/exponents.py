@@ -19,10 +19,9 @@ from functools import partial
 import torch
 
 from stopdown.bounds.input_limits import name_inputs
-from stopdown.component_calls.call_interception import find_argument_names
+from stopdown.component_calls.call import ComponentCall
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import measure_amax
-from stopdown.plans.call_recorder import RecordedCall, sign_call
 from stopdown.records import Scaling
 from stopdown.scaling import scale_calls
 from stopdown.scaling.range_notes import list_ranged
@@ -33,7 +32,7 @@ _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline
 
 def scale_component(
     module: torch.nn.Module,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[ComponentCall],
     dtype: torch.dtype,
     residual: str = "native",
     ranges: str = "measured",
@@ -74,7 +73,7 @@ def scale_component(
 
 def _find_exact(
     module: torch.nn.Module,
-    kinds: Sequence[Sequence[RecordedCall]],
+    kinds: Sequence[Sequence[ComponentCall]],
     dtype: torch.dtype,
     residual: str,
     ranges: str,
@@ -87,11 +86,11 @@ def _find_exact(
     return replace(scaling, inputs=_measure_inputs(kinds))
 
 
-def _measure_inputs(kinds: Sequence[Sequence[RecordedCall]]) -> dict[str, float]:
+def _measure_inputs(kinds: Sequence[Sequence[ComponentCall]]) -> dict[str, float]:
     """`method.argument` to the largest finite magnitude in these calls."""
     found: dict[str, float] = {}
     for call in (call for kind in kinds for call in kind):
-        names = find_argument_names(call.callee)
+        names = call.callee.argument_names
         for name, tensor in list_ranged(name_inputs(call.args, call.kwargs, names)):
             place, amax = f"{call.callee.method}.{name}", measure_amax(tensor)
             if math.isfinite(amax):
@@ -99,15 +98,17 @@ def _measure_inputs(kinds: Sequence[Sequence[RecordedCall]]) -> dict[str, float]
     return found
 
 
-def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
+def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
     """Calls by kind: those of a group give the same graph."""
-    groups: dict[str, list[RecordedCall]] = {}
+    groups: dict[str, list[ComponentCall]] = {}
     for call in calls:
-        groups.setdefault(sign_call(call), []).append(call)
+        groups.setdefault(call.key, []).append(call)
     return list(groups.values())
 
 
-def leave_out_failing(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+def leave_out_failing(
+    module: torch.nn.Module, calls: Sequence[ComponentCall]
+) -> list[ComponentCall]:
     """The calls that a pipeline made, and of the made-up ones those that the module takes.
 
     Cost: a forward for each made-up call.
@@ -115,7 +116,7 @@ def leave_out_failing(module: torch.nn.Module, calls: Sequence[RecordedCall]) ->
     return [call for call in calls if not call.made_up or _runs(module, call)]
 
 
-def _runs(module: torch.nn.Module, call: RecordedCall) -> bool:
+def _runs(module: torch.nn.Module, call: ComponentCall) -> bool:
     function, args, kwargs = call.place(module)
     try:
         with torch.no_grad():

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
     UNPLANNED,
-    Call,
     Rank,
     find_slot,
     has_layer,
@@ -40,9 +40,9 @@ def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
     known = {name: _read_dtypes(module) for name, module in modules.items()}
 
     def put(callee: Callee, layers: Patches) -> None:
-        def explain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def explain(call: ComponentCall) -> Any:
             try:
-                return call(*args, **kwargs)
+                return call.proceed()
             except REFUSALS as error:
                 is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
                 changed = "" if is_guarded or not is_refusal(error) else _find_cast(modules, known)

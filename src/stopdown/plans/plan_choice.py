@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import OutputError, PlanError, warn_user
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import check_source, load_planned
-from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_files import (
     describe_no_plan,
@@ -125,7 +125,7 @@ def find_or_certify(
     progress: Progress | None = None,
     others: Mapping[str, str] | None = None,
     only: Collection[str] = (),
-    calls: Mapping[str, list[RecordedCall]] | None = None,
+    calls: Mapping[str, list[ComponentCall]] | None = None,
 ) -> Plan:
     """Return the plan that lies beside a model, or was kept for it, or one that is certified now and kept.
 

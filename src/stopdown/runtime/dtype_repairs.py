@@ -62,15 +62,17 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
     """
     begun, guarded = time.perf_counter(), fault.guarded
     state, latest, module = guarded.state, guarded.latest, guarded.module
-    given = (latest.args, latest.kwargs)
+    if latest.call is None:
+        return None
+    given = (latest.call.args, latest.call.kwargs)
     if not all(map(_is_plain, pytree.tree_leaves(given))):
         return None
-    restore_now = save_random(guarded.device or torch.device("cpu"), latest.kwargs)
+    restore_now = save_random(guarded.device or torch.device("cpu"), latest.call.kwargs)
     before = state.applied
 
     def repeat() -> object:
         latest.restore()
-        return fault.repeat()
+        return fault.call.proceed()
 
     try:
         if any(one.action == "cast-inputs" for one in before):

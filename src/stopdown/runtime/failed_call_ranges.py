@@ -12,13 +12,12 @@ on measurements.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import sign_arguments
+from stopdown.component_calls.call import ComponentCall
 from stopdown.errors import ScalingError
 from stopdown.interception.autocast import without_autocast
 from stopdown.records import ResidualStream
@@ -45,14 +44,12 @@ class Calibration:
     def observe(
         self,
         module: torch.nn.Module,
-        method: str,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        call: ComponentCall,
     ) -> None:
         """Measure one call of the module, and merge what it reached.
 
         Args:
-            method: that is called: `forward`, `decode`.
+            module: in the place of the callee's owner.
 
         Raises:
             CaptureError: the code cannot be traced.
@@ -62,9 +59,9 @@ class Calibration:
         Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
             residual stream three.
         """
-        call = module if method == "forward" else getattr(module, method)
-        kind = self._kinds.setdefault((method, sign_arguments(args, kwargs or {})), [])
-        one, captures = (call, args, kwargs or {}), Captures(torch.float16)
+        kind = self._kinds.setdefault(call.key, [])
+        captures = Captures(torch.float16)
+        one = call.callee.bind(module), call.args, call.kwargs
         with without_autocast():
             if self.residual == "fp32" and not kind:
                 self._note_stream(plan_stream(module, [one], captures))

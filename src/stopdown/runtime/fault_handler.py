@@ -187,9 +187,9 @@ class FaultHandler:
         """
         guarded = fault.guarded
         guarded.latest.restore()
-        if not holds_for(guarded.module, guarded.callee.method, fault.args, dict(fault.kwargs)):
+        if not holds_for(guarded.module, fault.call):
             self._begin_again(fault)
-        output = fault.repeat()
+        output = fault.call.proceed()
         return replace(fault, output=output, check=self.check(fault.guarded, output))
 
     def _begin_again(self, fault: Fault) -> NoReturn:
@@ -241,7 +241,7 @@ class FaultHandler:
             fault.guarded.latest.restore()
             if uncached:
                 clear_caches(fault.guarded.module)
-            return fault.repeat()
+            return fault.call.proceed()
         finally:
             state.put_on(before)
             fault.guarded.component.notes.clear()
@@ -323,7 +323,9 @@ class FaultHandler:
     def _find_reference(self, fault: Fault) -> _Reference:
         """Run the call in fp32 and in bf16; empty if it draws numbers or its weights cannot be cast."""
         guarded = fault.guarded
-        sources = find_random(guarded.find_device(self.pipe), guarded.latest.kwargs.values())
+        sources = find_random(
+            guarded.find_device(self.pipe), (guarded.latest.call or fault.call).kwargs.values()
+        )
         guarded.latest.restore()
         states = [source.read() for source in sources]
         try:
@@ -351,7 +353,7 @@ class FaultHandler:
         if remedy.action == "rescaled":
             self._refuse_kept_state(fault)
         latest.restore()  # the call that exponents are found for is the one that failed
-        return state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
+        return state.find_repair(remedy, latest.call or fault.call)
 
     def _refuse_kept_state(self, fault: Fault) -> None:
         """Refuse exponents for a component whose results depend on what it keeps between calls.
@@ -368,9 +370,9 @@ class FaultHandler:
         try:
             guarded.state.put_on((Adjustment("cast", "fp32"),))
             guarded.latest.restore()
-            first = fault.repeat()
+            first = fault.call.proceed()
             guarded.latest.restore_around()
-            second = fault.repeat()
+            second = fault.call.proceed()
         finally:
             guarded.state.put_on(before)
             guarded.component.notes.clear()
@@ -387,7 +389,7 @@ class FaultHandler:
         if repairs != case.before:
             clear_caches(guarded.module)  # what they kept may have another scale or dtype
         case.replays += 1
-        return case.fault.repeat()
+        return case.fault.call.proceed()
 
     def _gather_failure(self, told: str) -> str:
         """Why it failed, on this rank or on another one; "" when it did on none."""
@@ -404,12 +406,12 @@ class FaultHandler:
         if not self.names_culprit:
             return Culprit("unknown")
         guarded = fault.guarded
-        given, weights = fault.name_arguments(), guarded.component.weights
+        given, weights = fault.call.named, guarded.component.weights
         during = weights.find_changed(guarded.module, whole=False)
         guarded.latest.restore()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
-                culprit, output = find_culprit(guarded.module, fault.repeat, given)
+                culprit, output = find_culprit(guarded.module, fault.call.proceed, given)
         except StopdownError:
             raise
         except Exception as error:  # code that cannot be looked at: nothing is known

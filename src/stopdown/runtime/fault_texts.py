@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import Call, find_argument_names
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import find_format
@@ -24,8 +24,8 @@ class Fault:
 
     Attributes:
         guarded: where.
-        args, kwargs, output: of the call.
-        call: what to call for the same call again.
+        call: as the guard got it; it can be made again.
+        output: of the call.
         check: what was found.
         precision: of most of the component's weights.
         step: of the run, from 0; None outside of denoising.
@@ -36,10 +36,8 @@ class Fault:
     """
 
     guarded: GuardedCall
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: ComponentCall
     output: Any
-    call: Call
     check: CallCheck
     precision: str
     step: int | None
@@ -57,15 +55,6 @@ class Fault:
     def component(self) -> str:
         """As in records: `vae.decode`."""
         return self.guarded.name
-
-    def name_arguments(self) -> dict[str, Any]:
-        """The arguments of the call by name."""
-        names = find_argument_names(self.callee)
-        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-
-    def repeat(self) -> Any:
-        """The same call again."""
-        return self.call(*self.args, **self.kwargs)
 
 
 def name_fault(fault: Fault) -> str:
@@ -94,7 +83,9 @@ def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteErr
         has_bf16: whether the device has units for bf16.
     """
     precision = fault.precision
-    inputs = [t for t in iterate_tensors((fault.args, fault.kwargs)) if t.is_floating_point()]
+    inputs = [
+        t for t in iterate_tensors((fault.call.args, fault.call.kwargs)) if t.is_floating_point()
+    ]
     parts = [found, _describe_inputs(inputs, precision), fault.reason]
     return NonFiniteError(
         name_fault(fault),
@@ -140,7 +131,7 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
 
 def _describe_part(fault: Fault) -> str:
     """` (row 2 of 2, frame 3 of 5)`; "" when the fault is everywhere in its output."""
-    given = fault.name_arguments()
+    given = fault.call.named
     for tensor in iterate_tensors(fault.output):
         if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
             place = describe_place(bad, name_axes(fault.callee, tuple(tensor.shape), given))

@@ -41,8 +41,8 @@ import torch
 from stopdown.argument_types import check_function, check_type
 from stopdown.bounds.input_limits import Size
 from stopdown.component_call_names import name_component, name_module_path
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
-    Call,
     Rank,
     find_module,
     find_slot,
@@ -603,35 +603,31 @@ class Guard:
 
     # The layers around a component call
 
-    def _call_whole(
-        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_whole(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Around a call with all hooks of its module: no other thread changes that meanwhile.
 
         Where exponents are on, the layer that asks for them sees to it.
         """
         watch = find_watch(guarded.module)
         if is_changing() or (watch is not None and watch.has_call_here):
-            return call(*args, **kwargs)
+            return call.proceed()
         with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
             if find_watch(guarded.module) is None and not self._handler.is_over:
-                return call(*args, **kwargs)
-        return guarded.callee.bind(guarded.module)(*args, **kwargs)  # other layers are there now
+                return call.proceed()
+        return call.begin_again(guarded.module)  # other layers are there now
 
-    def _call_component(
-        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_component(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Next to the component: what it is really called with is kept for a replay."""
         with find_lock(guarded.module).calling():
             if not (is_changing() or has_passed(guarded.module)):
                 raise ReplacedError
             begun = time.perf_counter()
-            guarded.keep_latest(args, kwargs, self.pipe)
+            guarded.keep_latest(call, self.pipe)
             components = list(self._components.values())  # another thread may add one
             is_mixed = any(x.state.dtype is not None for x in components)
             self.own_s += time.perf_counter() - begun
             with self._noting(guarded):
-                return guarded.state.call(guarded.callee, call, args, kwargs, is_mixed=is_mixed)
+                return guarded.state.call(call, is_mixed=is_mixed)
 
     def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
         """With what its code hides noted; compiled code would be compiled anew for that."""
@@ -641,42 +637,38 @@ class Guard:
             return contextlib.nullcontext()
         return noting_hidden(guarded.component.notes.note_hidden)
 
-    def _call_checked(
-        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_checked(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Check what came out, and have a fault answered; a call inside of another one is left alone."""
         try:
             if not self._has_free_methods:
-                return self._check_call(guarded, call, args, kwargs)
+                return self._check_call(guarded, call)
             owner, method = guarded.callee.owner, guarded.callee.method
             if is_enclosed(owner, method) or self._leaves(guarded.module, guarded.name):
-                return call(*args, **kwargs)
+                return call.proceed()
             if not self._admit(guarded.component, guarded.name):
-                return call(*args, **kwargs)
+                return call.proceed()
             with entered(owner, method):
-                return self._check_call(guarded, call, args, kwargs)
+                return self._check_call(guarded, call)
         except ReplacedError:  # the call that is made instead is the one that counts
             if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
                 raise
-            return guarded.callee.bind(guarded.module)(*args, **kwargs)
+            return call.begin_again(guarded.module)
 
-    def _check_call(
-        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _check_call(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         entered_at = time.perf_counter()
-        guarded.begin(args, kwargs)
-        repeat = RepeatableCall(call, args, kwargs)
+        guarded.begin(call)
+        repeat = RepeatableCall(call)
         if self._ranks is not None and guarded.callee.stage == "denoise" and not self._has_noise:
-            refuse_other_noise(self._ranks, args, kwargs)
+            refuse_other_noise(self._ranks, call)
             self._has_noise = True
         called = time.perf_counter()
         try:
-            output = call(*args, **kwargs)
+            output = call.proceed()
         except REFUSALS as error:
             if not is_refusal(error):
                 raise
             guarded.note_kept()
-            fault = self._make_fault(guarded, call, args, kwargs)
+            fault = self._make_fault(guarded, call)
             output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()
         guarded.note_kept()
@@ -685,7 +677,7 @@ class Guard:
         with self._counting:
             guarded.count_call(returned - called, check)
         if check.inputs or not check.is_good:
-            fault = self._make_fault(guarded, call, args, kwargs, output, check)
+            fault = self._make_fault(guarded, call, output, check)
             output = self._handler.answer(fault)
         if self.options.observer is not None:
             done, total = self.steps.done, self.steps.total
@@ -696,19 +688,15 @@ class Guard:
     def _make_fault(
         self,
         guarded: GuardedCall,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: ComponentCall,
         output: Any = None,
         check: CallCheck | None = None,
     ) -> Fault:
         """A call that went wrong; without an output it ended in an error."""
         return Fault(
             guarded,
-            args,
-            kwargs,
-            output,
             call,
+            output,
             check or CallCheck(),
             guarded.precision,
             *self._locate(guarded),
@@ -741,7 +729,8 @@ class Guard:
         """
         if self.adapter.is_pipeline:
             return self.steps.find_step(guarded.callee), self.steps.name_step(guarded.callee)
-        if (found := self.adapter.read_step(guarded.latest.kwargs)) is not None:
+        kwargs = guarded.latest.call.kwargs if guarded.latest.call is not None else {}
+        if (found := self.adapter.read_step(kwargs)) is not None:
             return found[0], f" at step {found[0] + 1} of {found[1]}"
         return None, f" at its call {guarded.count + self.options.calls_before}"
 
@@ -752,11 +741,11 @@ class Guard:
 
     # The pipeline's call
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: ComponentCall) -> Any:
         """One call of the pipeline, with what leaves it looked at.
 
         Args:
-            call: makes it, with `args` and `kwargs`.
+            call: of the pipeline itself.
 
         Raises:
             NonFiniteError: it returned NaN or Inf, and `on_fault` is not `warn`.
@@ -765,12 +754,12 @@ class Guard:
         """
         thread = threading.get_ident()
         if thread in self._running:  # a class that calls its parent's `__call__`
-            return call(*args, **kwargs)
+            return call.proceed()
         self._running.add(thread)
         try:
-            self._begin_run(args, kwargs)
+            self._begin_run(call)
             with self._ranks.ending() if self._ranks is not None else contextlib.nullcontext():
-                output = call(*args, **kwargs)
+                output = call.proceed()
                 begun = time.perf_counter()
                 self._check_result(output)
             self.own_s += time.perf_counter() - begun
@@ -779,13 +768,13 @@ class Guard:
             self._running.discard(thread)
             self._given = {}
 
-    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_run(self, call: ComponentCall) -> None:
         self._has_noise = False
         self._renew()
         self.steps.follow()
         self.steps.forget()
         names = list(inspect.signature(type(self.pipe).__call__).parameters)[1:]
-        self._given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         self._log.begin_run()
 
     def _check_result(self, output: Any) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from stopdown.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
-from stopdown.component_calls.call_interception import Call, find_argument_names, find_float_dtype
+from stopdown.component_calls.call import ComponentCall, find_float_dtype
 from stopdown.component_calls.components import Callee
-from stopdown.component_calls.step_caches import save_caches
 from stopdown.graph.capture import casts_weights
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.patches import Patches
-from stopdown.interception.randomness import Restore, save_random
+from stopdown.interception.randomness import Restore
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.records import CallSummary
@@ -69,10 +68,10 @@ class RepeatableCall:
         ends: smallest and largest value of each tensor that it gave.
     """
 
-    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: ComponentCall) -> None:
         self.ends: tuple[float, ...] = ()
-        self._call, self._args, self._kwargs = call, args, kwargs
-        tensors = list(iterate_tensors((args, kwargs)))
+        self._call = call
+        tensors = list(iterate_tensors((call.args, call.kwargs)))
         self._versions = [(x, read_version(x)) for x in tensors]
         uncounted = [x for x, version in self._versions if version is None]
         self._samples = [(x, sample_bits(x)) for x in uncounted if x.is_floating_point()]
@@ -88,8 +87,8 @@ class RepeatableCall:
         )
 
     def repeat(self) -> Any:
-        """The same call again."""
-        return self._call(*self._args, **self._kwargs)
+        """Make the call again."""
+        return self._call.proceed()
 
 
 @dataclass
@@ -97,7 +96,7 @@ class LatestCall(threading.local):
     """The call that each thread made last, as the component itself got it.
 
     Attributes:
-        args, kwargs: what it was called with.
+        call: as the component itself got it; None before the first one.
         restores: of what it draws and changes.
         applied: what was in force on the component.
         repeat: the same call as the guard got it, once it is over.
@@ -105,8 +104,7 @@ class LatestCall(threading.local):
         changed: names of what of it the call wrote.
     """
 
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    call: ComponentCall | None = None
     restores: tuple[Restore, ...] = ()
     applied: tuple[Adjustment, ...] = ()
     repeat: RepeatableCall | None = None
@@ -210,26 +208,25 @@ class GuardedCall:
         """Let go of the arguments of the latest call."""
         self.latest = LatestCall()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call begins: its arguments are noted, nothing is read."""
+    def begin(self, call: ComponentCall) -> None:
+        """Record the arguments of a call without synchronising."""
         self.latest.kept = None if self.component.keeps is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
         notes = self.component.notes
         notes.clear()
-        names = find_argument_names(self.callee)
-        notes.note_inputs(self.limits, name_inputs(args, kwargs, names))
-        sizes = read_sizes(args, kwargs, names) if self.sizes else ()
+        names = call.callee.argument_names
+        notes.note_inputs(self.limits, name_inputs(call.args, call.kwargs, names))
+        sizes = read_sizes(call.args, call.kwargs, names) if self.sizes else ()
         known = ((name, size) for name, size in sizes if name in self.sizes)
         notes.oversizes = {name: x for name, x in known if not fits(x, self.sizes[name])}
 
-    def _note_precisions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_precisions(self, call: ComponentCall) -> None:
         """What it computes in: the dtypes of its weights, or of its arguments where weights follow them.
 
         That of the autocast around the call comes first.
         """
         if casts_weights(self.module):
-            named = dict(zip(find_argument_names(self.callee), args, strict=False))
-            self.state.computes_in = find_float_dtype({**named, **kwargs})
+            self.state.computes_in = find_float_dtype(call.named, call.keeps)
         ambient = read_autocast(self.module)
         known = self.state.name_precisions()
         self.precisions = known if ambient is None else (name_dtype(ambient), *known)
@@ -239,7 +236,7 @@ class GuardedCall:
         self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
 
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
-        """A call is over."""
+        """Update the counters after a call."""
         self.count += 1
         self.elapsed_s += elapsed_s
         self.unseen += not check.is_seen
@@ -247,15 +244,15 @@ class GuardedCall:
         known = [x for x in (self.headroom_bits, check.headroom_bits) if x is not None]
         self.headroom_bits = min(known, default=None)
 
-    def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
+    def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
         self.component.weights.note(self.module, self.state.applied)
         if self.precisions is None:
-            self._note_precisions(args, kwargs)
+            self._note_precisions(call)
         latest = self.latest
-        latest.args, latest.kwargs, latest.repeat = args, kwargs, None
+        latest.call, latest.repeat = call, None
         latest.applied = self.state.applied
-        latest.restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
+        latest.restores = call.save(self.module, self.find_device(pipe))
 
     def note_kept(self) -> None:
         """Note what the call that is over wrote into what its component keeps, until one writes nothing."""

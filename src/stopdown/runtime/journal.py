@@ -22,7 +22,6 @@ when the journal is put on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -40,7 +39,8 @@ import safetensors.torch
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.call_interception import Call, Rank, find_module, intercept
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import Rank, find_module, intercept
 from stopdown.component_calls.components import (
     Callee,
     find_callees,
@@ -95,25 +95,6 @@ class _Answer:
     repaired: bool
 
 
-@dataclass(frozen=True)
-class _Made:
-    """One component call that a pipeline makes."""
-
-    callee: Callee
-    call: Call
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self) -> Any:
-        """Make it."""
-        return self.call(*self.args, **self.kwargs)
-
-    def find_sources(self) -> list[RandomSource]:
-        """What it may draw random numbers from."""
-        device = _find_device(self.callee)
-        return find_random(device, (*self.args, *self.kwargs.values()))
-
-
 class _Layers:
     """Layers around all component calls, of which the outermost one answers."""
 
@@ -121,21 +102,19 @@ class _Layers:
 
     def _put_layers(self, pipe: Any, patches: Patches) -> None:
         for callee in find_callees(pipe):
-            intercept(callee, functools.partial(self._stand, callee), patches, Rank.JOURNAL)
+            intercept(callee, self._enter, patches, Rank.JOURNAL)
 
-    def _stand(
-        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """One call: from the journal, or made and written there."""
+    def _enter(self, call: ComponentCall) -> Any:
+        """Answer a call from the journal, or make it and write it there."""
         if self._depth:  # a component that calls another one: the outer call is what counts
-            return call(*args, **kwargs)
+            return call.proceed()
         self._depth += 1
         try:
-            return self._answer(_Made(callee, call, args, kwargs))
+            return self._answer(call)
         finally:
             self._depth -= 1
 
-    def _answer(self, made: _Made) -> Any:
+    def _answer(self, call: ComponentCall) -> Any:
         raise NotImplementedError
 
 
@@ -251,27 +230,27 @@ class Journal(_Layers):
                 remedy="Name another folder for the journal.",
             ) from error
 
-    def _answer(self, made: _Made) -> Any:
+    def _answer(self, call: ComponentCall) -> Any:
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
             self._share(None)
-            return made.run()
-        digest, sources = digest_call(made.callee.name, made.args, made.kwargs), made.find_sources()
+            return call.proceed()
+        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), _find_sources(call)
         found = self._read(number, digest, len(sources))
         self._share(found)
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
-            self._answered[made.callee.name] += 1
-            return _give(found, made, sources)
+            self._answered[call.callee.name] += 1
+            return _give(found, call, sources)
         repairs = self._count_repairs()
-        output = made.run()
+        output = call.proceed()
         begun = time.perf_counter()
         if not self._stopped:
             is_repaired = self._count_repairs() > repairs
             answer = _Answer(output, _read_drawn(sources, before), is_repaired)
-            self._write(number, made.callee.name, digest, answer)
+            self._write(number, call.callee.name, digest, answer)
         self.own_s += time.perf_counter() - begun
         return output
 
@@ -408,19 +387,19 @@ class Follower(_Layers):
         """Intercept the component calls of a pipeline as the journal does."""
         self._put_layers(pipe, patches)
 
-    def _answer(self, made: _Made) -> Any:
+    def _answer(self, call: ComponentCall) -> Any:
         told = self._ranks.share(None)
         if told is None:
-            return made.run()
+            return call.proceed()
         structure, tensors, random, repaired = told
-        output = unpack(move_structure(structure, _find_device(made.callee)), tensors)
-        return _give(_Answer(output, random, repaired), made, made.find_sources())
+        output = unpack(move_structure(structure, _find_device(call.callee)), tensors)
+        return _give(_Answer(output, random, repaired), call, _find_sources(call))
 
 
-def _give(found: _Answer, made: _Made, sources: list[RandomSource]) -> Any:
+def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
     """The output of a call that was made before, with random numbers as after it."""
     if found.repaired:
-        made.run()
+        call.proceed()
     for index, state in found.random.items():
         sources[index].put(state)
     return found.output
@@ -570,6 +549,11 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         registry = getattr(child, "_diffusers_hook", None)
         for hook in getattr(registry, "hooks", {}).values():
             yield path, hook
+
+
+def _find_sources(call: ComponentCall) -> list[RandomSource]:
+    """List what a call may draw random numbers from."""
+    return find_random(_find_device(call.callee), (*call.args, *call.kwargs.values()))
 
 
 def _find_device(callee: Callee) -> torch.device:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_components, read_precisions
 from stopdown.devices.environment import describe_machine
 from stopdown.errors import InputError
@@ -94,13 +95,17 @@ def refuse_other_runs(ranks: Ranks, pipe: Any, plan: Plan | None) -> None:
     )
 
 
-def refuse_other_noise(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_other_noise(ranks: Ranks, call: ComponentCall) -> None:
     """Refuse ranks whose first step begins from something else than that of rank 0.
 
     Raises:
         InputError: on every rank; it names those that differ.
     """
-    tensors = (x for x in iterate_tensors((args, kwargs)) if x.is_floating_point() and x.dim() > 1)
+    tensors = (
+        x
+        for x in iterate_tensors((call.args, call.kwargs))
+        if x.is_floating_point() and x.dim() > 1
+    )
     values = next(tensors, torch.zeros(1)).detach().flatten()
     mine = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE].float().cpu()
     first, *others = ranks.gather(mine)

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import UNPLANNED, Call, bared, call_cast
-from stopdown.component_calls.components import Callee, read_precisions
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import UNPLANNED, bared
+from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.step_caches import without_caches
 from stopdown.errors import InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
@@ -114,16 +115,8 @@ class ComponentState:
         else:
             self.take_off()
 
-    def call(
-        self,
-        callee: Callee,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_mixed: bool = False,
-    ) -> Any:
-        """One call of it, with arguments in the dtype that a repair brought it to.
+    def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
+        """Make one call of it, with arguments in the dtype that a repair brought it to.
 
         Args:
             is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
@@ -132,22 +125,20 @@ class ComponentState:
         is_recast = any(one.scaling is not None or one.action == "cast" for one in self.applied)
         is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
         if self.dtype is None and not is_mixed and not is_ambient:
-            return call(*args, **kwargs)
+            return call.proceed()
         dtype = self.dtype or next(iter(self.read_precisions()), None)
         if vars(self.module).get(UNPLANNED, False):
             dtype = torch.float32
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
-                return call(*args, **kwargs)
-            return call_cast(callee, call, args, kwargs, dtype)
+                return call.proceed()
+            return call.proceed_in(dtype)
 
-    def find_repair(
-        self, callee: Callee, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Adjustment, ...]:
-        """The repairs that are to be in force when a remedy is tried.
+    def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[Adjustment, ...]:
+        """Return the repairs that are to be in force when a remedy is tried.
 
         Args:
-            args, kwargs: of the call that failed, as the component itself got them.
+            call: that failed, as the component itself got it.
 
         Raises:
             StopdownError: no exponents were found.
@@ -171,7 +162,7 @@ class ComponentState:
                 self.calibration = Calibration(residual=remedy.residual)
             try:
                 with weights_at_hand(self.module):
-                    scaling = self._find_scaling(callee.method, args, kwargs)
+                    scaling = self._find_scaling(call)
             except BaseException:
                 self.calibration = before
                 raise
@@ -262,9 +253,7 @@ class ComponentState:
             self._said.add(text)
             self.announce(text)
 
-    def _extend(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
-    ) -> bool:
+    def _extend(self, call: ComponentCall, what: str) -> bool:
         """Have exponents in force that hold for one more kind of call; whether there are some."""
         if what in self._refused or vars(self.module).get(WAITING, False):
             return False
@@ -274,7 +263,7 @@ class ComponentState:
         before = self.applied
         others = tuple(x for x in before if x.scaling is None)
         try:
-            found = self._find_scaling(method, args, kwargs)
+            found = self._find_scaling(call)
             if "" in found.fp32_modules:
                 raise ScalingError("Only the whole component in fp32 would do, as without a plan.")
             self.put_on((Adjustment("rescaled", "fp16", scaling=found), *others))
@@ -282,10 +271,10 @@ class ComponentState:
             self.put_on(before)
             return False
         self._refused.discard(what)
-        self.on_extended(method, what)
+        self.on_extended(call.callee.method, what)
         return True
 
-    def _find_scaling(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scaling:
+    def _find_scaling(self, call: ComponentCall) -> Scaling:
         """Exponents for all calls that failed so far, relative to the component as it was found."""
         before = self.applied
         self.take_off()
@@ -295,7 +284,7 @@ class ComponentState:
                 without_caches(self.module),
                 without_context_parallel(self.module),
             ):
-                self.calibration.observe(self.module, method, args, kwargs)
+                self.calibration.observe(self.module, call)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured, self.calibration.stream)
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)

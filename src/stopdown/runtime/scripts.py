@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from stopdown.component_call_names import name_call
+from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import find_module, put_cast
 from stopdown.component_calls.components import (
     GENERAL_KEEPS,
@@ -186,18 +187,17 @@ class ScriptGuard:
         ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
         return {name for name in ends if name.isidentifier()} - {"forward"}
 
-    def _run(
-        self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, call: ComponentCall) -> Any:
+        pipe: Any = call.callee.owner
         if id(pipe) in self._inside:  # a class that calls its parent's `__call__`
-            return call(*args, **kwargs)
+            return call.proceed()
         guarding = self._guard(pipe, type(pipe).__name__)
         if guarding is None:
-            return call(*args, **kwargs)
+            return call.proceed()
         self._inside.add(id(pipe))
         try:
             with self._failing(guarding), silenced(), self._casting(find_callees(pipe)), guarding:
-                output = guarding.run(call, args, kwargs)
+                output = guarding.run(call)
                 self.plan = guarding.updated_plan() or self.plan
         finally:
             self._inside.discard(id(pipe))

@@ -186,9 +186,9 @@ def _gives_another(call: GuardedCall, pipe: Any) -> bool:
     Of a finished call no more than the smallest and largest value of each tensor are kept.
     """
     latest, repeat = call.latest, call.latest.repeat
-    if repeat is None or repeat.has_changed or not repeat.ends:
+    if latest.call is None or repeat is None or repeat.has_changed or not repeat.ends:
         return False
-    restore = save_random(call.find_device(pipe), latest.kwargs)
+    restore = save_random(call.find_device(pipe), latest.call.kwargs)
     latest.restore()
     try:
         with torch.no_grad():

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,28 +26,23 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import name_inputs
+from stopdown.component_calls.call import ComponentCall, find_float_dtype, map_tensors
 from stopdown.component_calls.call_interception import (
     UNPLANNED,
-    Call,
     Rank,
     bared,
-    call_cast,
-    find_argument_names,
-    find_float_dtype,
     find_slot,
     has_layer,
-    map_tensors,
     put_layer,
 )
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee
-from stopdown.component_calls.step_caches import clear_caches, save_caches, without_caches
+from stopdown.component_calls.step_caches import clear_caches, without_caches
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
-from stopdown.interception.randomness import save_random
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
 from stopdown.pipelines.context_parallel import without_context_parallel
@@ -57,9 +52,9 @@ from stopdown.scaling.call_exponents import CallEnds, find_ends
 from stopdown.scaling.folds import cast_, widen_outputs
 from stopdown.scaling.range_notes import RangeNotes
 
-Extend = Callable[[str, tuple[Any, ...], dict[str, Any], str], bool]
-"""Finds exponents that hold for one more call (method, arguments, and how it differs from others), and puts
-them on; whether it did."""
+Extend = Callable[[ComponentCall, str], bool]
+"""Finds exponents that hold for one more call, given how it differs from others, and puts them on; returns
+whether it did."""
 
 WAITING = "stopdown_weights_wait"
 """Attribute of a module whose weights wait elsewhere between calls."""
@@ -153,8 +148,10 @@ class CallWatch:
 
     def _put_layer(self, slot: str, method: str) -> None:
         self._slots.add(slot)
-        layer = partial(self._enter, method)
-        put_layer(self.module, slot, layer, self._own, Rank.EXPONENTS)
+        callee = Callee(
+            "", self.module, method, "decode", GENERAL_KEEPS
+        )  # outputs stay as they are
+        put_layer(self.module, slot, self._enter, self._own, Rank.EXPONENTS, callee)
 
     def _remove(self) -> None:
         self._own.undo()
@@ -175,13 +172,14 @@ class CallWatch:
 
     # Around a call
 
-    def _enter(self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, call: ComponentCall) -> Any:
         if self.has_call_here:
-            return call(*args, **kwargs)
-        signature = sign_call(self.module, method, args, kwargs)
+            return call.proceed()
+        method = call.callee.method
+        signature = sign_call(self.module, method, call.args, call.kwargs)
         try:
             if signature not in self._verdicts:
-                self._judge(signature, method, args, kwargs)
+                self._judge(signature, call)
             ends = self._verdicts[signature]
             if ends is not None and ends.inputs and self._is_guarded(method):
                 ends = None  # a repair would take what is scaled for what was given
@@ -189,18 +187,17 @@ class CallWatch:
                 with self._using(is_on=True):
                     self._check_weights()
                     if ends is _PLAIN:
-                        return self._call_planned(method, call, args, kwargs)
-                    is_good, output = self._call_scaled(ends, method, call, args, kwargs)
+                        return self._call_planned(call)
+                    is_good, output = self._call_scaled(ends, call)
                     if is_good:
                         return output
                 self._give_up(
                     signature, method, "gave values that are not finite, or other outputs"
                 )
             with self._using(is_on=False):
-                return self._call_bare(method, call, args, kwargs)
+                return self._call_bare(call)
         except ReplacedError:
-            again = self.module if method == "forward" else getattr(self.module, method)
-            return again(*args, **kwargs)
+            return call.begin_again()
 
     @contextlib.contextmanager
     def _using(self, *, is_on: bool) -> Iterator[None]:
@@ -240,30 +237,21 @@ class CallWatch:
             self.module, find_slot(Callee("", self.module, method, "call")), Rank.GUARD
         )
 
-    def _call_planned(
-        self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call that exponents were found for; said once if it is beyond what was measured."""
-        output = call(*args, **kwargs)
+    def _call_planned(self, call: ComponentCall) -> Any:
+        """Make a call that exponents were found for; report it once if it exceeds what was measured."""
+        output, method = call.proceed(), call.callee.method
         if self.scaling.inputs and not (self._is_guarded(method) or self._is_removed):
-            names = find_argument_names(Callee("", self.module, method, "call"))
-            self._ranges.note(method, name_inputs(args, kwargs, names), output)
+            names = call.callee.argument_names
+            self._ranges.note(method, name_inputs(call.args, call.kwargs, names), output)
         return output
 
-    def _call_scaled(
-        self,
-        ends: CallEnds,
-        method: str,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[bool, Any]:
-        """Whether a call of an unmeasured signature is all right, and what it returned."""
-        restores = save_random(_find_device(self.module), kwargs), save_caches(self.module)
-        given = _scale_inputs(ends, args, kwargs) if ends.inputs else (args, kwargs)
+    def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
+        """Make a call of an unmeasured signature; return whether it is all right, and its output."""
+        method, restores = call.callee.method, call.save(self.module, _find_device(self.module))
+        given = _scale_inputs(ends, call) if ends.inputs else call
         if given is None:
             return False, None
-        output = call(*given[0], **given[1])
+        output = given.proceed()
         if self._is_removed:  # it was repaired: the output is that of other exponents
             return True, output
         made = {id(x): x for x in iterate_tensors(output)}
@@ -278,34 +266,28 @@ class CallWatch:
         left = {n: x for n, x in left.items() if x}
         return True, widen_outputs(left, self.module, (), output) if left else output
 
-    def _call_bare(
-        self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call without the exponents; what fits comes back in the dtype of the arguments."""
+    def _call_bare(self, call: ComponentCall) -> Any:
+        """Make a call without the exponents; what fits comes back in the dtype of the arguments."""
         if not self._casts:
-            return call(*args, **kwargs)
-        names = Callee("", self.module, method, "decode", GENERAL_KEEPS)
-        given = {**dict(zip(find_argument_names(names), args, strict=False)), **kwargs}
-        came_as = find_float_dtype(given)
+            return call.proceed()
+        came_as = find_float_dtype(call.named, call.keeps)
         with without_autocast():
-            output = call_cast(names, call, args, kwargs, torch.float32)
+            output = call.proceed_in(torch.float32)
         wanted = came_as or torch.float16
         return map_tensors(output, partial(_narrow, wanted))
 
     # What holds for a signature
 
-    def _judge(
-        self, signature: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _judge(self, signature: str, call: ComponentCall) -> None:
         """Find what holds for calls of a signature that was not met before."""
-        names = Callee("", self.module, method, "decode", GENERAL_KEEPS)
-        args, kwargs = call_cast(names, _collect, args, kwargs, torch.float16)
+        method = call.callee.method
+        args, kwargs = replace(call, below=_collect).proceed_in(torch.float16)
         ends = self._trace(method, args, kwargs)
         if (ends is None or ends.inputs) and self._options.extend is not None:
             what = _describe_difference(signature, self.scaling, method)
             with self._options.changing():
                 if not (self._is_removed or signature in self._verdicts):
-                    self._options.extend(method, args, kwargs, what)
+                    self._options.extend(replace(call, args=args, kwargs=kwargs), what)
             if self._is_removed:
                 raise ReplacedError
             ends = None
@@ -433,14 +415,13 @@ def has_passed(module: torch.nn.Module) -> bool:
     return watch is None or watch.has_call_here
 
 
-def holds_for(
-    module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
     """Whether a call is right, as it is, with the exponents that are on a module now."""
     watch = find_watch(module)
     if watch is None or not watch._is_on:
         return True
-    return watch._verdicts.get(sign_call(module, method, args, kwargs)) is _PLAIN
+    signature = sign_call(module, call.callee.method, call.args, call.kwargs)
+    return watch._verdicts.get(signature) is _PLAIN
 
 
 @dataclass
@@ -531,17 +512,16 @@ def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def _scale_inputs(
-    ends: CallEnds, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments with their exponents; None where there are others than those that were traced."""
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+def _scale_inputs(ends: CallEnds, call: ComponentCall) -> ComponentCall | None:
+    """Multiply arguments by their exponents; None if there are others than those that were traced."""
+    leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     if len(places) != ends.given:
         return None
     for number, exponent in ends.inputs.items():
         leaves[places[number]] = leaves[places[number]] * 2.0**exponent
-    return pytree.tree_unflatten(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _is_finite(tensors: list[torch.Tensor]) -> bool:

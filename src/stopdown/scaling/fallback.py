@@ -22,6 +22,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
+from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
 from stopdown.interception.patches import Patches
@@ -34,7 +35,7 @@ from stopdown.numerics import (
 )
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.headroom import ASKED_BITS
-from stopdown.scaling.trial import Call, Reference, count_layer_flops, run_call, try_scaling
+from stopdown.scaling.trial import Reference, count_layer_flops, run_call, try_scaling
 
 Failure = CaptureError | ScalingError
 
@@ -71,7 +72,7 @@ class _Seen:
 
 def scale_by_hooks(
     module: torch.nn.Module,
-    calls: Sequence[Call],
+    calls: Sequence[PlainCall],
     dtype: torch.dtype,
     failure: Failure,
     reference: Callable[[], Reference] | None = None,
@@ -101,7 +102,7 @@ def scale_by_hooks(
         raise _give_up(failure, f"i{error.what[1:].rstrip('.')}") from error
 
 
-def _observe(module: torch.nn.Module, calls: Sequence[Call]) -> _Seen:
+def _observe(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
     seen, counter = _Seen(), FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with Patches() as patches:
         for path, part in module.named_modules():

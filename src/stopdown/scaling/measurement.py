@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError
 from stopdown.graph.capture import (
     Answers,
@@ -26,7 +27,6 @@ from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
-from stopdown.scaling.trial import Call
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Captures:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._made: dict[tuple[int, bool], tuple[Call, ResidualStream | None, Capture]] = {}
+        self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
 
-    def take(self, call: Call, stream: ResidualStream | None = None) -> Capture:
+    def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
         """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
 
         Raises:
@@ -75,7 +75,7 @@ class Captures:
             self._made[key] = call, stream, made  # while the call is held nothing else has its id
         return self._made[key][2]
 
-    def _capture(self, call: Call, stream: ResidualStream | None) -> Capture:
+    def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
             function, args, kwargs = call
             return capture_call(function, args, kwargs, dtype=self.dtype)
@@ -85,7 +85,7 @@ class Captures:
 
 def measure_kinds(
     module: torch.nn.Module,
-    kinds: Sequence[Sequence[Call]],
+    kinds: Sequence[Sequence[PlainCall]],
     captures: Captures,
     stream: ResidualStream | None,
 ) -> list[Kind]:
@@ -108,7 +108,7 @@ def measure_kinds(
 def add_call(
     found: list[Measured],
     module: torch.nn.Module,
-    one: Call,
+    one: PlainCall,
     captures: Captures,
     stream: ResidualStream | None = None,
 ) -> None:
@@ -172,7 +172,7 @@ def measure_call(
     return _measure(Captures(dtype).take(one, stream), one)
 
 
-def _measure(capture: Capture, one: Call) -> Measured:
+def _measure(capture: Capture, one: PlainCall) -> Measured:
     call, args, kwargs = one
     if any(map(is_range_clamp, capture.graph.graph.nodes)):
         capture = replace(capture, keeps_clamps=_clamps_anyway(one))
@@ -181,7 +181,7 @@ def _measure(capture: Capture, one: Call) -> Measured:
     return Measured(capture, blocks, ranges)
 
 
-def _clamps_anyway(one: Call) -> bool:
+def _clamps_anyway(one: PlainCall) -> bool:
     """Whether a call in fp32 clamps at fp16's maximum; of one in fp16 it is not known."""
     call, args, kwargs = one
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]

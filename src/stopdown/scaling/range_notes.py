@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import is_kept
+from stopdown.component_calls.call import is_kept
 from stopdown.numerics import bound_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
 

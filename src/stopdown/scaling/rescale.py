@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_type
+from stopdown.component_calls.call import PlainCall
 from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.errors import OptionError, take_one_line
 from stopdown.interception.arguments import hook_arguments
@@ -32,7 +33,6 @@ from stopdown.scaling.folds import (
 )
 from stopdown.scaling.kept_state import KeptState
 from stopdown.scaling.search import scale_calls
-from stopdown.scaling.trial import Call
 from stopdown.scaling.weight_checks import check_weights, refuse_quantised
 
 RESIDUALS = ("native", "fp32")
@@ -44,7 +44,7 @@ def rescale_(
     args: torch.Tensor | Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    calls: Sequence[Call] = (),
+    calls: Sequence[PlainCall] = (),
     residual: str | None = None,
     ranges: str | None = None,
     verify: bool = True,
@@ -141,7 +141,7 @@ def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
     patches.defer(fold_scaling(module, scaling).undo)
 
 
-def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[Call]:
+def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[PlainCall]:
     """Return what is called, with its arguments: the module itself first.
 
     Raises:
@@ -158,7 +158,7 @@ def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> 
         is_call = isinstance(one, (tuple, list)) and len(one) == 3 and callable(one[0])
         kinds = (tuple, list) if is_call else ()
         check_type("rescale_(calls=[...])", one, kinds, form, remedy)
-    own: list[Call] = [(module, tuple(args), kwargs or {})] if args or kwargs else []
+    own: list[PlainCall] = [(module, tuple(args), kwargs or {})] if args or kwargs else []
     return [*own, *calls]
 
 

@@ -29,6 +29,7 @@ import torch
 from stopdown.bounds.input_limits import EMBEDDINGS
 from stopdown.bounds.known_values import Load
 from stopdown.bounds.propagation import LEAST_STORED_LOOSE
+from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import read_clamp
 from stopdown.graph.capture import Capture
@@ -57,7 +58,7 @@ from stopdown.scaling.symmetry import (
     name_likenesses,
     tie_columns,
 )
-from stopdown.scaling.trial import Call, Reference, run_reference, try_scaling
+from stopdown.scaling.trial import Reference, run_reference, try_scaling
 
 CHEAP = 200.0
 """A solution by folding alone that costs less is taken without trying multiplies."""
@@ -466,7 +467,7 @@ _NONE_TAKEN = (
 
 def scale_calls(
     module: torch.nn.Module,
-    kinds: Sequence[Sequence[Call]],
+    kinds: Sequence[Sequence[PlainCall]],
     dtype: torch.dtype,
     residual: str = "native",
     ranges: str = "measured",
@@ -500,7 +501,7 @@ class _CallSearch:
     """Tries what may bring the calls of one module into range."""
 
     module: torch.nn.Module
-    kinds: Sequence[Sequence[Call]]
+    kinds: Sequence[Sequence[PlainCall]]
     dtype: torch.dtype
     ranges: str
     verify: bool
@@ -595,7 +596,7 @@ class _CallSearch:
 
 
 def plan_stream(
-    module: torch.nn.Module, calls: Sequence[Call], captures: Captures
+    module: torch.nn.Module, calls: Sequence[PlainCall], captures: Captures
 ) -> ResidualStream:
     """Where a module's residual stream becomes fp32 in these calls.
 

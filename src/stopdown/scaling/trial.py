@@ -28,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stopdown.component_calls.call import PlainCall
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.graph.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.interception.autocast import watched_autocast
@@ -37,9 +38,6 @@ from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, re
 from stopdown.records import Scaling, Trial
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.kept_state import KeptState, describe_kept
-
-Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
-"""What is called, with which arguments."""
 
 LARGEST_ERROR = 0.05
 """Relative 2-norm error against fp32 that is not believed where bf16 does not run."""
@@ -77,12 +75,12 @@ class Reference:
         is_fp32: the module was in fp32, so that rescaling must not change a bit.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[PlainCall, ...]
     runs: tuple[Run, ...]
     is_fp32: bool
 
 
-def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
+def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
     """Run calls of a module as it stands, and in fp32 those that are tried later in bf16 as well.
 
     Raises:
@@ -106,7 +104,7 @@ def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
 
 
 def _refuse_kept_state(
-    module: torch.nn.Module, call: Call, run: Run, kept: KeptState, *, is_fp32: bool
+    module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
 ) -> None:
     """Refuse a module whose first call gives other values the second time because of what it keeps.
 
@@ -164,7 +162,7 @@ def try_scaling(
         rescaling.undo()
 
 
-def _run_counted(module: torch.nn.Module, call: Call, *, is_fp32: bool) -> Run:
+def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> Run:
     with _counting(module) as counts, watched_autocast(is_off=is_fp32):
         output, draws = run_call(module, *call)
     return Run(output, draws, sum(counts))
@@ -218,7 +216,9 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
         yield counts
 
 
-def _add_bf16(module: torch.nn.Module, calls: Sequence[Call], runs: Sequence[Run]) -> list[Run]:
+def _add_bf16(
+    module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
+) -> list[Run]:
     """The same runs with what bf16 makes of them, where they will be tried and compared."""
     if not any(_may_run(module, run) and not run.draws for run in runs):
         return list(runs)
@@ -229,7 +229,7 @@ def _add_bf16(module: torch.nn.Module, calls: Sequence[Call], runs: Sequence[Run
         ]
 
 
-def _measure_bf16(module: torch.nn.Module, call: Call, run: Run) -> float | None:
+def _measure_bf16(module: torch.nn.Module, call: PlainCall, run: Run) -> float | None:
     if run.draws or not _may_run(module, run):
         return None
     try:
@@ -245,7 +245,7 @@ def _may_run(module: torch.nn.Module, run: Run) -> bool:
     return not is_cpu or run.flops <= MOST_FLOPS_ON_CPU
 
 
-def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
+def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> Any:
     """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)

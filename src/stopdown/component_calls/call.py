@@ -1,0 +1,186 @@
+"""One call of a component as a value: what is called, with which arguments.
+
+Layers, recordings, replays and dry runs all hand on a `ComponentCall`. Whether an argument keeps its dtype
+at a boundary is asked of the call (`keeps`); how nested tensors are changed, signed and cast stands here.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.component_calls.components import DIFFUSERS_KEEPS, Callee
+from stopdown.component_calls.step_caches import save_caches
+from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
+from stopdown.interception.randomness import Restore, save_random
+
+PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""What is called, and with which arguments: a call of which no component is known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComponentCall:
+    """One call of a component, or of another method that is intercepted.
+
+    Attributes:
+        callee: what is called.
+        args, kwargs: with what.
+        below: what a layer calls to go on: the next layer inwards, at last the method itself.
+        made_up: the program did not make this call; it was derived from another one.
+    """
+
+    callee: Callee
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    below: Callable[..., Any] | None = None
+    made_up: bool = False
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by their names."""
+        return {**dict(zip(self.callee.argument_names, self.args, strict=False)), **self.kwargs}
+
+    @property
+    def key(self) -> str:
+        """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
+        return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
+
+    def proceed(self) -> Any:
+        """Go on with the call below the layer that was given it."""
+        assert self.below is not None
+        return self.below(*self.args, **self.kwargs)
+
+    def proceed_with(self, change: Change, keeps: Keeps) -> Any:
+        """Go on with every tensor changed, except in arguments whose names `keeps` accepts.
+
+        A caller's lists and mappings hold what they held before when the call is over, except where the
+        component wrote into them.
+        """
+        assert self.below is not None
+        args, kwargs, replaced = replace_tensors(
+            self.args, self.kwargs, change, names=self.callee.argument_names, keeps=keeps
+        )
+        try:
+            return self.below(*args, **kwargs)
+        finally:
+            put_back(replaced)
+
+    def proceed_in(self, dtype: torch.dtype) -> Any:
+        """Go on with floating arguments cast to `dtype`, and outputs cast back.
+
+        What a decoder returns stays as it is: it is the picture, and nothing computes with it. Arguments
+        that the call `keeps` are not cast.
+        """
+        came_as = find_float_dtype(self.named, self.keeps)
+        output = self.proceed_with(functools.partial(_cast, dtype=dtype), self.keeps)
+        if came_as is None or self.callee.stage == "decode":
+            return output
+        return cast_floats(output, came_as)
+
+    def begin_again(self, module: torch.nn.Module | None = None) -> Any:
+        """Make the call anew from outside of all layers; of another module if one is given."""
+        owner = self.callee.owner if module is None else module
+        return self.callee.bind(owner)(*self.args, **self.kwargs)
+
+    def keeps(self, name: str) -> bool:
+        """Whether the argument of this name keeps its dtype at a boundary: times and positions."""
+        return is_kept(name, self.callee.keeps)
+
+    def place(self, module: torch.nn.Module) -> PlainCall:
+        """Return the call of this module in the callee's place, with the arguments on its device."""
+        device = next(itertools.chain(module.parameters(), module.buffers())).device
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
+        )
+        return self.callee.bind(module), args, kwargs
+
+    def save(self, module: torch.nn.Module, device: torch.device) -> tuple[Restore, ...]:
+        """Keep the random numbers and step caches that the call draws and changes.
+
+        Returns:
+            Functions that put them back.
+        """
+        return save_random(device, self.kwargs), save_caches(module)
+
+
+def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
+    """Whether an argument of this name keeps its dtype: times and positions."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same nest with floating tensors in `dtype`; times and positions in dicts stay as they are."""
+    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=is_kept)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def map_tensors(
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    keeps: Callable[[str], bool] = lambda name: False,
+) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to.
+
+    Args:
+        keeps: whether what a dict has under a name stays as it is.
+    """
+    again = functools.partial(map_tensors, change=change, keeps=keeps)
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if isinstance(leaf, dict):
+            changed = {k: x if keeps(str(k)) else again(x) for k, x in leaf.items()}
+            return changed if type(leaf) is dict else type(leaf)(**changed)
+        if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
+            return type(leaf)(map(again, leaf))
+        if _is_distribution(leaf):
+            leaf = copy.copy(leaf)
+            vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
+        return leaf
+
+    return pytree.tree_map(visit, value, is_leaf=lambda x: isinstance(x, dict))
+
+
+def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return "|".join([str(spec), *map(_sign, leaves)])
+
+
+def _sign(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
+
+
+def _is_distribution(value: Any) -> bool:
+    """Whether this is what an autoencoder encodes to: a mean and a spread, which is sampled later."""
+    return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
+
+
+def find_float_dtype(
+    arguments: dict[str, Any], keeps: Callable[[str], bool] = is_kept
+) -> torch.dtype | None:
+    """Return the dtype of the first floating tensor among arguments that are cast, None without one."""
+    found: list[torch.dtype] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend([tensor.dtype] * tensor.is_floating_point())
+        return tensor
+
+    map_tensors(arguments, note, keeps=keeps)
+    return next(iter(found), None)
