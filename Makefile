@@ -39,7 +39,7 @@ check: $(VENV)/installed-dev
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[pipelines]"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

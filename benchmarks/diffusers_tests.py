@@ -194,6 +194,7 @@ def run_tests(way: str, result: Path, folder: Path, nodes: Collection[str]) -> i
     """Run pytest in this process, with the plugin."""
     import warnings
 
+    import diffusers.pipelines  # noqa: F401  # a checkout puts its own source at the head of the path
     import pytest
 
     warnings.simplefilter("ignore")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from stopdown.sources.sources import NEEDED
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("pyproject.toml", "README.md", "LICENSE", "src")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src")
 
 
 def _run(*command: object, cwd: Path) -> str:
@@ -35,7 +41,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the package is built of, as a clone has it."""
     folder = tmp_path_factory.mktemp("clone")
     leave = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in NEEDED:
+    for name in SOURCES:
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, folder / name, ignore=leave)
@@ -95,6 +101,54 @@ def test_a_clone_is_installed_by_pip(clone: Path, tmp_path: Path) -> None:
     _install(python, clone, clone)
     said = _run(python.parent / "stopdown", "--version", cwd=tmp_path)
     assert said.startswith("stopdown ")
+
+
+SHIPPED = sorted((ROOT / "tests" / "comfyui" / "shipped").glob("*.txt"))
+"""Packages of a portable ComfyUI, by its version."""
+
+
+def read_shipped(path: Path) -> dict[str, str]:
+    """Name of each package to its version."""
+    rows = path.read_text(encoding="utf-8").splitlines()
+    pairs = (row.split("==") for row in rows if not row.startswith("#"))
+    return {name: version for name, version in pairs}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_portable_comfyui_keeps_its_packages(path: Path) -> None:
+    """No requirement excludes a version that ComfyUI ships, and the extra is what loading asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    shipped = read_shipped(path)
+    needed = {x.name: x for x in map(Requirement, project["dependencies"])}
+    shared = needed.keys() & shipped.keys()
+    assert {"torch", "safetensors", "numpy", "pillow", "av"} <= shared
+    assert [str(needed[x]) for x in shared if shipped[x] not in needed[x].specifier] == []
+    extra = map(Requirement, project["optional-dependencies"]["pipelines"])
+    asked = {x.name: str(x.specifier) for x in extra}
+    assert {name: asked[name] for name in NEEDED} == {x: f">={NEEDED[x]}" for x in NEEDED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_pip_adds_packages_to_comfyui_and_replaces_none(
+    path: Path, clone: Path, tmp_path: Path
+) -> None:
+    """A dry run by pip's own resolver, beside the packages of a portable ComfyUI. It asks the index."""
+    shipped = read_shipped(path)
+    venv.create(tmp_path / "environment", with_pip=False, symlinks=True)
+    (packages,) = (tmp_path / "environment").glob("lib/python*/site-packages")
+    for name, version in shipped.items():
+        folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(head, encoding="utf-8")
+    python, report = tmp_path / "environment" / "bin" / "python", tmp_path / "report.json"
+    options = ("install", "--dry-run", "--quiet", "--report", report)
+    _run(sys.executable, "-m", "pip", "--python", python, *options, clone, cwd=tmp_path)
+    added = json.loads(report.read_text(encoding="utf-8"))["install"]
+    names = {canonicalize_name(x["metadata"]["name"]) for x in added}
+    assert {"stopdown", "msgspec"} <= names
+    assert names & {*shipped, "diffusers", "transformers"} == set()
 
 
 def _list_files(package: Path) -> set[str]:

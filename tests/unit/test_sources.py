@@ -690,3 +690,15 @@ def test_a_cached_file_is_known_by_either_of_its_hashes(tmp_path: Path) -> None:
 def test_a_missing_file_is_no_repository(text: str, is_repository: bool) -> None:
     """The Hub is asked only for what can be a repository."""
     assert is_hub_id(text) == is_repository
+
+
+def test_libraries_that_load_no_checkpoint_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package may be installed without them, or beside older ones: the message names the extra."""
+    here = {"diffusers": "0.42.0", "transformers": "4.57.1", "huggingface-hub": "0.36.0"}
+    monkeypatch.setattr(sources, "read_version", here.get)
+    assert read_error(lambda: resolve_source("shapes")) == (
+        "Checkpoints cannot be loaded in this environment: transformers is 4.57.1, accelerate is missing, "
+        "huggingface-hub is 0.36.0. Loading needs at least diffusers 0.42, transformers 5.0, accelerate "
+        "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI do not. Install them: pip "
+        "install 'stopdown[pipelines]'"
+    )

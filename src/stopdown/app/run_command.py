@@ -21,7 +21,7 @@ from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
-from stopdown.devices.environment import choose_device
+from stopdown.devices.environment import choose_device, require_package
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
@@ -140,13 +140,14 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     Raises:
         InputError: there is no such script or module.
         OptionError: the device or `on_fault` is unknown, the precision is no plan, or repairs are to be
-            kept without one.
+            kept without one; Diffusers is not installed.
         PlanError: the plan cannot be read.
     """
     started = time.perf_counter()
     start = _find_start(options)
     path = _check_options(options)
     refuse_unknown_device(options.device)
+    require_package("diffusers", "pipelines", "`stopdown run`")
     from stopdown.component_calls.pipeline_interception import (
         redirect_devices,
         stop_without_kernels,

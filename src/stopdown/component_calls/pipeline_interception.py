@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from torch.utils._device import DeviceContext, _device_constructors
 
 from stopdown.component_calls.call import ComponentCall
@@ -98,6 +97,8 @@ def _bind(
 
 def intercept_runs(layer: Layer, patches: Patches) -> None:
     """Lead the calls of every pipeline that is made from now on through `layer`."""
+    from diffusers import DiffusionPipeline
+
     wrapped: set[type] = set()
     register = DiffusionPipeline.register_modules
 
@@ -177,6 +178,8 @@ def _list_device_takers() -> list[tuple[Any, str]]:
     is made anew here, before any of these functions is replaced: Transformers may have had a
     `torch.linspace` of its own in place when it was made (5.23.0).
     """
+    from diffusers import DiffusionPipeline
+
     _device_constructors.cache_clear()
     makers = {id(function) for function in _device_constructors()}
     return [
@@ -233,6 +236,8 @@ def _make_generator(redirect: Callable[[Any], Any]) -> type:
 
 
 def _leave_out(name: str, say: Callable[[str], None], patches: Patches) -> None:
+    from diffusers import DiffusionPipeline
+
     @functools.wraps(getattr(DiffusionPipeline, name))
     def leave_out(self: Any, *_: Any, **__: Any) -> None:
         say(f"The script calls {name}(), which needs an accelerator; on the CPU it is left out.")
@@ -241,6 +246,8 @@ def _leave_out(name: str, say: Callable[[str], None], patches: Patches) -> None:
 
 
 def _drop_device_map(say: Callable[[str], None], patches: Patches) -> None:
+    from diffusers import DiffusionPipeline
+
     original = vars(DiffusionPipeline)["from_pretrained"].__func__
 
     @functools.wraps(original)

@@ -1,12 +1,16 @@
-"""The steps of a run, counted at the calls of the pipeline's scheduler.
+"""The steps of a run: as the pipeline tells them, else counted at the calls of its scheduler.
+
+Some loops of Diffusers tell a denoiser's `cache_context` the step, timestep and sigma of its calls. That
+holds for a model without a pipeline as well.
 
 **Catches** schedulers with `set_timesteps` and `step`, also one that was put in another's place.
-**Does not catch** samplers that are plain functions: there every call is in step 0.
+**Does not catch** samplers that are plain functions and tell nothing: there every call is in step 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +53,24 @@ class StepCounter:
         self._rank, self._on_begin, self._on_step = rank, on_begin, on_step
         self._scheduler: Any = None
         self._patches = Patches()
+        self._told: Mapping[str, Any] = {}
+
+    def listen(self, denoiser: Any, patches: Patches) -> None:
+        """Take step, timestep and sigma of a denoiser's calls from its `cache_context`, if it has one."""
+        enter = getattr(denoiser, "cache_context", None)
+        if enter is None:
+            return
+
+        @contextlib.contextmanager
+        def cache_context(name: str, **told: Any) -> Iterator[None]:
+            before, self._told = self._told, told
+            try:
+                with enter(name, **told):
+                    yield
+            finally:
+                self._told = before
+
+        patches.set_attribute(denoiser, "cache_context", cache_context)
 
     def follow(self) -> None:
         """Count the steps of the scheduler that the pipeline has now; of an earlier one no more."""
@@ -72,8 +94,15 @@ class StepCounter:
         self.last_result, self.last_inputs = None, ()
 
     @property
+    def is_told(self) -> bool:
+        """Whether the call of now is one that its loop has told the step of."""
+        return self._told.get("step_index") is not None
+
+    @property
     def total(self) -> int:
         """Steps of the run; fewer than the scheduler has when it starts from a picture or video."""
+        if self._told.get("num_inference_steps") is not None:
+            return int(self._told["num_inference_steps"])
         told = getattr(self.pipe, "_num_timesteps", None)
         if isinstance(told, int):
             return told
@@ -82,12 +111,17 @@ class StepCounter:
 
     def find_step(self, callee: Callee) -> int | None:
         """The step that a call of now belongs to, from 0; None outside of denoising."""
+        if self.is_told:
+            return int(self._told["step_index"])
         return self.done if callee.stage == "denoise" else None
 
     def name_step(self, callee: Callee) -> str:
-        """` at step 2 of 2`, for a call of now; "" outside of denoising."""
+        """` at step 2 of 2 (sigma 0.9)`, for a call of now; "" outside of denoising."""
         step, total = self.find_step(callee), self.total
-        return "" if step is None or not total else f" at step {step + 1} of {total}"
+        if step is None or not total:
+            return ""
+        told = [f"{x} {float(self._told[x]):.3g}" for x in _PLACES if self._told.get(x) is not None]
+        return f" at step {step + 1} of {total}" + (f" ({', '.join(told)})" if told else "")
 
     def name_last_step(self) -> str:
         """` at step 2 of 2`: the scheduler's last one; "" before the first."""
@@ -104,3 +138,7 @@ class StepCounter:
         self.done = 0
         self._on_begin()
         return call.proceed()
+
+
+_PLACES = ("timestep", "sigma")
+"""Where in its noise a step is, as Diffusers tells it."""

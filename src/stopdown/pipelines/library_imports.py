@@ -7,6 +7,9 @@ import importlib
 import sys
 from collections.abc import Callable
 
+from stopdown.devices.environment import read_version
+from stopdown.sources.sources import check_libraries
+
 
 def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = True) -> None:
     """Import PyTorch and Diffusers, which takes seconds.
@@ -16,7 +19,12 @@ def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = Tru
     Args:
         report: told the name of each before.
         has_pipelines: a pipeline will be made, which needs Diffusers' models and Transformers, too.
+
+    Raises:
+        SourceError: a pipeline will be made, and a library for it is missing or too old.
     """
+    if has_pipelines:
+        check_libraries()
     needed = "diffusers.pipelines.pipeline_utils" if has_pipelines else "diffusers"
     is_new, collects = needed not in sys.modules, gc.isenabled()
     gc.disable()
@@ -24,8 +32,9 @@ def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = Tru
         report("PyTorch")
         import torch  # noqa: F401
 
-        report("Diffusers")
-        importlib.import_module(needed)
+        if has_pipelines or read_version("diffusers") is not None:
+            report("Diffusers")
+            importlib.import_module(needed)
         if is_new:
             gc.freeze()
     finally:

@@ -52,6 +52,7 @@ def _fill(module: Any) -> None:
 
 
 def _make(tables: str, config: Any, **options: Any) -> Any:
+    importlib.import_module("stopdown.sources.sources").check_libraries()
     return importlib.import_module(_QUANTIZERS[tables]).StopdownQuantizer(config, **options)
 
 

@@ -260,6 +260,8 @@ class Guard:
             check_plan(self.pipe, self.options.plan)
         for callee in self._list_callees():
             self._guard_call(callee)
+        for module in find_components(self.pipe).values():
+            self.steps.listen(module, self._patches)
         if self.options.plan is not None:
             self._put_plan(self.options.plan)
         if self.options.loaded_plan is not None:
@@ -727,7 +729,7 @@ class Guard:
 
         Where nothing counts steps, ` at its call 3`.
         """
-        if self.adapter.is_pipeline:
+        if self.adapter.is_pipeline or self.steps.is_told:
             return self.steps.find_step(guarded.callee), self.steps.name_step(guarded.callee)
         kwargs = guarded.latest.call.kwargs if guarded.latest.call is not None else {}
         if (found := self.adapter.read_step(kwargs)) is not None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.files.json_files import MOST_BYTES, UnreadableError
 from stopdown.number_formats import list_some
@@ -137,9 +138,11 @@ def resolve_source(
         with_weights: False leaves the weights of a Hub id where they are.
 
     Raises:
-        SourceError: there is no such model, or what was found is refused at first sight.
+        SourceError: there is no such model, what was found is refused at first sight, or the libraries that
+            load it are too old.
         OptionError: a revision or a config was given that says nothing about this source.
     """
+    check_libraries()
     if not isinstance(source, (str, Path)):
         raise make_error("no-name", kind=type(source).__name__)
     refuse_ignored(source, revision, config)
@@ -158,6 +161,34 @@ def text_of(source: str | Path) -> str:
     """A SOURCE as it is shown: a long one is cut."""
     text = str(source)
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+NEEDED = {
+    "diffusers": "0.42",
+    "transformers": "5.0",
+    "accelerate": "1.0",
+    "huggingface-hub": "1.0",
+}
+"""The least versions that load a checkpoint. The extra `pipelines` brings them."""
+
+
+def check_libraries() -> None:
+    """Refuse an environment that has only what the guard and ComfyUI's nodes need.
+
+    Raises:
+        SourceError: a library of `NEEDED` is missing or older.
+    """
+    from packaging.version import Version
+
+    here = {name: read_version(name) for name in NEEDED}
+    wrong = [
+        f"{name} is {here[name] or 'missing'}"
+        for name, least in NEEDED.items()
+        if Version(here[name] or "0") < Version(least)
+    ]
+    if wrong:
+        needed = ", ".join(f"{name} {least}" for name, least in NEEDED.items())
+        raise make_error("libraries", found=", ".join(wrong), needed=needed)
 
 
 def _resolve(
