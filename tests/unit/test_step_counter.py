@@ -7,7 +7,7 @@ import torch
 from diffusers import CacheMixin
 
 import stopdown
-from pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.component_calls.call_interception import Rank
 from stopdown.component_calls.step_counter import StepCounter
