@@ -63,6 +63,22 @@ def on_page_markdown(text: str, page: Page, **_: Any) -> str:
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
 
 
+OPTION = re.compile(r"(?<![\w-])--?[\w-]+")
+INLINE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep each option of inline code on one line: browsers break at hyphens."""
+    return INLINE.sub(
+        lambda found: f"<code>{OPTION.sub(_keep_whole, found[1])}</code>",
+        html,
+    )
+
+
+def _keep_whole(found: re.Match[str]) -> str:
+    return f'<span class="option">{found[0]}</span>'
+
+
 def _find_outside(page: str, target: str) -> str | None:
     """The path below the repository of a link that leaves `docs/`; None for others."""
     if page.startswith("repository/"):
