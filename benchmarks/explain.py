@@ -1,14 +1,20 @@
 """How many reported failures `stopdown explain` sorts into the class that they were sorted into by hand.
 
     python benchmarks/explain.py
+    python benchmarks/explain.py --reports reports.json
 
-Four questions, each a table: every distinct message alone; every report with the facts it names, as
-someone pastes them; what the libraries themselves say about precision; and messages that have nothing
-to do with it.
+Five questions, each a table: every distinct message alone; every report with the facts it names, as
+someone pastes them; texts of our own for each family of failures; what the libraries themselves say about
+precision; and messages that have nothing to do with it.
+
+With `--reports` the reports of another file are asked, and nothing is stored. Its entries have `text`,
+`device`, `model`, perhaps `title`, and `expected_class` (several separated by " / ", and what follows in
+parentheses is a remark).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -154,6 +160,40 @@ def print_lookups() -> None:
     print(", ".join(sorted(named - seen)) + ".")
 
 
+def print_families() -> None:
+    """The table of texts of our own: how many of each family get one of its answers."""
+    families = tomllib.loads((CASES / "families.toml").read_text(encoding="utf-8"))["family"]
+    print("\n## Texts of our own for each family\n")
+    print("| family | answers that are right | texts | right |\n|---|---|--:|--:|")
+    for family in families:
+        found = [explain(text) for text in family["texts"]]
+        cause = family.get("cause", "")
+        right = [x for x in found if x.fault in family["faults"] and cause in ("", x.cause)]
+        print(
+            f"| {family['name']} | {cause or ', '.join(family['faults'])} | {len(found)} | {len(right)} |"
+        )
+
+
+def grade_reports(path: Path) -> None:
+    """How many reports get the class that is expected, with their facts and by their text alone."""
+    reports = json.loads(path.read_text(encoding="utf-8"))
+    right = {"with its facts": 0, "its text alone": 0}
+    for report in reports:
+        expected = report["expected_class"].split(" (")[0].split(" / ")
+        facts = [report.get("title", ""), report["text"], report["device"], report["model"]]
+        for way, text in zip(right, ("\n".join(facts), report["text"]), strict=True):
+            answers = list_answers(text)
+            is_right = answers[0] in expected
+            right[way] += is_right
+            if not is_right:
+                said = ", ".join(answers[:3])
+                print(
+                    f"{report['repo']}#{report['number']}, {way}: {' / '.join(expected)}; answered {said}"
+                )
+    for way, count in right.items():
+        print(f"{way}: {count} of {len(reports)} right, {count / len(reports):.0%}")
+
+
 def print_unrelated() -> None:
     """The table of what is not ours."""
     print("\n## Messages that are no failure of precision\n\n| message | answered |\n|---|---|")
@@ -165,6 +205,12 @@ def print_unrelated() -> None:
 
 def main() -> None:
     """Write all tables as Markdown, and what they come from beside them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reports", type=Path, help="a file of reports to ask; nothing is stored")
+    options = parser.parse_args()
+    if options.reports:
+        grade_reports(options.reports)
+        return
     cases, text = read_cases(), io.StringIO()
     with contextlib.redirect_stdout(text):
         print_tables(cases)
@@ -189,6 +235,7 @@ def print_tables(cases: list[Case]) -> None:
     print("reports, so this shows that it holds them, and not how well it does on others.\n")
     print_messages(cases)
     print_reports(cases)
+    print_families()
     print_libraries()
     print_lookups()
     print_unrelated()

@@ -111,6 +111,20 @@ class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unless: tuple[re.Pattern[str], ...] = ()
 
 
+class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that a log names of its run: `card`, by patterns with the group `value`."""
+
+    what: str
+    lines: tuple[re.Pattern[str], ...]
+
+
+class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cards for which the same remedies are right, and how remedies name them."""
+
+    cards: re.Pattern[str]
+    named: re.Pattern[str]
+
+
 @dataclass(frozen=True)
 class Knowledge:
     """All that is known: causes, signs, what each fault is, and lines that programs print in every run.
@@ -119,6 +133,8 @@ class Knowledge:
         routine: lines that name what a run was, and say nothing of a fault.
         advice: lines that say what to try in some other case.
         beside: what a run has, and a prompt has not: formats, cards, options, models.
+        facts: what a log names of its run.
+        generations: cards that need other remedies than others.
     """
 
     causes: tuple[Cause, ...]
@@ -127,6 +143,8 @@ class Knowledge:
     routine: tuple[re.Pattern[str], ...] = ()
     advice: tuple[re.Pattern[str], ...] = ()
     beside: tuple[re.Pattern[str], ...] = ()
+    facts: tuple[Fact, ...] = ()
+    generations: tuple[Generation, ...] = ()
 
 
 LONGEST_DESCRIPTION = 1_500
@@ -161,6 +179,8 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
             )
             for kind, key in (("routine", "lines"), ("advice", "lines"), ("symptom", "beside"))
         ),
+        msgspec.convert(tables.get("fact", []), tuple[Fact, ...], dec_hook=_compile),
+        msgspec.convert(tables.get("generation", []), tuple[Generation, ...], dec_hook=_compile),
     )
 
 
@@ -384,6 +404,7 @@ def _describe_known(
     shown += [(best.need, "what stands beside it")] if best.need else []
     shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
     clues = [_point(text, numbers, match, says) for match, says in shown]
+    run = read_run(known, text)
     return Diagnosis(
         fault=best.cause.fault,
         meaning=known.faults[best.cause.fault],
@@ -392,11 +413,41 @@ def _describe_known(
         why=best.cause.why,
         evidence=tuple(dict.fromkeys(clues)),
         frame=_find_frame(text),
-        remedy=best.cause.remedy,
+        run=tuple(f"PyTorch {x}" if what == "PyTorch" else x for what, x in run.items()),
+        remedy=_choose_remedies(known, best.cause, run.get("card", "")),
         run_next=best.cause.next,
         reports=best.cause.reports,
         alternatives=tuple(_list_alternatives(weighed, known)),
     )
+
+
+def read_run(known: Knowledge, text: str) -> dict[str, str]:
+    """What a log names of its run: all options, and of anything else the first that is found."""
+    found = {}
+    for fact in known.facts:
+        if fact.what == "options":
+            values = [x["value"] for pattern in fact.lines for x in pattern.finditer(text)]
+            value = ", ".join(dict.fromkeys(values))
+        else:
+            match = _find_first(fact.lines, text)
+            value = match["value"] if match else ""
+        if value:
+            found[fact.what] = value.replace(" version:", "").strip()
+    return found
+
+
+def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ...]:
+    """The remedies of a cause without those that begin with other cards than the one that is named."""
+    own = [x.named for x in known.generations if card and x.cards.search(card)]
+    others = [x.named for x in known.generations if card and not x.cards.search(card)]
+
+    def is_for_others(remedy: str) -> bool:
+        head = re.match(r"(?:On|For|With)\b[^,:]{0,80}", remedy)
+        if not own or head is None:
+            return False
+        return not any(x.search(head[0]) for x in own) and any(x.search(head[0]) for x in others)
+
+    return tuple(x for x in cause.remedy if not is_for_others(x)) or cause.remedy
 
 
 def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:

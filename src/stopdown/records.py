@@ -807,6 +807,7 @@ class Diagnosis(Displayed):
         why: the explanation.
         evidence: the lines that count, the message first.
         frame: the deepest frame of a traceback in a model's code, "" when there is none.
+        run: what the text names of the run: `PyTorch 2.9.1+cu130`, `RTX 2080 Ti`.
         remedy: what to type or do.
         run_next: commands that tell more.
         reports: `owner/repo#number` of the same failure.
@@ -820,6 +821,7 @@ class Diagnosis(Displayed):
     why: str
     evidence: tuple[Clue, ...] = ()
     frame: str = ""
+    run: tuple[str, ...] = ()
     remedy: tuple[str, ...]
     run_next: tuple[str, ...]
     reports: tuple[str, ...] = ()

@@ -393,6 +393,41 @@ def test_a_refused_product_is_read_with_its_card() -> None:
     assert (newer.fault, newer.cause) == ("not-implemented", "product-refused-by-a-newer-card")
 
 
+RUN = """\
+pytorch version: 2.10.0+cu126
+Device: cuda:0 Tesla V100-SXM2-16GB : cudaMallocAsync
+main.py --fast fp16_accumulation --use-sage-attention --fast fp16_accumulation
+ComfyUI version: 0.7.0
+"""
+
+
+def test_what_the_run_was_is_read_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Program, version, card and options of a log are shown, each once, with what they lead to."""
+    found = explain(f"{RUN}{CAST}")
+    options = "--fast fp16_accumulation, --use-sage-attention"
+    assert found.run == ("ComfyUI 0.7.0", "PyTorch 2.10.0+cu126", "Tesla V100-SXM2-16GB", options)
+    assert found.cause == "sums-in-fp16"
+    _, page, _ = _run(capsys, "explain", f"{RUN}{CAST}")
+    assert "The run: ComfyUI 0.7.0, PyTorch 2.10.0+cu126, Tesla V100-SXM2-16GB" in page
+    assert explain(CAST).run == ()
+
+
+def test_remedies_are_those_of_the_card() -> None:
+    """Volta and Turing get fp16 with a plan, Pascal and Maxwell fp32; without a card both are named."""
+    message = "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"
+    volta, pascal, neither = (explain(f"{x}\n{message}").remedy for x in ("V100", "GTX 1080", ""))
+    assert [any("--precision fp16" in x for x in y) for y in (volta, pascal, neither)] == [1, 0, 1]
+    assert [any("--precision fp32" in x for x in y) for y in (volta, pascal, neither)] == [0, 1, 1]
+
+
+def test_loose_words_count_only_in_a_description_of_a_run() -> None:
+    """ "The image is dark" beside a format is a symptom; in a prompt, or in a long log, it is not."""
+    assert explain("only mosaic with fp16 on a T4").fault != UNKNOWN
+    assert explain("only mosaic").fault == UNKNOWN
+    log = "\n".join(f"line {chr(97 + i % 26)}{chr(97 + i // 26)} of a log" for i in range(200))
+    assert explain(f"only mosaic with fp16 on a T4\n{log}").fault == UNKNOWN
+
+
 def test_lines_of_every_run_are_no_evidence() -> None:
     """A healthy log is unknown; with a fault in it neither offload nor VAE is blamed for being named."""
     assert explain(COMFYUI).fault == UNKNOWN
@@ -706,7 +741,10 @@ def test_every_pattern_is_linear() -> None:
     known = read_knowledge()
     patterns = [p for cause in known.causes for p in (*cause.messages, *cause.needs)]
     patterns += [p for sign in known.signs for p in (*sign.match, *sign.unless)]
-    patterns += (*known.routine, *known.advice)
+    patterns += [p for cause in known.causes for p in cause.loose]
+    patterns += (*known.routine, *known.advice, *known.beside)
+    patterns += [p for fact in known.facts for p in fact.lines]
+    patterns += [p for x in known.generations for p in (x.cards, x.named)]
     patterns += [errors._UNPRINTABLE, diagnosis._FRAME, diagnosis._MODEL_FILE]
     assert [p.pattern for p in patterns if count_steps(p.pattern) > MOST_STEPS] == []
 

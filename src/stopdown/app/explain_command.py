@@ -124,6 +124,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
     show((diagnosis.fault, "bold"), f": {diagnosis.title}")
     show(f"\n{diagnosis.why}")
+    if diagnosis.run:
+        show(("\nThe run: ", "bold"), ", ".join(diagnosis.run))
     if diagnosis.evidence:
         show(("\nWhat shows it", "bold"))
     for clue in diagnosis.evidence:
