@@ -47,8 +47,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "pipelines")]
 
 from test_onnx_openvino import MODELS, list_inputs, plan_model  # noqa: E402 (the path is set above)
 
-from stopdown.checkpoints.onnx_openvino import export_component  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
+from stopdown.export.onnx_openvino import export_component  # noqa: E402
 from stopdown.interception import accumulation  # noqa: E402
 from stopdown.interception.patches import Patches  # noqa: E402
 from stopdown.numerics import iterate_tensors, relative_l2  # noqa: E402

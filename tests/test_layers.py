@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stopdown.extensions import PACKAGES
+
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
-    ("files",),
+    ("extensions", "files"),
     ("argument_types", "component_call_names", "number_formats", "records"),
     ("devices",),
     ("interception", "numerics"),
@@ -35,11 +40,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "doctor", "dtype_rules", "parallel"),
     ("runtime",),  # a guard puts plans on with `plans`
     ("batch", "quantizers"),  # workers make runs with `runtime`; quantizers put its guard on
-    ("benchmark",),  # its runs are those of plans, memory strategies and the guard
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
+    # beside the core, which finds them by `extensions`
+    ("bench", "export", "quantised", "ray_pool"),
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
@@ -55,6 +61,7 @@ LIGHT = (
     "diagnosis",
     "report",
     "app",
+    "extensions",
 )
 """What is loaded before a model is: imports nothing heavy when it is imported itself."""
 
@@ -71,19 +78,19 @@ TENSORLESS = (
     "batch.records",
     "comparison.records",
     "comparison.verdicts",
-    "benchmark.records",
-    "benchmark.table",
+    "bench.records",
+    "bench.table",
 )
 """What never sees a tensor: no torch, not even inside a function."""
 
 Sources = dict[str, ast.Module]
 
 
-def read_sources() -> Sources:
+def read_sources(package: Path = PACKAGE) -> Sources:
     """Every module of the package by its dotted name below `stopdown`, parsed."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
         name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
         found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
     return found
@@ -370,6 +377,50 @@ def test_light_dependencies_are_known() -> None:
         if name in SOURCES:
             roots = {t.split(".")[0] for t in iterate_imports_when_loaded(SOURCES[name])}
             assert roots <= known, name
+
+
+def list_missing_modules(sources: Sources) -> list[str]:
+    """Imports of modules of the package that are not there, also inside functions."""
+    folders = {name.rpartition(".")[0] for name in sources}
+    known = {"stopdown", *(f"stopdown.{name}" for name in (*sources, *folders))}
+    return [
+        f"{name} imports {target}"
+        for name, tree in sources.items()
+        for target in iterate_imports(tree)
+        if target.split(".")[0] == "stopdown" and name not in ("__init__", "__main__")
+        if not {target, target.rpartition(".")[0]} & (known - {"stopdown"}) and target != "stopdown"
+    ]
+
+
+def test_all_imports_are_there() -> None:
+    """Every module of the package that a module imports exists."""
+    assert list_missing_modules(SOURCES) == []
+    assert list_missing_modules(parse(frames="from stopdown.bunch.table import render")) == [
+        "frames imports stopdown.bunch.table.render"
+    ]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_beside_the_core_can_be_deleted(name: str, tmp_path: Path) -> None:
+    """Its folder and its line in `extensions`; what is left finds all that it imports, and shows help."""
+    package = tmp_path / "stopdown"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    shutil.rmtree(package / name)
+    registry = package / "extensions.py"
+    lines = registry.read_text(encoding="utf-8").splitlines(keepends=True)
+    left = [line for line in lines if line.strip() != f'"{name}",']
+    assert len(left) == len(lines) - 1
+    registry.write_text("".join(left), encoding="utf-8")
+    assert list_missing_modules(read_sources(package)) == []
+    done = subprocess.run(
+        [sys.executable, "-m", "stopdown", "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert " generate " in done.stdout
+    assert (f" {name} " in done.stdout) is False
 
 
 # The checkers find what is planted

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
-from stopdown.app.bench_command import BenchOptions, bench
 from stopdown.app.display import Display
-from stopdown.benchmark import session
-from stopdown.benchmark.records import Benchmark
-from stopdown.benchmark.session import hide_paths
-from stopdown.benchmark.subjects import choose_shape, make_generated
-from stopdown.benchmark.table import render
-from stopdown.benchmark.ways import WAYS
+from stopdown.bench import session
+from stopdown.bench.bench_command import BenchOptions, bench
+from stopdown.bench.records import Benchmark
+from stopdown.bench.session import hide_paths
+from stopdown.bench.subjects import choose_shape, make_generated
+from stopdown.bench.table import render
+from stopdown.bench.ways import WAYS
 from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.records import read_record

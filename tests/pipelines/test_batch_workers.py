@@ -219,7 +219,7 @@ def test_a_cluster_that_is_not_there(
 
 def test_versions_of_machines_are_compared() -> None:
     """A machine without the package or with another version is refused by name; an equal one is not."""
-    from stopdown.batch.ray_pool import _compare_versions
+    from stopdown.ray_pool.actors import _compare_versions
 
     here = {"stopdown": "0.1.0", "torch": "2.13.0+cpu"}
     _compare_versions("node", here, {"stopdown": "0.1.0", "torch": "2.13.0"})

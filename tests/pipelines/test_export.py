@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stopdown import rescale_
+from stopdown.export.scale_table import list_scales, write_table
 from stopdown.plans.plan_files import seal_plan, write_plan
-from stopdown.plans.scale_table import list_scales, write_table
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.testing import make_pipeline
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from test_quantised_files import make_t5
 
-from stopdown.checkpoints.onnx_openvino import ENDINGS, Form, export_component, list_inputs
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
 from stopdown.errors import OptionError
+from stopdown.export.onnx_openvino import ENDINGS, Form, export_component, list_inputs
 from stopdown.plans.exponents import scale_component
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.testing import make_pipeline

@@ -28,16 +28,16 @@ from models.weight_file_samples import (
     write_gguf,
     write_sample,
 )
-from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.errors import OptionError, ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import seal_plan
-from stopdown.plans.quantised_bounds import bound_weights
+from stopdown.quantised.gguf_files import SCALES
+from stopdown.quantised.quantised_bounds import bound_weights
+from stopdown.quantised.quantised_files import fold_file
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
-from stopdown.sources.gguf_files import SCALES
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.weight_files import open_weight_file
 

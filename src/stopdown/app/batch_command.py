@@ -54,6 +54,7 @@ from stopdown.devices.environment import (
     list_devices,
 )
 from stopdown.errors import InputError, OptionError
+from stopdown.extensions import require_offer
 from stopdown.files.outputs import find_record_path
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
@@ -62,8 +63,7 @@ from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
     from stopdown.batch.jobs import Prepared, Task
-    from stopdown.batch.pools import Pool
-    from stopdown.batch.ray_pool import Cluster
+    from stopdown.batch.pools import Cluster, Pool
     from stopdown.batch.settings import Settings
 
 SUMMARY, PAGE = "batch.json", "batch.html"
@@ -437,8 +437,7 @@ def _refuse_other_folder(store: Store) -> None:
 
 @contextmanager
 def _connect(options: BatchOptions, display: Display) -> Iterator[Cluster]:
-    from stopdown.batch.ray_pool import connect
-
+    connect = require_offer("connect_ray", "--ray")
     with connect(str(options.ray), options.workers, options.cpus_per_worker) as cluster:
         display.announce(cluster.described)
         yield cluster
@@ -453,9 +452,7 @@ def _open_pool(
 ) -> Pool:
     """The workers: of a cluster, in processes of their own, or the one in this process."""
     if cluster is not None:
-        from stopdown.batch.ray_pool import RayActors
-
-        return RayActors(cluster, prepared.job, store)
+        return cluster.make_workers(prepared.job, store)
     from stopdown.batch.pools import InProcess, Processes
 
     devices = _list_devices(options)

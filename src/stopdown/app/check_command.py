@@ -21,6 +21,7 @@ from stopdown.app.remedies import name_source
 from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
+from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.plans.plan_files import read_plan
@@ -169,7 +170,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
     refuse_unknown_device(options.device, takes_profile=True)
     shown = display or Display()
     shown.progress("import", "PyTorch", 0, 0)
-    from stopdown.dtype_rules.file_values import inspect_file
+    inspect_file = require_offer("inspect_file", "A check of a file by itself")
     from stopdown.sources.weight_files import open_weight_file
 
     path = Path(options.source).expanduser()

@@ -12,16 +12,15 @@ from typing import Annotated, Any
 import typer
 
 import stopdown
+from stopdown import extensions
 from stopdown.app import (
     batch_command,
-    bench_command,
     check_command,
     compare_command,
     convert_command,
     defaults_file,
     doctor_command,
     explain_command,
-    export_command,
     fit_command,
     generate_command,
     plan_command,
@@ -66,16 +65,16 @@ add_command(app, "batch", batch_command.main)
 add_command(app, "fit", fit_command.main)
 add_command(app, "plan", plan_command.main)
 add_command(app, "convert", convert_command.main)
-add_command(app, "export", export_command.main)
 add_command(
     app, "run", run_command.main, ignore_unknown_options=True, allow_interspersed_args=False
 )
 add_command(app, "check", check_command.main)
 add_command(app, "explain", explain_command.main)
 add_command(app, "doctor", doctor_command.main)
-add_command(app, "bench", bench_command.main)
 add_command(app, "compare", compare_command.main)
 add_command(app, "report", report_command.main)
+for name, main in extensions.list_commands().items():
+    add_command(app, name, main)
 
 
 def run(words: list[str]) -> int:

@@ -14,9 +14,9 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from stopdown.batch.jobs import Task
+from stopdown.batch.jobs import Prepared, Task
 from stopdown.batch.limits import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
@@ -175,6 +175,24 @@ class Workers(abc.ABC):
 
 
 Pool = InProcess | Workers
+
+
+class Cluster(Protocol):
+    """Machines that workers run on, as a package beside the core connects to them."""
+
+    @property
+    def described(self) -> str:
+        """What it is, as a sentence."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a plan has to be made there."""
+
+    def prepare(self, *given: Any, **named: Any) -> Prepared:
+        """Run `jobs.prepare` on a machine of the cluster."""
+
+    def make_workers(self, job: Job, store: Store) -> Workers:
+        """Return its workers, which are not begun yet."""
 
 
 class Processes(Workers):

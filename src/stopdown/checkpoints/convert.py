@@ -43,12 +43,12 @@ from stopdown.checkpoints.file_exponents import (
     rests_on_bounds,
 )
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
-from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.component_call_names import QUANT_METHOD
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_kept_fp32, is_autoencoder
 from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
+from stopdown.extensions import require_offer
 from stopdown.files.outputs import written_beside
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import FORMATS
@@ -58,6 +58,7 @@ from stopdown.pipelines.loader import complete_source, load_program, move_progra
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
     Rows,
+    put_file_bounds,
     spread_exponents,
     trace_columns,
     trace_rows,
@@ -70,7 +71,6 @@ from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import carry_plan, take_plan
-from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom
@@ -490,6 +490,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         _tell(progress, "write", part.suffix, 1, 2)
         entries = _list_entries(work, list(folds), name_exponents(spread, columns))
         if work.is_quantised:
+            fold_file = require_offer("fold_file", "A quantised file")
             fold_file(work.source.path, part, spread, _find_inputs(work, rows), entries)
         else:
             write_single_file(work.source.path, part, spread, entries, columns)

@@ -59,6 +59,7 @@ from stopdown.pipelines.requests import (
     list_needed_fields,
     list_prompts,
 )
+from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.plans.call_recorder import (
     PROMPTS,
     record_calls,
@@ -68,7 +69,6 @@ from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
-from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual

@@ -33,6 +33,7 @@ from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_component, load_program
 from stopdown.pipelines.requests import Request
+from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.dry_calls import list_source_calls
@@ -44,7 +45,6 @@ from stopdown.plans.precision import (
     leave_component,
     parse_fp16,
 )
-from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.plans.weight_fingerprints import sample_tensors
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual

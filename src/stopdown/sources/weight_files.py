@@ -1,10 +1,11 @@
-"""Weight files of any program as one list of weights: safetensors and GGUF, quantised or not.
+"""Weight files of any program as one list of weights.
 
 A weight knows how it is stored, where its bytes lie, and gives its values in fp32 piece by piece, so that
 no more than some megabytes are in memory. Nothing is known of a model: names are those of the file.
+Quantised files and GGUF are read by the package `quantised`, and refused without it.
 
-**Catches** what `headers` and `gguf_files` catch: files that are cut off, padded or of another format.
-**Does not catch** values: `dtype_rules.file_values` looks at those.
+**Catches** what `headers` catches: files that are cut off, padded or of another format.
+**Does not catch** values: `quantised.file_values` looks at those.
 """
 
 from __future__ import annotations
@@ -18,17 +19,9 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
+from stopdown.extensions import find_offer, require_offer
 from stopdown.number_formats import FORMATS
-from stopdown.sources import gguf_files
 from stopdown.sources.headers import StoredTensor, read_header, read_metadata
-from stopdown.sources.quantised_weights import (
-    MARKS,
-    QuantisedWeight,
-    find_quantised_weights,
-    iterate_rows,
-    read_methods,
-    spread_scale,
-)
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,8 @@ class FileWeight:
         read: gives its values in fp32 piece by piece; nothing where they cannot be unpacked.
         read_scales: gives its scales; None where it has none.
         is_scaled: it is codes that need a scale.
-        quantised: the tensors that it is made of in a safetensors file; None for one that is one tensor.
+        quantised: the tensors that it is made of in a safetensors file, a `QuantisedWeight`; None for one
+            that is one tensor.
     """
 
     name: str
@@ -53,7 +47,7 @@ class FileWeight:
     read: Callable[[], Iterator[torch.Tensor]]
     read_scales: Callable[[], torch.Tensor] | None = None
     is_scaled: bool = False
-    quantised: QuantisedWeight | None = None
+    quantised: Any = None
 
     def load(self) -> torch.Tensor:
         """All values, in fp32.
@@ -124,56 +118,37 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """A file's weights; only its header is read.
+    """Open a file's weights; only its header is read.
 
     Raises:
         DamagedFileError: it is not whole.
         OptionError: it is a GGUF file, and the package that reads them is not installed.
         OSError: it cannot be read.
     """
-    if path.suffix.lower() == ".gguf":
-        return _open_gguf(path)
-    tensors, metadata = read_header(path), read_metadata(path)
-    marks = [name for name in tensors if name.rpartition(".")[2] == "comfy_quant"]
-    methods = read_methods(
-        tensors, metadata, {name: bytes(_get(path, name).numpy()) for name in marks}
-    )
-    quantised = find_quantised_weights(tensors, methods)
-    parts = {part for x in quantised for part in (x.codes, x.scale, *x.others, x.input_scale)}
-    by_codes = {weight.codes: weight for weight in quantised}
-    weights = []
-    for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
-        if name in by_codes:
-            weights.append(_describe_quantised(path, tensors, by_codes[name]))
-        elif name not in parts and not _is_mark(name):
-            is_known = entry.dtype in FORMATS
-            read: Any = partial(_read_plain, path, name) if is_known else partial(iter, ())
-            weights.append(FileWeight(name, entry.shape, entry.dtype, entry.size_bytes, read))
-    return WeightFile(path, "safetensors", metadata, tuple(weights))
+    if (opened := find_offer("open_weight_file")) is not None:
+        found: WeightFile = opened(path)
+        return found
+    is_gguf = path.suffix.lower() == ".gguf"
+    tensors = {} if is_gguf else read_header(path)
+    if is_gguf or any(x.dtype in _CODES and len(x.shape) > 1 for x in tensors.values()):
+        require_offer("open_weight_file", f"{path} has quantised weights")
+    weights = [describe_plain(path, name, entry) for name, entry in tensors.items()]
+    return WeightFile(path, "safetensors", read_metadata(path), tuple(weights))
 
 
-def _is_mark(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last in MARKS or last.startswith("bitsandbytes__")
+_CODES = ("fp8-e4m3", "fp8-e5m2", "int8", "uint8")
+"""dtypes of what may be codes: values only with scales, which a plain reader does not know."""
 
 
-def _describe_quantised(
-    path: Path, tensors: Mapping[str, StoredTensor], weight: QuantisedWeight
-) -> FileWeight:
-    parts = [x for x in (weight.codes, weight.scale, *weight.others) if x]
-    return FileWeight(
-        weight.name,
-        tensors[weight.codes].shape,
-        weight.layout,
-        sum(tensors[part].size_bytes for part in parts),
-        partial(_read_quantised, path, weight),
-        partial(_get, path, weight.scale) if weight.scale else None,
-        is_scaled=True,
-        quantised=weight,
-    )
+def describe_plain(path: Path, name: str, entry: StoredTensor) -> FileWeight:
+    """Return a weight that is one tensor of a safetensors file."""
+    is_known = entry.dtype in FORMATS
+    read: Any = partial(_read_plain, path, name) if is_known else partial(iter, ())
+    return FileWeight(name, entry.shape, entry.dtype, entry.size_bytes, read)
 
 
-def _get(path: Path, name: str) -> torch.Tensor:
+def get_tensor(path: Path, name: str) -> torch.Tensor:
+    """Return one tensor of a safetensors file, as stored."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
@@ -181,40 +156,13 @@ def _get(path: Path, name: str) -> torch.Tensor:
 
 
 def _read_plain(path: Path, name: str) -> Iterator[torch.Tensor]:
-    tensor = _get(path, name)
+    tensor = get_tensor(path, name)
     for rows in iterate_rows(tensor) if tensor.dim() else (...,):
         yield tensor[rows].float()
 
 
-def _read_quantised(path: Path, weight: QuantisedWeight) -> Iterator[torch.Tensor]:
-    """Values of a weight; of one whose scales are arranged otherwise, nothing."""
-    codes, divisor = _get(path, weight.codes), weight.divisor
-    scale = _get(path, weight.scale) if weight.scale else torch.ones(())
-    is_packed = codes.dtype == torch.uint8 or any("weight_scale" in x for x in weight.others)
-    factor = None if is_packed or scale.element_size() < 2 else spread_scale(codes, scale)
-    if factor is None:
-        return
-    for rows in iterate_rows(codes):
-        yield codes[rows].float() * (factor[rows] if factor.dim() else factor).float() / divisor
-
-
-def _open_gguf(path: Path) -> WeightFile:
-    reader = gguf_files.open_gguf(path)
-    texts = gguf_files.read_texts(reader)
-    architecture = texts.get("general.architecture", "")
-    weights = tuple(map(_describe_block, sorted(reader.tensors, key=lambda x: x.data_offset)))
-    return WeightFile(path, f"GGUF {architecture}".strip(), texts, weights)
-
-
-def _describe_block(tensor: Any) -> FileWeight:
-    kind = tensor.tensor_type.name
-    is_scaled = kind not in gguf_files.PLAIN
-    return FileWeight(
-        str(tensor.name),
-        tuple(int(size) for size in reversed(tensor.shape)),
-        gguf_files.PLAIN.get(kind, kind),
-        int(tensor.n_bytes),
-        partial(gguf_files.unpack_rows, tensor),
-        partial(gguf_files.read_scales, tensor) if kind in gguf_files.SCALES else None,
-        is_scaled,
-    )
+def iterate_rows(codes: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows with 4 M values at most."""
+    rows = max(1, 2**22 // max(1, codes[:1].numel()))
+    for start in range(0, len(codes), rows):
+        yield slice(start, min(start + rows, len(codes)))

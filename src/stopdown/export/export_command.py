@@ -12,10 +12,10 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ForceOption, SizeOptions
 from stopdown.errors import OptionError
+from stopdown.export.scale_table import FORMATS, write_table
 from stopdown.files.outputs import check_target, refuse_nameless, written_beside
 from stopdown.pipelines.requests import Request
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.scale_table import FORMATS, write_table
 from stopdown.sources.sources import resolve_source, verify_source
 
 
@@ -105,7 +105,7 @@ def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
     )
     verify_source(source)
     load_libraries(display)
-    from stopdown.checkpoints.onnx_openvino import export_plan
+    from stopdown.export.onnx_openvino import export_plan
 
     request = Request(frames=options.frames, height=options.height, width=options.width)
     return export_plan(

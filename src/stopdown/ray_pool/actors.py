@@ -151,6 +151,10 @@ class Cluster:
         except self.ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from error
 
+    def make_workers(self, job: Job, store: Store) -> RayActors:
+        """Return its workers, which are not begun yet."""
+        return RayActors(self, job, store)
+
 
 def _check_nodes(ray: Any) -> None:
     """Refuse machines without Stopdown, or with other versions than here; each says so itself."""

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from stopdown.benchmark.measurement import REPEATS, Counter, measure_peak, time_attention
-from stopdown.benchmark.records import Benchmark, Measurement
-from stopdown.benchmark.subjects import Subject
-from stopdown.benchmark.ways import WAYS, Way, running
+from stopdown.bench.measurement import REPEATS, Counter, measure_peak, time_attention
+from stopdown.bench.records import Benchmark, Measurement
+from stopdown.bench.subjects import Subject
+from stopdown.bench.ways import WAYS, Way, running
 from stopdown.component_calls.call_interception import Rank
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.devices.device_memory import free_memory, is_out_of_memory

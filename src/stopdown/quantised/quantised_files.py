@@ -20,8 +20,8 @@ from safetensors import safe_open
 
 from stopdown.checkpoints.cards import refuse_rescaled
 from stopdown.errors import ScalingError
-from stopdown.plans.quantised_bounds import has_row_scales, is_power
-from stopdown.sources import gguf_files
+from stopdown.quantised import gguf_files
+from stopdown.quantised.quantised_bounds import has_row_scales, is_power
 from stopdown.sources.headers import (
     RESCALED_ENTRY,
     copy_with_metadata,

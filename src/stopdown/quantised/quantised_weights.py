@@ -12,7 +12,7 @@ torchao's tensors, bitsandbytes in 4 and 8 bits; codes whose scale is missing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -168,10 +168,3 @@ def spread_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Non
     for dim, (size, part) in enumerate(zip(codes.shape, scale.shape, strict=True)):
         scale = scale.repeat_interleave(size // part, dim)
     return scale
-
-
-def iterate_rows(codes: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows with 4 M values at most."""
-    rows = max(1, 2**22 // max(1, codes[:1].numel()))
-    for start in range(0, len(codes), rows):
-        yield slice(start, min(start + rows, len(codes)))

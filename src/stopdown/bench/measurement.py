@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stopdown.benchmark.records import KernelTime
+from stopdown.bench.records import KernelTime
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import free_memory, peak_memory
 from stopdown.devices.environment import Device

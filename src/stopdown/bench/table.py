@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stopdown.benchmark.records import Benchmark, Measurement
+from stopdown.bench.records import Benchmark, Measurement
 from stopdown.number_formats import format_bytes
 
 

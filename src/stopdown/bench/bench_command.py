@@ -15,8 +15,8 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import DeviceOption, ForceOption, SizeOptions
 from stopdown.app.request_options import check_counts, refuse_unknown_device
-from stopdown.benchmark.records import Benchmark
-from stopdown.benchmark.table import render
+from stopdown.bench.records import Benchmark
+from stopdown.bench.table import render
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.files.outputs import check_suffix, check_target, written_beside
@@ -26,7 +26,7 @@ from stopdown.records import describe_other, read_record, to_json
 from stopdown.sources.sources import resolve_source, verify_source
 
 if TYPE_CHECKING:
-    from stopdown.benchmark.subjects import Subject
+    from stopdown.bench.subjects import Subject
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
     """
     _check_options(options)
     load_libraries(display)
-    from stopdown.benchmark.session import begin, go_on
+    from stopdown.bench.session import begin, go_on
 
     device = choose_device(options.device)
     slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-") or "device"
@@ -155,7 +155,7 @@ _describe_other = functools.partial(describe_other, "benchmark")
 
 
 def _list_ways(options: BenchOptions) -> list[str]:
-    from stopdown.benchmark.ways import WAYS
+    from stopdown.bench.ways import WAYS
 
     unknown = [name for name in options.ways if name not in WAYS]
     if unknown:
@@ -169,7 +169,7 @@ def _list_ways(options: BenchOptions) -> list[str]:
 
 def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     """The model that was named, and generated weights of the size that was asked for or fits."""
-    from stopdown.benchmark.subjects import make_generated, make_real
+    from stopdown.bench.subjects import make_generated, make_real
     from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
     from stopdown.pipelines.loader import complete_source
     from stopdown.sources.component_classes import find_class
@@ -192,7 +192,7 @@ def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
 
 def find_size(device: Device) -> int:
     """Bytes in fp16 of the largest weights that fit in fp32, and on a CPU of those that take seconds."""
-    from stopdown.benchmark.subjects import FP32_SHARE
+    from stopdown.bench.subjects import FP32_SHARE
 
     fits = int(FP32_SHARE * device.memory_bytes / 2)
     return min(fits, _MOST_ON_CPU) if device.type == "cpu" else fits

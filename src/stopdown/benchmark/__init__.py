@@ -1,1 +1,0 @@
-"""What a device makes of each precision, measured: the table that `stopdown bench` writes."""

@@ -1,0 +1,3 @@
+"""Workers of a batch on a Ray cluster: `stopdown batch --ray`."""
+
+OFFERS = {"connect_ray": "actors.connect"}
