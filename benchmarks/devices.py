@@ -13,8 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from stopdown.bench.records import Benchmark
-from stopdown.bench.table import render
+from stopdown.bench.records import Benchmark, render
 from stopdown.records import read_record, to_json
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from stopdown import load, testing
-from stopdown.bench.measurement import Counter
+from stopdown.bench.session import Counter
 from stopdown.component_calls.call_interception import find_module
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.environment import describe_machine

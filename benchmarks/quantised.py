@@ -31,7 +31,7 @@ from stopdown.checkpoints.convert import convert
 from stopdown.devices.environment import describe_machine
 from stopdown.errors import OptionError
 from stopdown.plans.calibrated import measure_plan
-from stopdown.quantised.quantised_bounds import bound_weights
+from stopdown.quantised.quantised_files import bound_weights
 from stopdown.sources.sources import resolve_source
 from stopdown.sources.weight_files import load_weights, open_weight_file
 

@@ -17,10 +17,9 @@ from device.simulated_device import KIND, Simulated
 from stopdown.app.display import Display
 from stopdown.bench import session
 from stopdown.bench.bench_command import BenchOptions, bench
-from stopdown.bench.records import Benchmark
+from stopdown.bench.records import Benchmark, render
 from stopdown.bench.session import hide_paths
 from stopdown.bench.subjects import choose_shape, make_generated
-from stopdown.bench.table import render
 from stopdown.bench.ways import WAYS
 from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured

@@ -33,8 +33,7 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import seal_plan
 from stopdown.quantised.gguf_files import SCALES
-from stopdown.quantised.quantised_bounds import bound_weights
-from stopdown.quantised.quantised_files import fold_file
+from stopdown.quantised.quantised_files import bound_weights, fold_file
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds

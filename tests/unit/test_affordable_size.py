@@ -13,7 +13,7 @@ from models.pipeline_calls import make_pipeline
 from stopdown import testing
 from stopdown.devices.device_profiles import find_profile
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
-from stopdown.memory.affordable_size import choose_size
+from stopdown.memory.smaller_requests import choose_size
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import calibrated
 

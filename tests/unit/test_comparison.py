@@ -28,8 +28,7 @@ from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.prompts import LONGEST, read_prompts
-from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures
-from stopdown.comparison.thresholds import Thresholds
+from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures, Thresholds
 from stopdown.comparison.verdicts import (
     choose_reference,
     judge_cell,

@@ -27,7 +27,7 @@ from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.interception.patches import Patches
-from stopdown.memory import allocation_tracker, convolution_workspaces, offloader, smaller_calls
+from stopdown.memory import allocation_tracker, offloader, smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
@@ -120,8 +120,8 @@ def test_blocks_of_a_convolution_are_those_of_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], channels: int
 ) -> None:
     """oneDNN rounds three channels up to what a register holds: the copy of its output says so."""
-    monkeypatch.setattr(convolution_workspaces, "read_cpu_flags", lambda: flags)
-    monkeypatch.setattr(convolution_workspaces, "_select_backend", lambda *_: "ConvBackend.Mkldnn")
+    monkeypatch.setattr(allocation_tracker, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(allocation_tracker, "_select_backend", lambda *_: "ConvBackend.Mkldnn")
     module, given = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 8, 8)
     blocked = 64 * channels * 4
     assert count_call(module, given) == blocked + 64 * 3 * 4

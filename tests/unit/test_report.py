@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from models.comparisons import NAMES, RUN, make_comparison
-from stopdown.app.comparison_cards import strip_pictures
+from stopdown.app.comparison_cards import list_notes, list_rows, strip_pictures
 from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError
 from stopdown.records import BlockMaximum, RunRecord, from_json, to_json
-from stopdown.report import figures, formats
-from stopdown.report.comparison_table import list_notes, list_rows
+from stopdown.report import figures
 from stopdown.report.pages import render_comparison, render_run
 
 
@@ -291,4 +290,4 @@ def test_a_page_needs_no_torch(made: Comparison, tmp_path: Path) -> None:
 )
 def test_durations_are_read_at_a_glance(seconds: float, said: str) -> None:
     """Hours from an hour on; what rounds up to one is one."""
-    assert formats.format_seconds(seconds) == said
+    assert figures.format_seconds(seconds) == said

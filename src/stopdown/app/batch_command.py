@@ -41,10 +41,9 @@ from stopdown.app.request_options import (
     refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.batch.limits import TRIES
 from stopdown.batch.plan_versions import PlanVersions, read_versions
 from stopdown.batch.prompts import Item, is_url, naming_line, read_items
-from stopdown.batch.records import BatchRecord, ItemResult
+from stopdown.batch.records import TRIES, BatchRecord, ItemResult
 from stopdown.batch.request_digest import digest_request
 from stopdown.batch.stores import Store, open_store
 from stopdown.devices.environment import (

@@ -31,8 +31,7 @@ from stopdown.app.request_options import RequestOptions, find_source, read_reque
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.prompts import read_prompts
-from stopdown.comparison.records import BadLine, Comparison
-from stopdown.comparison.thresholds import Thresholds
+from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError
 from stopdown.files.outputs import (
     check_target,

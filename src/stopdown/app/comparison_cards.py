@@ -10,9 +10,11 @@ from rich.text import Text
 
 from stopdown.app.cards import print_card
 from stopdown.app.progress import make_table
-from stopdown.comparison.records import Comparison
+from stopdown.comparison.records import Comparison, Variant
+from stopdown.comparison.verdicts import pick_cells
 from stopdown.records import RunRecord
-from stopdown.report.comparison_table import list_notes, list_rows
+from stopdown.report import figures
+from stopdown.report.pages import SIGNS, WORDS
 
 _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 
@@ -49,3 +51,40 @@ def strip_pictures(record: Comparison | RunRecord) -> Comparison | RunRecord:
         for row in record.rows
     )
     return dataclasses.replace(record, rows=rows)
+
+
+_HEADINGS = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
+
+
+def list_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """One row of text for each precision, the headings first."""
+    return [_HEADINGS, *(_describe(variant, comparison) for variant in comparison.variants)]
+
+
+def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
+    cells = pick_cells(comparison.rows, variant.name)
+    psnr = figures.summarise_measure(cells, "psnr_db")
+    return (
+        variant.name,
+        f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
+        figures.format_number(psnr[1], 1),
+        figures.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
+        figures.format_number(figures.summarise_measure(cells, "flip")[1], 3),
+        figures.format_ratio(variant.time_ratios.get("all")),
+        figures.format_bits(figures.find_tightest(cells)[0]),
+    )
+
+
+def list_notes(comparison: Comparison) -> list[str]:
+    """The verdict, its reasons and what was not run, in whole sentences."""
+    notes = [comparison.headline, comparison.reference_reason]
+    notes += [f"{variant.name}: {' '.join(variant.reasons)}" for variant in comparison.variants]
+    notes += comparison.reasons
+    notes += [f"Line {x.line} of the prompts was not run: {x.reason}" for x in comparison.bad_lines]
+    for row in comparison.rows:
+        notes += [
+            f"{cell.precision} did not run on line {row.line}: {cell.error}"
+            for cell in row.cells
+            if cell.error
+        ]
+    return list(dict.fromkeys(notes))

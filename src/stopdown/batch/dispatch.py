@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from stopdown.batch.jobs import Task
-from stopdown.batch.limits import MOST_DEATHS, TRIES
 from stopdown.batch.plan_versions import PlanVersions
 from stopdown.batch.pools import Pool
-from stopdown.batch.records import ItemResult
+from stopdown.batch.records import MOST_DEATHS, TRIES, ItemResult
 from stopdown.batch.worker import Answer, fail_task
 from stopdown.errors import StopdownError
 

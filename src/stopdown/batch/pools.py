@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from stopdown.batch.jobs import Prepared, Task
-from stopdown.batch.limits import MOST_EARLY_DEATHS
+from stopdown.batch.records import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker

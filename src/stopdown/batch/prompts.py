@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from stopdown.batch.limits import MOST_ITEMS
+from stopdown.batch.records import MOST_ITEMS
 from stopdown.errors import InputError, take_first_line
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.pipelines.requests import MEDIA

@@ -10,6 +10,18 @@ from typing import Any, Literal
 
 from stopdown.records import SCHEMA, Decision, Finding, Repair
 
+MOST_ITEMS = 100_000
+
+TRIES = 3
+"""How often an item is begun before its workers' deaths are its result."""
+
+MOST_DEATHS = 10
+"""Deaths in a row, without an item between them, that end a batch: it is not the items then."""
+
+MOST_EARLY_DEATHS = 5
+"""Deaths in a row of workers that have not begun, which end a batch."""
+
+
 Status = Literal["made", "skipped", "failed"]
 
 

@@ -15,8 +15,7 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import DeviceOption, ForceOption, SizeOptions
 from stopdown.app.request_options import check_counts, refuse_unknown_device
-from stopdown.bench.records import Benchmark
-from stopdown.bench.table import render
+from stopdown.bench.records import Benchmark, render
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.files.outputs import check_suffix, check_target, written_beside

@@ -17,6 +17,7 @@ import torch
 
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import (
+    PARTING,
     SPOILT,
     CallError,
     Heat,
@@ -25,7 +26,6 @@ from stopdown.comparison.records import (
     count_bits,
     list_bits,
 )
-from stopdown.comparison.thresholds import PARTING
 from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
 from stopdown.numerics import iterate_leaves, relative_l2

@@ -11,8 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from stopdown.comparison.records import Cell, Measures, Row, Variant
-from stopdown.comparison.thresholds import Thresholds
+from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant
 
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 

@@ -40,7 +40,7 @@ from stopdown.dtype_rules.findings import generalise, make_finding, sort_finding
 from stopdown.errors import ignoring_warnings
 from stopdown.interception.accumulation import Sum, find_sums
 from stopdown.interception.patches import Patches
-from stopdown.memory.affordable_size import choose_size
+from stopdown.memory.smaller_requests import choose_size
 from stopdown.number_formats import FP16
 from stopdown.pipelines.dry_run import make_arguments
 from stopdown.records import Finding

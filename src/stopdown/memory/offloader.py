@@ -2,16 +2,19 @@
 call that still ran out of memory.
 
 The call that failed is run again with the same arguments; what came before it is kept. The strategy
-stays for the rest of the run.
+stays for the rest of the run. The weights of a group (a component, a block, a layer) wait on a store
+(`weight_stores`) until they are needed.
 
 **Catches** out-of-memory errors inside of components.
-**Does not catch** those outside of calls, and a process that the system kills instead of refusing.
+**Does not catch** those outside of calls, a process that the system kills instead of refusing, and code
+that reads the values of a module's weights outside of its `forward`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, intercept
-from stopdown.component_calls.components import Callee, find_callees, find_components
+from stopdown.component_calls.components import Callee, find_blocks, find_callees, find_components
 from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.interception.patches import Patches
@@ -31,14 +34,15 @@ from stopdown.memory.forecast import (
     predict_all,
     sort_by_time,
 )
-from stopdown.memory.placement import put_placement
+from stopdown.memory.run_memory import LISTS, weigh
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
-from stopdown.memory.strategies import Prediction
-from stopdown.memory.weight_stores import WeightStore
+from stopdown.memory.strategies import Placement, Prediction, Strategy, group_weights
+from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.number_formats import format_bytes
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
+from stopdown.scaling.call_watch import WAITING
 
 MOST_STEPS_DOWN = 4
 """How often one call may be tried again with something smaller."""
@@ -228,3 +232,70 @@ def _describe_misfit(fit: Fit, limit_bytes: int) -> StopdownError:
 def _round_up(count: float) -> str:
     """An amount of memory, no smaller than a number of bytes."""
     return f"{math.ceil(count / 2**20)}MiB"
+
+
+def put_placement(
+    pipe: Any,
+    strategy: Strategy,
+    strays: Mapping[str, Mapping[str, frozenset[str]]],
+    store: WeightStore,
+    patches: Patches,
+) -> None:
+    """Leave weights where they wait; `patches` takes the hooks off, `WeightStore.close` brings them back.
+
+    Every call of a component has to go through `WeightStore.stand`. What an earlier strategy left on the
+    store stays there.
+
+    Args:
+        strays: of the pipeline's dry run.
+
+    Raises:
+        OSError: the store's folder cannot be written.
+    """
+    store.clear()
+    for name, module in find_components(pipe).items():
+        own = strays.get(name, {})
+        _follow_casts(module, store, patches)
+        if strategy.placement == "resident":
+            store.bring(module)
+            continue
+        patches.set_attribute(module, WAITING, True)
+        store.move_buffers(module)
+        for group in _make_groups(module, strategy.placement, own, store):
+            store.keep(name, group, strategy.placement)
+            if group.path:
+                _hook_group(group, patches)
+
+
+def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches) -> None:
+    """Let a pipeline cast a component whose weights wait: `.to` has no values to cast."""
+    plain = module.to
+
+    @functools.wraps(plain)
+    def to(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None:
+            store.cast(module, dtype)
+        return plain(*args, **kwargs)
+
+    patches.set_attribute(module, "to", to)
+
+
+def _hook_group(group: WeightGroup, patches: Patches) -> None:
+    patches.defer(group.module.register_forward_pre_hook(group.on_enter).remove)
+    hook = group.module.register_forward_hook(group.on_leave, always_call=True)
+    patches.defer(hook.remove)
+
+
+def _make_groups(
+    module: torch.nn.Module,
+    placement: Placement,
+    strays: Mapping[str, frozenset[str]],
+    store: WeightStore,
+) -> Iterable[WeightGroup]:
+    """The groups of one component, those of its blocks and layers before its own."""
+    parts = dict(module.named_modules())
+    groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
+    for group, paths in groups.items():
+        tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]
+        yield WeightGroup(group, parts[group], tensors, store)

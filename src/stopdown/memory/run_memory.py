@@ -1,7 +1,9 @@
 """What a run of a pipeline takes, heard in its dry run: each component's calls, and the weights.
 
 Every storage is counted while the code runs without weights, so sizes, lifetimes, tiling, slicing and
-chunking are those of the real code, not of a formula.
+chunking are those of the real code, not of a formula. An autoencoder's code is run once for all tiles
+that have the same shapes; one that writes into what it is given, as Wan's do into its cache, or returns a
+part of it, runs for each tile.
 
 **Catches** what the pipeline does between the calls, in Python, too.
 **Does not catch** what `StorageTracker` does not; a component whose code reads values of its inputs: it
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_component
 from stopdown.component_calls.call import ComponentCall, sign_arguments
@@ -29,7 +33,6 @@ from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.tiles import Given, Tile, describe_output
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 
@@ -341,3 +344,76 @@ def _attention(fused: bool) -> Iterator[None]:
         return
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What an encoder or decoder made of a tile, and what that took.
+
+    Attributes:
+        peaks: module path → most bytes alive, counted from its start.
+        entries: module path → how often it was entered.
+        flops: of its matrix products, convolutions and attention.
+        output: what came back, each tensor as its shape, strides, dtype and device.
+    """
+
+    peaks: dict[str, int]
+    entries: dict[str, int]
+    flops: int
+    output: Any
+
+    def make_output(self) -> Any:
+        """The same again, in memory of its own."""
+        return pytree.tree_map_only(_Shape, lambda x: x.make(), self.output)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def describe_output(output: Any) -> Any:
+    """An output without its tensors, which would stay alive."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: _Shape(tuple(x.shape), x.stride(), x.dtype, x.device), output
+    )
+
+
+class Given:
+    """What a tile's code was given, as it was before it ran."""
+
+    def __init__(self, *given: Any) -> None:
+        self._given = given
+        self._leaves = [_refer(x) for x in pytree.tree_leaves(given)]
+
+    def is_left_alone(self, output: Any) -> bool:
+        """Whether it is as it was, and each tensor of the output has memory of its own."""
+        leaves = pytree.tree_leaves(self._given)
+        if len(leaves) != len(self._leaves) or not all(map(_is_same, self._leaves, leaves)):
+            return False
+        made = [x for x in pytree.tree_leaves(output) if x is not None]
+        if not all(isinstance(x, torch.Tensor) for x in made):
+            return False
+        storages = [x.untyped_storage() for x in made]
+        own = {id(x) for x in storages} - {
+            id(x.untyped_storage()) for x in leaves if isinstance(x, torch.Tensor)
+        }
+        return len(own) == len(made) and all(
+            storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
+        )
+
+
+def _refer(leaf: Any) -> Any:
+    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_same(before: Any, leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return isinstance(before, weakref.ref) and before() is leaf
+    return bool(before == leaf)

@@ -1,18 +1,33 @@
-"""Fewer frames or a smaller picture, for a run that fits in no other way.
+"""The size of a run in fp32 that nobody gave a size for: one that suits the model and fits into memory.
 
-Sizes are tried from large to small, as long as the model can make them: frames first, to a half,
-then the sides, keeping their ratio. What takes less at every size makes a bisection enough.
+A pipeline's own default is meant for the checkpoint of its authors. Where the configs of the components
+name a size that is far smaller (a small model, a test), that one is taken; then a dry run is made on
+fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
 
-**Does not catch** what a smaller picture loses: many models draw badly far from their own size.
+**Catches** a run that would end for want of memory.
+**Does not catch** what a dry run does not; a size that was asked for is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from stopdown.memory.forecast import Fit, choose
-from stopdown.pipelines.allowed_sizes import Grid
+import torch
+
+from stopdown.component_calls.components import find_components
+from stopdown.memory.forecast import Fit, choose, predict_resident
+from stopdown.pipelines.allowed_sizes import (
+    Grid,
+    choose_own_sides,
+    find_grid,
+    read_pipe_configs,
+)
+from stopdown.pipelines.requests import find_frames, find_target
+from stopdown.pipelines.skeletons import copy_skeleton
 
 VIDEO_SHARES = ((0.75, 1.0), (0.5, 1.0), (0.5, 0.75), (0.25, 0.75), (0.25, 0.5), (0.125, 0.5))
 """Shares of the frames and of each side that are tried, largest first."""
@@ -92,3 +107,81 @@ def _round_frames(frames: int, share: float, grid: Grid) -> int:
 
 def _round_side(side: int, share: float, grid: Grid) -> int:
     return side if share == 1.0 else max(1, int(side * share) // grid.side) * grid.side
+
+
+SHARE = 0.8
+"""Of the memory that there is: what stands beside a run, and what a forecast misses, take the rest."""
+
+
+def choose_size(
+    pipe: Any,
+    arguments: Mapping[str, Any],
+    *,
+    memory_bytes: int,
+    on_cpu: bool = True,
+    has_weights: bool = True,
+) -> tuple[dict[str, int], str]:
+    """Sizes to add to the arguments of a pipeline's call, and why; nothing where sizes are among them.
+
+    Args:
+        pipe: a pipeline with its weights, which are not read; it is left alone.
+        arguments: of its call.
+        memory_bytes: what the device has.
+        on_cpu: whether it runs on the CPU.
+        has_weights: all of them are there in fp32; False where a layer's are at a time.
+
+    Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.
+    """
+    names = {name: find_target(name, type(pipe)) for name in ("frames", "height", "width")}
+    if not names["height"] or not names["width"]:
+        return {}, ""  # it takes its size from the picture or video that it is given
+    if any(arguments.get(target) is not None for target in names.values() if target):
+        return {}, ""
+    own = choose_own_sides(pipe)
+    forecast = functools.partial(_forecast, pipe, on_cpu=on_cpu)
+    try:
+        peak, made = forecast({**arguments, **own})
+    except Exception:  # whatever a model's code does without values: there is no forecast
+        return own, ""
+    limit, passing = int(SHARE * memory_bytes), 0
+    if not has_weights:
+        parameters = (x for m in find_components(pipe).values() for x in m.parameters())
+        passing = sum(4 * x.numel() for x in parameters)
+    needed = peak.predictions[0].peak_bytes - passing
+    if made is None or needed <= limit:
+        return own, ""
+    found, size = _shrink(pipe, names, {**arguments, **own}, made, limit + passing, forecast)
+    why = (
+        f"It was run at {size} and not at {made}, where a run in fp32 takes {needed / 2**30:.1f} GiB, "
+        f"and {limit / 2**30:.1f} GiB are there for it."
+    )
+    return found, why
+
+
+def _shrink(
+    pipe: Any,
+    names: Mapping[str, str | None],
+    arguments: Mapping[str, Any],
+    size: Size,
+    limit: int,
+    forecast: Any,
+) -> tuple[dict[str, int], Size]:
+    def express(one: Size) -> dict[str, int]:
+        sizes = dataclasses.asdict(one)
+        return {target: sizes[name] for name, target in names.items() if target}
+
+    has_video = any(name in arguments for name in ("video", "control_video"))
+    sizes = list_smaller(
+        size, find_grid(read_pipe_configs(pipe)), keeps_frames=has_video or not names["frames"]
+    )
+    found = find_largest(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
+    made = found[0] if found else (sizes or [size])[-1]
+    return express(made), made
+
+
+def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:
+    """What a step in fp32 takes with all weights at hand, and the size of what it makes."""
+    skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
+    skeleton.set_progress_bar_config(disable=True)
+    fit = predict_resident(skeleton, arguments, on_cpu=on_cpu)
+    return fit, fit.sides and Size(find_frames(pipe, dict(arguments)), *fit.sides)

@@ -23,15 +23,14 @@ import torch
 from stopdown.component_calls.components import build_module, is_of_transformers
 from stopdown.errors import SourceError
 from stopdown.number_formats import list_some
-from stopdown.pipelines.skeleton_components import build_empty_component
+from stopdown.pipelines.skeletons import build_empty_component
 from stopdown.sources.component_classes import (
     describe_misfit,
     describing_failures,
     find_class,
     limited_building,
 )
-from stopdown.sources.component_prefixes import split_prefix
-from stopdown.sources.single_file_names import measure, take_apart
+from stopdown.sources.single_file_names import measure, split_prefix, take_apart
 from stopdown.sources.sources import Part, Source, has_weights
 from stopdown.sources.weight_files import read_shapes
 

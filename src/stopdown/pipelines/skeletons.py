@@ -1,9 +1,10 @@
 """A pipeline with everything but the weights: its own code and configs over fake parameters.
 
-`build_skeleton` makes one from a Diffusers folder, of which the configs are enough; `copy_skeleton`
-makes one from a pipeline in memory, with the dtype that each of its parameters has; `copy_module` one
-module of any program. What has no
-weights (scheduler, tokenizer, image processor) is real, or stood in for where its files are missing.
+A component has its real class, and parameters on fake tensors. Only configurations are read, so a
+checkpoint of any size is built in seconds and in next to no memory. `build_skeleton` makes one from a
+Diffusers folder; `copy_skeleton` makes one from a pipeline in memory, with the dtype that each of its
+parameters has; `copy_module` one module of any program. What has no weights (scheduler, tokenizer, image
+processor) is real, or stood in for where its files are missing.
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
 
 **Catches** what authors keep in fp32, as loading would; hooks, and the layers around the calls of a live
@@ -27,12 +28,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown.component_calls.call_interception import Rank, bared, copy_layers
-from stopdown.component_calls.components import find_components, find_kept_fp32
-from stopdown.graph.capture import find_mode, mark_as_parameter, name_parameters, renew_fakes
+from stopdown.component_calls.components import build_module, find_components, find_kept_fp32
+from stopdown.graph.capture import (
+    build_fake,
+    find_mode,
+    mark_as_parameter,
+    name_parameters,
+    renew_fakes,
+)
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
-from stopdown.pipelines.skeleton_components import build_empty_component
-from stopdown.sources.component_classes import describing_failures, find_class
+from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, has_weights
@@ -269,3 +275,38 @@ def _apply(
                         made = mark_as_parameter(made) if _is_parameter(tensor) else made
                         patches.set_item(table, name, made)
     return module
+
+
+def build_empty_component(
+    source: Source, name: str, dtype: torch.dtype, keep_fp32: bool = True
+) -> torch.nn.Module:
+    """One component of a source on fake tensors.
+
+    Raises:
+        SourceError: its configuration is missing or does not fit its class.
+    """
+    library, class_name = source.components[name]
+    module_class = find_class(library, class_name)
+    factory = functools.partial(build_module, module_class, source.described / name)
+    failures = describing_failures(source.described / name, class_name, has_weights=False)
+    with failures, limited_building():
+        module = build_fake(factory, dtype)
+    if keep_fp32:
+        kept = find_kept_fp32(module_class, name_dtype(dtype))
+        _widen(module, kept)
+    return module
+
+
+def build_component(source: Source, name: str) -> torch.nn.Module:
+    """One component of a source from its configuration, under whatever mode the caller has set."""
+    library, class_name = source.components[name]
+    return build_module(find_class(library, class_name), source.described / name)
+
+
+def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:
+    """The parameters below these names in fp32; nobody else holds this module yet."""
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_floating_point() and any(part in kept for part in name.split(".")):
+            path, _, leaf = name.rpartition(".")
+            wide = torch.nn.Parameter(parameter.detach().to(torch.float32), requires_grad=False)
+            module.get_submodule(path).register_parameter(leaf, wide)

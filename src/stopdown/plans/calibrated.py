@@ -40,7 +40,7 @@ from stopdown.devices.environment import Device, choose_device, name_device, pro
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import wait_
-from stopdown.memory.affordable_size import choose_size
+from stopdown.memory.smaller_requests import choose_size
 from stopdown.number_formats import FORMATS, FP16, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.pipelines.allowed_sizes import read_configs

@@ -34,7 +34,7 @@ from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_component, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
-from stopdown.pipelines.skeleton_components import build_component, build_empty_component
+from stopdown.pipelines.skeletons import build_component, build_empty_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import read_class_versions, seal_plan

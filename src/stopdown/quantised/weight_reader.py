@@ -1,26 +1,31 @@
 """Weight files with codes and scales: safetensors in any program's layout, and GGUF.
 
-**Catches** what `headers` and `gguf_files` catch: files that are cut off, padded or of another format.
-**Does not catch** values: `file_values` looks at those.
+A weight is codes times scales. `quantised_layouts.toml` has the names that programs give to both; what a
+file says of itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A
+power of two is folded in by multiplying one tensor, `scale`, that the whole weight is proportional to.
+
+**Catches** what `headers` and `gguf_files` catch: files that are cut off, padded or of another format;
+ComfyUI's scaled fp8 and its later layouts (fp8, int8, mxfp8, nvfp4), int8 with a scale a row, torchao's
+tensors, bitsandbytes in 4 and 8 bits; codes whose scale is missing.
+**Does not catch** values: `file_values` looks at those. Weights that were quantised and stored as 16-bit
+floats again are ordinary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from stopdown.files.json_files import UnreadableError, parse_json
+from stopdown.files.toml_files import read_rows
 from stopdown.quantised import gguf_files
-from stopdown.quantised.quantised_weights import (
-    MARKS,
-    QuantisedWeight,
-    find_quantised_weights,
-    read_methods,
-    spread_scale,
-)
 from stopdown.sources.headers import StoredTensor, read_header, read_metadata
 from stopdown.sources.weight_files import (
     FileWeight,
@@ -111,3 +116,151 @@ def _describe_block(tensor: Any) -> FileWeight:
         partial(gguf_files.read_scales, tensor) if kind in gguf_files.SCALES else None,
         is_scaled,
     )
+
+
+CODES = {"fp8-e4m3": "fp8", "fp8-e5m2": "fp8", "int8": "int8", "uint8": "uint8"}
+"""dtype of what may be codes → what it is called in a layout's name."""
+
+MARKS = ("scaled_fp8", "comfy_quant", "weight_format")
+"""Last parts of the names of tensors that only say how others are stored."""
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one program names the tensors of a quantised weight: a row of `quantised_layouts.toml`."""
+
+    name: str
+    codes: str
+    scale: str
+    others: tuple[str, ...] = ()
+    input_scale: str = ""
+    divisor: float = 1.0
+
+
+@functools.cache
+def _read_layouts() -> tuple[Layout, ...]:
+    return read_rows("quantised_layouts", "layout", Layout)
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """One weight of a file, as the tensors that it is made of.
+
+    Attributes:
+        name: of the weight: `blocks.0.ff.weight`.
+        layout: for people: `scaled fp8`, `int8 by rows`.
+        codes: tensor with the codes.
+        scale: tensor that the weight is proportional to; "" where it is missing.
+        others: further tensors of the weight.
+        input_scale: tensor that the layer's input is divided by; "" for none.
+        divisor: the weight is codes times scales over this.
+    """
+
+    name: str
+    layout: str
+    codes: str
+    scale: str
+    others: tuple[str, ...] = ()
+    input_scale: str = ""
+    divisor: float = 1.0
+
+
+def find_quantised_weights(
+    tensors: Mapping[str, StoredTensor], methods: Mapping[str, str] | None = None
+) -> list[QuantisedWeight]:
+    """Every quantised weight of a file, in its order.
+
+    Args:
+        tensors: the file's header.
+        methods: layer to the method that the file names for it.
+    """
+    found = []
+    for name, entry in tensors.items():
+        if entry.dtype not in CODES or (len(entry.shape) < 2 and entry.dtype != "uint8"):
+            continue
+        if weight := _read_weight(name, tensors, methods or {}):
+            found.append(weight)
+    owned = {part for weight in found for part in (weight.scale, *weight.others)}
+    return [weight for weight in found if weight.codes not in owned]
+
+
+def _read_weight(
+    name: str, tensors: Mapping[str, StoredTensor], methods: Mapping[str, str]
+) -> QuantisedWeight | None:
+    entry = tensors[name]
+    for layout in _read_layouts():
+        layer = name.removesuffix(layout.codes).removesuffix(".")
+        scale = _join(layer, layout.scale)
+        if not name.endswith(layout.codes) or scale not in tensors:
+            continue
+        others = [_join(layer, part) for part in layout.others]
+        given = _join(layer, layout.input_scale) if layout.input_scale else ""
+        named = layout.name.format(codes=CODES[entry.dtype])
+        by_rows = tensors[scale].shape[:1] == entry.shape[:1] and entry.dtype == "int8"
+        return QuantisedWeight(
+            _join(layer, "weight"),
+            methods.get(layer) or f"{named}{' by rows' if by_rows else ''}",
+            name,
+            scale,
+            tuple(other for other in others if other in tensors),
+            given if given in tensors else "",
+            layout.divisor,
+        )
+    if entry.dtype == "int8" and name.endswith("weight") and len(entry.shape) == 2:
+        return QuantisedWeight(name, "int8", name, "")
+    return None
+
+
+def _join(layer: str, part: str) -> str:
+    return f"{layer}.{part}" if layer else part
+
+
+def read_methods(
+    tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], marks: Mapping[str, bytes]
+) -> dict[str, str]:
+    """Layer to the method that a file names for it.
+
+    Args:
+        metadata: of the file.
+        marks: contents of its `comfy_quant` tensors.
+    """
+    said: dict[str, str] = {}
+    for name, content in marks.items():
+        layer = name.removesuffix("comfy_quant").removesuffix(".")
+        said[layer] = str(_parse(content.decode("utf-8", "replace")).get("format", ""))
+    for layer, entry in (
+        _parse(metadata.get("_quantization_metadata", "")).get("layers", {}).items()
+    ):
+        said[layer] = str(entry.get("format", "")) if isinstance(entry, dict) else ""
+    for name, text in metadata.items():
+        if name.endswith(".weight") and f"{name[:-7]}._weight_qdata" in tensors:
+            said[name[:-7]] = f"torchao {_parse(text).get('_type', '')}"
+    return {layer: method[:60] for layer, method in said.items() if method}
+
+
+def _parse(text: str) -> dict:
+    try:
+        found = parse_json(text.encode()) if text else {}
+    except UnreadableError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def spread_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+    """A scale in a shape that multiplies the codes: one number, one a row, or one a block; else None.
+
+    Args:
+        codes: `[R, ...]`.
+        scale: `[]`, `[1]`, `[R]`, `[R, 1...]`, or `[R / r, C / c]`.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.numel() == len(codes):
+        return scale.reshape(-1, *(1 for _ in codes.shape[1:]))
+    fits = scale.dim() == codes.dim() and all(
+        size % part == 0 for size, part in zip(codes.shape, scale.shape, strict=True)
+    )
+    if not fits:
+        return None
+    for dim, (size, part) in enumerate(zip(codes.shape, scale.shape, strict=True)):
+        scale = scale.repeat_interleave(size // part, dim)
+    return scale

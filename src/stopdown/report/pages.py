@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.records import Cell, Comparison, Variant
-from stopdown.comparison.thresholds import PARTING
+from stopdown.comparison.records import PARTING, Cell, Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import check_suffix, check_target, write_numbered, written_beside
 from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
-from stopdown.report import figures, formats
+from stopdown.report import figures
 
 WORDS = {
     "reference": "reference",
@@ -163,10 +162,10 @@ def _read_template(name: str) -> Any:
     environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
     environment.filters |= {
         "bytes": format_bytes,
-        "ratio": formats.format_ratio,
-        "seconds": formats.format_seconds,
-        "number": formats.format_number,
-        "bits": formats.format_bits,
+        "ratio": figures.format_ratio,
+        "seconds": figures.format_seconds,
+        "number": figures.format_number,
+        "bits": figures.format_bits,
         "bin": figures.choose_bin,
         "least": figures.describe_least,
     }
@@ -196,7 +195,7 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
 def _describe_cell(cell: Cell) -> dict[str, Any]:
     """What the page's player shows of a cell."""
     measures = cell.measures
-    said = "" if measures is None else f"{formats.format_number(measures.psnr_db, 1)} dB"
+    said = "" if measures is None else f"{figures.format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
         said = "identical"
     return {

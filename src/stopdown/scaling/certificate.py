@@ -36,9 +36,9 @@ from stopdown.graph.operations import list_with
 from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import Scaling, SumBound
-from stopdown.scaling.headroom import CALIBRATED_BITS
 from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Limit, Measured, split_values
+from stopdown.scaling.solver import CALIBRATED_BITS
 
 RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""

@@ -34,7 +34,7 @@ from stopdown.numerics import (
     measure_amax,
 )
 from stopdown.records import ResidualStream, Scaling
-from stopdown.scaling.headroom import ASKED_BITS
+from stopdown.scaling.solver import ASKED_BITS
 from stopdown.scaling.trial import Reference, count_layer_flops, run_call, try_scaling
 
 Failure = CaptureError | ScalingError

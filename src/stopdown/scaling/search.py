@@ -39,7 +39,6 @@ from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
-from stopdown.scaling.headroom import ASKED_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.measurement import Captures, Kind, measure_kinds
 from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
@@ -50,7 +49,13 @@ from stopdown.scaling.residual import (
     open_fp32_modules,
 )
 from stopdown.scaling.solution import describe_solution
-from stopdown.scaling.solver import Solution, explain_failure, solve_problem
+from stopdown.scaling.solver import (
+    ASKED_BITS,
+    HARDLY_BITS,
+    Solution,
+    explain_failure,
+    solve_problem,
+)
 from stopdown.scaling.symmetry import (
     find_used,
     keep_multiplies,

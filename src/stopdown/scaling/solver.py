@@ -24,9 +24,21 @@ from stopdown.component_call_names import list_outermost
 from stopdown.errors import ScalingError
 from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import find_format
-from stopdown.scaling.headroom import FREE_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Limit, Problem
+
+FREE_BITS = 4.0
+"""Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
+
+ASKED_BITS = 1.0
+"""What every 16-bit value keeps, and a matrix that hooks leave in fp16."""
+
+HARDLY_BITS = 0.01
+"""The same where that takes too much in fp32. It holds for the calls that were measured and few others."""
+
+CALIBRATED_BITS = 4.0
+"""Over what was measured, where a bound is not taken although there are bounds."""
+
 
 WIDEST = 48
 """No exponent of a parameter, value or multiply goes beyond this many bits."""

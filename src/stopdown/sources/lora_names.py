@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stopdown.sources.component_prefixes import DENOISER, split_prefix
 from stopdown.sources.headers import DamagedFileError, read_header
+from stopdown.sources.single_file_names import DENOISER, split_prefix
 
 _ROLES = {
     "lora_A": r"lora_A(\.\w+)?\.weight|lora[_.]down\.weight",
