@@ -541,11 +541,7 @@ EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 def explain_file(path: Path) -> Diagnosis:
-    """As `explain`, for a picture, a video, a folder of frames, a log, or a record of Stopdown.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """As `explain`, for a picture, a video, a folder of frames, a log, or a record of Stopdown."""
     from stopdown.frames import media
 
     if path.is_dir() and not any(path.glob("*.png")):

@@ -157,11 +157,7 @@ class Workers(abc.ABC):
         return None
 
     def _replace(self, number: int, reason: str) -> Event | None:
-        """Begin a worker in the place of a dead one; its death is an event where it had a task.
-
-        Raises:
-            StopdownError: too many died, one after the other, before they had begun.
-        """
+        """Begin a worker in the place of a dead one; its death is an event where it had a task."""
         was_busy = self._slots[number].state == "busy"
         deaths = 0 if was_busy else self._slots[number].deaths + 1
         if deaths >= MOST_EARLY_DEATHS:

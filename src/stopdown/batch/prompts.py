@@ -2,7 +2,6 @@
 
 **Catches** a file that is empty, not UTF-8 or no table; fields that are unknown or hold something
 else than they should; prompts longer than any text encoder reads; two items of one name.
-**Does not catch** prompts that a model does not understand.
 """
 
 from __future__ import annotations

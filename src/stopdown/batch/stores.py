@@ -2,9 +2,6 @@
 
 An output is whole or not there: in a folder it is written beside and renamed, elsewhere it is made in a
 temporary folder, uploaded under a temporary name, and renamed there.
-
-**Catches** places that cannot be written, before anything is made.
-**Does not catch** stores that rename without replacing in one step.
 """
 
 from __future__ import annotations
@@ -179,11 +176,7 @@ class Remote:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The place without what killed processes left; it cannot be locked.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """The place without what killed processes left; it cannot be locked."""
         self.check()
         with _swept(self):
             yield
@@ -225,11 +218,7 @@ def _swept(store: Store) -> Iterator[None]:
 
 
 def open_store(given: str) -> Store:
-    """The place that a path or URL names; a `file://` URL is a folder.
-
-    Raises:
-        OutputError: there is no such kind of place here.
-    """
+    """The place that a path or URL names; a `file://` URL is a folder."""
     if given.startswith("file://"):
         return Folder(Path(given.removeprefix("file://")))
     return Remote(given) if is_url(given) else Folder(Path(given))
@@ -252,9 +241,6 @@ def check_probe(store: Store, name: str, worker: str) -> None:
     Args:
         name: of the file that the worker wrote.
         worker: in words.
-
-    Raises:
-        OutputError: the file is not there.
     """
     if name not in store.list_names():
         raise OutputError(

@@ -2,9 +2,6 @@
 
 An item's bits are those of its request and of that plan, whatever was made before: a repair that a run
 finds is given back as a new version of the plan, and the model is loaded by it before the next item.
-
-**Catches** whatever goes wrong while an item is made: that is its result.
-**Does not catch** a full disk, or a model that cannot be loaded: they end the batch.
 """
 
 from __future__ import annotations
@@ -103,11 +100,7 @@ class Worker:
         return write_probe(self.store)
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
-        """Make one item, or find it made.
-
-        Raises:
-            StopdownError: the model cannot be loaded, or the output not be written.
-        """
+        """Make one item, or find it made."""
         found = find_finished(self.store, task, self.store.list_names())
         if found is not None:  # whoever made it died before it could say so
             return Answer(describe_result(task, found, "made"))

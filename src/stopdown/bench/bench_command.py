@@ -92,11 +92,7 @@ def main(options: BenchOptions) -> int:
 
 
 def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
-    """Measure, and write the record and its page after each row: the record, and where it stands.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type.
-    """
+    """Measure, and write the record and its page after each row: the record, and where it stands."""
     _check_options(options)
     load_libraries(display)
     from stopdown.bench.session import begin, go_on
@@ -202,11 +198,7 @@ _MOST_ON_CPU = 2**24
 
 
 def _take_up(path: Path, begun: Benchmark) -> Benchmark:
-    """What an earlier start left.
-
-    Raises:
-        InputError: it measured something else.
-    """
+    """What an earlier start left."""
     found = read_record(path, Benchmark)
     if dataclasses.replace(begun, memory_bytes=0) != dataclasses.replace(
         found,

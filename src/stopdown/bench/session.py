@@ -3,10 +3,6 @@
 A run in which blocks and latents are read comes first; it warms up and gives the error. Then one is
 counted, and some are timed with nothing on them. Memory is that of PyTorch's allocators; on the CPU the
 growth of resident memory, weights added.
-
-**Catches** a way that does not run: its row says why, and the others go on.
-**Does not catch** another program that uses the device meanwhile, and memory that a driver takes for
-itself.
 """
 
 from __future__ import annotations

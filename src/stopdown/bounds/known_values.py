@@ -242,11 +242,7 @@ class Operands:
         return self.known.bound(value) if isinstance(value, Node) else None
 
     def bound(self, value: Any) -> Bound:
-        """The bound of an argument.
-
-        Raises:
-            UnboundedError: there is none.
-        """
+        """The bound of an argument."""
         found = self.find(value)
         if found is None:
             raise UnboundedError

@@ -51,9 +51,6 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
     Args:
         said: by their metadata; "" for weights as they were.
         otherwise: what the remedy ends with.
-
-    Raises:
-        OptionError: they were.
     """
     if said:
         raise OptionError(

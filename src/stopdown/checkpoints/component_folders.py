@@ -23,11 +23,7 @@ from stopdown.sources.folders import edit_config, find_dtype_field, write_card, 
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:
-    """A component with its exponents, in fp16.
-
-    Raises:
-        OptionError: fp16 does not hold its weights: those of layers that no call reached.
-    """
+    """A component with its exponents, in fp16."""
     fold_scaling(module, found.scaling)
     cast_(module, torch.float16, found.scaling)
     bad = [

@@ -45,11 +45,7 @@ class Target:
 
 
 def choose_target(output: str | Path | Target, source: Source) -> Target:
-    """The place and its form; by the name of the place where no form is given.
-
-    Raises:
-        OptionError: the form does not fit the place, or the source.
-    """
+    """The place and its form; by the name of the place where no form is given."""
     if not isinstance(output, Target):
         is_file = Path(output).suffix.lower() in WEIGHT_FILES
         output = Target(output, "single" if is_file else "diffusers")

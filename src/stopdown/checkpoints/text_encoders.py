@@ -229,11 +229,7 @@ def convert_encoder(
 
 
 def load_encoder(encoder: Encoder) -> Any:
-    """The encoder in fp32, as Transformers loads it.
-
-    Raises:
-        SourceError: its weights do not fit it.
-    """
+    """The encoder in fp32, as Transformers loads it."""
     kind = find_class("transformers", encoder.class_name)
     with describing_failures(encoder.folder, encoder.class_name), limited_building():
         module, report = kind.from_pretrained(
@@ -260,9 +256,6 @@ def list_calls(
     Args:
         states: its hidden states are returned as well.
         lengths: in tokens; no longer than the model takes.
-
-    Raises:
-        SourceError: it has no vocabulary.
     """
     config = module.config.get_text_config()
     size = getattr(config, "vocab_size", 0)

@@ -156,11 +156,7 @@ def write_outcome(outcome: Outcome, path: Path) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """A cell as it was kept.
-
-    Raises:
-        InputError: the file was changed since.
-    """
+    """A cell as it was kept."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=Outcome, dec_hook=_decode)
     except Exception as error:  # whatever a changed file makes its parts raise

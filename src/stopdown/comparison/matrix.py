@@ -5,9 +5,6 @@ that grows warm or busy hits all alike. One seed is one noise: PyTorch draws it 
 same numbers come out rounded to each precision. A cell is written as it is done; when its row is
 whole it is measured against the reference, and only the measures and small pictures stay. A second
 start with the same request goes on behind what is there.
-
-**Catches** a precision that cannot be loaded or fails half way: its cells say so, the rest goes on.
-**Does not catch** noise that a pipeline draws on the device without a generator.
 """
 
 from __future__ import annotations
@@ -299,11 +296,7 @@ def compare(
 def number_prompts(
     given: str | Run | Sequence[str | Prompt | Run],
 ) -> tuple[list[Prompt], list[Run]]:
-    """Texts with their numbers, and functions, each with an empty text; one alone is a list of one.
-
-    Raises:
-        InputError: there are both.
-    """
+    """Texts with their numbers, and functions, each with an empty text; one alone is a list of one."""
     listed: Any = [given] if isinstance(given, str) or callable(given) else given
     expected = "A prompt is a text; a program that is no pipeline is run by a function."
     remedy = 'Use compare(pipe, ["a red circle"]).'

@@ -49,9 +49,6 @@ def read_values(result: Any) -> tuple[Frames, int]:
 
     Returns:
         The values with NaN and Inf as 0, and how many of them there were.
-
-    Raises:
-        OptionError: it gave neither.
     """
     leaves = iterate_leaves(result, (torch.Tensor, np.ndarray))
     floats = [x for x in map(torch.as_tensor, leaves) if x.is_floating_point()]

@@ -43,9 +43,6 @@ def make_sheet(frames: Frames, most_bytes: int) -> Sheet:
     Args:
         frames: `[T, H, W, 3]` uint8, or `[T, H, W]` for grey.
         most_bytes: of the file; the smallest trial is kept when none fits.
-
-    Raises:
-        ValueError: a frame is too large for any sheet.
     """
     last: Sheet | None = None
     thinned = [every for every in (1, 2, 4, 8) if every == 1 or len(frames) >= 4 * every]

@@ -21,9 +21,6 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
 
     Returns:
         Their names; one by component has a plus between its parts.
-
-    Raises:
-        OptionError: an entry is unknown, there are fewer than two, or one stands twice.
     """
     lists = (given,) if isinstance(given, str) else given
     names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))

@@ -1,9 +1,6 @@
 """A file of prompts, one a line; a line that cannot be a prompt is reported in its place.
 
 Empty lines are passed over.
-
-**Catches** lines that are not UTF-8, or longer than any text encoder reads.
-**Does not catch** prompts that a model does not understand.
 """
 
 from __future__ import annotations
@@ -20,11 +17,7 @@ _MOST_BYTES = 4 * LONGEST * 1_000
 
 
 def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
-    """Line numbers with their prompts, and the lines that are none.
-
-    Raises:
-        InputError: the file cannot be read, or holds no prompt at all.
-    """
+    """Line numbers with their prompts, and the lines that are none."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:

@@ -130,9 +130,6 @@ class Subject:
 
         Args:
             folder: where a plan that has to be made is kept for the next start.
-
-        Raises:
-            StopdownError: it cannot be loaded so, or has no plan.
         """
         found = self._opened.pop(name, None)
         if found is None:
@@ -269,11 +266,7 @@ def _fit(
 def _choose_tiling(
     source: Source, device: Device, request: Request, limit_bytes: int, names: Sequence[str]
 ) -> bool:
-    """Whether all precisions decode in tiles, from runs without weights.
-
-    Raises:
-        StopdownError: none of them stays within the limit.
-    """
+    """Whether all precisions decode in tiles, from runs without weights."""
     facts, supports = gather_facts(source), probe_formats(device)
     fits: list[Fit] = []
     for asked in dict.fromkeys(_LOADED_AS.get(name, name) for name in names):
@@ -318,11 +311,7 @@ def _describe(
 
 
 def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
-    """A copy of a pipeline with every component in one precision, or by a plan.
-
-    Raises:
-        OptionError: the precision is not the same for all components.
-    """
+    """A copy of a pipeline with every component in one precision, or by a plan."""
     dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
     copied = copy.deepcopy(pipe)
     for module in find_components(copied).values():

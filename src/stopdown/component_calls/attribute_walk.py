@@ -41,11 +41,7 @@ class Parts(NamedTuple):
 
 
 def find_parts(program: Any) -> Parts:
-    """The modules of a program, and the methods that a dict names.
-
-    Raises:
-        InputError: it holds no module, or names a method that is none.
-    """
+    """The modules of a program, and the methods that a dict names."""
     held = dict(program) if isinstance(program, Mapping) else {"": program}
     methods = {
         str(name): value

@@ -192,11 +192,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
 
 
 def refuse_run(run: Any, what: object) -> None:
-    """Refuse what would run something that is run by its own call.
-
-    Raises:
-        InputError: `run` is there.
-    """
+    """Refuse what would run something that is run by its own call."""
     if run is not None:
         raise InputError(
             f"A function that runs it was given for {what}.",

@@ -4,9 +4,6 @@ Diffusers' hooks that skip work (first block cache, pyramid attention broadcast,
 TaylorSeer…) count calls and keep outputs of earlier ones. Before a call is run again they are put back
 to what they held; when the component was changed in between, what they kept is dropped. A capture, which
 must see the whole call and no tensor from another one, runs beneath them.
-
-**Catches** states of the hooks that Diffusers itself resets.
-**Does not catch** caches of other libraries.
 """
 
 from __future__ import annotations

@@ -63,11 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def describing_out_of_memory() -> Iterator[None]:
-    """What a device raises when its memory is full, as a message.
-
-    Raises:
-        StopdownError: instead of any such error.
-    """
+    """What a device raises when its memory is full, as a message."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -198,11 +198,7 @@ def is_profile(name: str) -> bool:
 
 
 def find_profile(name: str) -> Profile:
-    """The profile with this name or alias, or in this TOML file.
-
-    Raises:
-        OptionError: there is none, or the file is not a profile.
-    """
+    """The profile with this name or alias, or in this TOML file."""
     if name.strip().endswith(".toml"):
         return _read_own(Path(name.strip()))
     found = _find_by_name(name)
@@ -325,9 +321,6 @@ def parse_profile(text: str, name: str) -> Profile:
     Args:
         text: the file's text.
         name: the file's name, for messages.
-
-    Raises:
-        OptionError: it is not TOML, lacks a fact or a source, or has a key that is unknown.
     """
     try:
         tables = tomllib.loads(text)

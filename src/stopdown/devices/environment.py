@@ -96,11 +96,7 @@ class RankSettings:
 
 
 def read_rank() -> RankSettings | None:
-    """Which of the processes that `torchrun` started this is; None for a process alone.
-
-    Raises:
-        OptionError: the variables are no numbers.
-    """
+    """Which of the processes that `torchrun` started this is; None for a process alone."""
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if not given["WORLD_SIZE"] or not given["RANK"]:
         return None
@@ -120,9 +116,6 @@ def cache_folder() -> Path:
     """The folder for what Stopdown keeps between runs; it need not exist yet.
 
     `STOPDOWN_CACHE` when it is set; else `stopdown` in the system's place for caches.
-
-    Raises:
-        OptionError: `STOPDOWN_CACHE` is not a folder.
     """
     given = os.environ.get("STOPDOWN_CACHE")
     if not given:
@@ -213,9 +206,6 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
         extra: of Stopdown, that brings it.
         what: needs it: `A LoRA`.
         otherwise: what the remedy ends with: ` or leave it out`.
-
-    Raises:
-        OptionError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise OptionError(
@@ -375,9 +365,6 @@ def name_device(function: str, given: Any) -> str | None:
 
     Args:
         function: that it was given to.
-
-    Raises:
-        OptionError: it is neither.
     """
     import torch
 
@@ -405,11 +392,7 @@ def choose_device(name: str = "auto") -> Device:
 
 
 def require_kernels(device: Device) -> Device:
-    """The same device.
-
-    Raises:
-        OptionError: this build of PyTorch has no kernels for it.
-    """
+    """The same device."""
     if said := device.missing:
         what = said.what.format(device=device)
         raise OptionError(what, expected=said.expected, remedy=f"{said.remedy}.")

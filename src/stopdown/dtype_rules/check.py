@@ -130,11 +130,7 @@ def check(
 
 
 def check_call(function: str, arguments: object, run: object) -> None:
-    """Refuse arguments of a call that are no table, and a `run` that cannot be called.
-
-    Raises:
-        OptionError: naming what was given.
-    """
+    """Refuse arguments of a call that are no table, and a `run` that cannot be called."""
     check_type(
         f"{function}(arguments=...)",
         arguments,
@@ -210,9 +206,6 @@ def find_source(named: str | Path | Source) -> Source:
 
     Args:
         named: a source, or its name.
-
-    Raises:
-        SourceError: there is none, or it asks for code of its own.
     """
     source = (
         named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)

@@ -99,9 +99,6 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
         skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
         place: whose rules hold.
         arguments: of the pipeline's call, instead of its defaults.
-
-    Raises:
-        OptionError: the pipeline does not take one of them.
     """
     refuse_unknown(type(skeleton), arguments or {})
     given = {**make_arguments(skeleton), **(arguments or {})}

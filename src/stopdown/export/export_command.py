@@ -88,11 +88,7 @@ def main(options: ExportOptions) -> int:
 
 
 def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
-    """The files that were written, one for each call of a component.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type; no output is left.
-    """
+    """The files that were written, one for each call of a component."""
     plan = read_plan(options.plan)
     if options.output is None or options.to is None:
         raise OptionError(

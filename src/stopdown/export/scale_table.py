@@ -4,9 +4,6 @@ What is stored is the value times `2**exponent`. A layer has the exponent of its
 of its output; the first two add up to the third. A program that leaves its weights as they are reaches the
 same range with one factor, as stable-diffusion.cpp does: the input times `scale` before the product, the
 output over `scale` behind it, in fp32. Where a weight is folded, the table is what was folded.
-
-**Catches** plans of before the exponents of inputs and outputs were kept: they say so.
-**Does not catch** what is no layer: values that only pass between layers have no row.
 """
 
 from __future__ import annotations
@@ -63,11 +60,7 @@ def _list_others(scaling: Scaling, *, biases: bool) -> Iterator[tuple[str, int]]
 
 
 def list_entries(plan: Plan) -> list[ComponentPlan]:
-    """The components of a plan that have exponents.
-
-    Raises:
-        PlanError: there is none, or the plan does not have the exponents of layers.
-    """
+    """The components of a plan that have exponents."""
     scaled = [entry for entry in plan.components if entry.scaling.exponents]
     if not scaled:
         raise PlanError(
@@ -88,9 +81,6 @@ def write_table(plan: Plan, ending: str) -> str:
 
     Args:
         ending: one of `FORMATS`.
-
-    Raises:
-        PlanError: the plan has no exponents of layers.
     """
     writers = {"txt": _write_text, "json": _write_json, "h": _write_header, "py": _write_python}
     return writers[ending](plan, list_entries(plan))

@@ -51,11 +51,7 @@ def read_json_table(
 
 
 def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file; nothing else is waited for.
-
-    Raises:
-        UnreadableError: it is not there, not a regular file, larger, or the system refuses.
-    """
+    """The content of a regular file; nothing else is waited for."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -64,11 +60,7 @@ def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """A regular file to read bytes from, at its beginning.
-
-    Raises:
-        UnreadableError: it is not there, not a regular file, or the system refuses.
-    """
+    """A regular file to read bytes from, at its beginning."""
     try:
         # Without O_NONBLOCK opening a named pipe waits for somebody who writes into it.
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # the caller closes it
@@ -91,9 +83,6 @@ def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
     Args:
         content: UTF-8.
         allows_infinity: also read `Infinity`, which Diffusers writes for bounds of schedulers.
-
-    Raises:
-        UnreadableError: it is not JSON, or over a limit.
     """
 
     def refuse_constant(text: str) -> float:

@@ -45,11 +45,7 @@ _PROBE_BYTES = 65536
 
 
 def refuse_nameless(path: str | os.PathLike[str], option: str = "with -o") -> None:
-    """Refuse `/`, `.` and `..`, which no file or folder of ours can take the place of.
-
-    Raises:
-        OutputError: naming the place.
-    """
+    """Refuse `/`, `.` and `..`, which no file or folder of ours can take the place of."""
     if Path(path).name in ("", ".."):
         raise OutputError(
             f"The output {os.fspath(path)} is a folder that cannot be replaced.",
@@ -101,9 +97,6 @@ def check_target(
         replaces: which file may be replaced; None for any. Of a folder: which one that is not empty.
         force: whether such a file is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace; None is passed over.
-
-    Raises:
-        OutputError: the place does not exist, is taken, or cannot be written.
     """
     refuse_nameless(path, option)
     shown, target = Path(path), _resolve(path)
@@ -150,9 +143,6 @@ def written_beside(
         path: where the finished file or folder belongs.
         option: how another place is given, for the message.
         replaces: as for `check_target`.
-
-    Raises:
-        OutputError: the operating system refused to write; the message says why.
     """
     refuse_nameless(path, option)
     shown, target = Path(path), _resolve(path)
@@ -176,9 +166,6 @@ def write_numbered(
 
     Returns:
         The path written; nothing was replaced, also not what another process wrote meanwhile.
-
-    Raises:
-        OutputError: the operating system refused to write; the message says why.
     """
     shown = Path(path)
     try:
@@ -216,11 +203,7 @@ def find_record_path(output: str | os.PathLike[str]) -> Path:
 
 
 def lock_folder(folder: Path, busy: InputError) -> filelock.BaseFileLock:
-    """An existing folder's lock, held by this process until it is released.
-
-    Raises:
-        InputError: `busy`, when another process holds it.
-    """
+    """An existing folder's lock, held by this process until it is released."""
     import filelock
 
     lock = filelock.FileLock(folder / LOCK)
@@ -233,11 +216,7 @@ def lock_folder(folder: Path, busy: InputError) -> filelock.BaseFileLock:
 
 @contextmanager
 def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
-    """An existing folder for this process alone within the block, after which its lock is gone.
-
-    Raises:
-        InputError: `busy`, when another process holds it.
-    """
+    """An existing folder for this process alone within the block, after which its lock is gone."""
     import filelock
 
     lock = filelock.FileLock(folder / LOCK)

@@ -33,11 +33,7 @@ def _find(*parts: str) -> Traversable:
 
 
 def read_rows(name: str, table: str, kind: type[_Row]) -> tuple[_Row, ...]:
-    """The rows of one table of `knowledge/rules/`, as records.
-
-    Raises:
-        msgspec.ValidationError: a row lacks a field, or has one that is unknown.
-    """
+    """The rows of one table of `knowledge/rules/`, as records."""
     return parse_rows(read_rules(name)[table], kind)
 
 

@@ -257,9 +257,6 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
 
     Returns:
         `[T, H, W, 3]` uint8.
-
-    Raises:
-        NonFiniteError: a value is NaN or Inf; a cast would make it black without a word.
     """
     import numpy as np
 

@@ -126,9 +126,6 @@ def capture_call(
         wide: names of parameters and buffers that are fp32 there.
         answers: to what the code asks tensors for; None notes them here when they are needed.
         operands: what is cast or kept in fp32 because the code mixes dtypes; None finds it here.
-
-    Raises:
-        CaptureError: the code cannot be traced; the message names the line.
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
@@ -206,11 +203,7 @@ def _observe(
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
-    """The module that a call belongs to: itself, or the owner of a bound method.
-
-    Raises:
-        CaptureError: the call is neither.
-    """
+    """The module that a call belongs to: itself, or the owner of a bound method."""
     owner = call if isinstance(call, torch.nn.Module) else getattr(call, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
         raise CaptureError(
@@ -485,11 +478,7 @@ class _Tracing:
             return find_operands(lambda: self._traced(*self._given), self._shadow)
 
     def export(self) -> Capture:
-        """The graph of the call.
-
-        Raises:
-            CaptureError: it cannot be traced.
-        """
+        """The graph of the call."""
         singles, tables = _watch_outputs(self._shadow), _watch_tables(self._shadow, self._kept)
         with (
             _alone_in_thread(),

@@ -12,9 +12,6 @@ A row of `knowledge/rules/operations.toml` gives operations that are alike in ev
 
 A new operation is one word in a row. One that is in no row is pinned, has no bound, and is reported by
 name. Which dtypes an operation takes together, by backend, is in `knowledge/rules/backend_dtypes.toml`.
-
-**Catches** the in-place form of an operation, which is found under its own name without the underscore.
-**Does not catch** overloads that differ in meaning: the rules look at the arguments.
 """
 
 from __future__ import annotations

@@ -89,9 +89,6 @@ def run_capture(
         kept_clamps: clamps at fp16's maximum that are part of what the model computes.
         known: of an earlier call; the weights are not measured again.
 
-    Raises:
-        ScalingError: a weight or a value is NaN or Inf in fp32 already.
-
     Cost: one forward in fp32, one pass and one host read for each value. Of weights that
     wait in their files, one operation's are there at a time.
     """

@@ -67,9 +67,6 @@ def predict_all(
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
-
-    Raises:
-        CaptureError: a component reads values of its inputs.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(

@@ -123,11 +123,7 @@ class Offloader:
         return self._store.run_call(call)
 
     def _step_down(self, callee: Callee, text: str) -> None:
-        """Put on the next strategy that takes less.
-
-        Raises:
-            StopdownError: there is none.
-        """
+        """Put on the next strategy that takes less."""
         free_memory()
         before = self.taken
         smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
@@ -166,9 +162,6 @@ def predict_run(
         fused: whether attention runs in a kernel that keeps no score matrix.
         speed: of the device; without it strategies are in the order of what they usually cost.
         device: where calls run.
-
-    Raises:
-        CaptureError: a component's code cannot be run dry.
     """
     skeleton = copy_skeleton(pipe)
     skeleton.set_progress_bar_config(disable=True)
@@ -196,9 +189,6 @@ def make_offloader(
     Args:
         fit: of the run.
         limit_bytes: of weights and values together.
-
-    Raises:
-        StopdownError: nothing fits; the message names the smallest.
     """
     chosen = choose(fit, limit_bytes)
     if chosen is None:
@@ -248,9 +238,6 @@ def put_placement(
 
     Args:
         strays: of the pipeline's dry run.
-
-    Raises:
-        OSError: the store's folder cannot be written.
     """
     store.clear()
     for name, module in find_components(pipe).items():

@@ -3,9 +3,6 @@
 A pipeline's own default is meant for the checkpoint of its authors. Where the configs of the components
 name a size that is far smaller (a small model, a test), that one is taken; then a dry run is made on
 fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
-
-**Catches** a run that would end for want of memory.
-**Does not catch** what a dry run does not; a size that was asked for is left alone.
 """
 
 from __future__ import annotations

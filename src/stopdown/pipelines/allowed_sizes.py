@@ -42,22 +42,14 @@ class Grid:
 
 
 def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
-    """The config of each component of a Diffusers folder, by component.
-
-    Raises:
-        SourceError: one cannot be read.
-    """
+    """The config of each component of a Diffusers folder, by component."""
     return {
         path.parent.name: read_description(path) for path in sorted(folder.glob("*/config.json"))
     }
 
 
 def find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
-    """The grid of a model, from the configs of its components.
-
-    Raises:
-        SourceError: they hold something else where sizes stand.
-    """
+    """The grid of a model, from the configs of its components."""
     try:
         return _find_grid(configs)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -173,11 +165,7 @@ def read_pipe_configs(pipe: Any) -> dict[str, dict[str, Any]]:
 def check_sizes(
     grid: Grid, *, frames: int | None = None, height: int | None = None, width: int | None = None
 ) -> None:
-    """Refuse sizes that the model cannot make, naming the nearest that it can.
-
-    Raises:
-        OptionError: a size does not fit the grid.
-    """
+    """Refuse sizes that the model cannot make, naming the nearest that it can."""
     height_only, width_only = grid.only or (0, 0)
     _check_side("height", height, grid, height_only)
     _check_side("width", width, grid, width_only)

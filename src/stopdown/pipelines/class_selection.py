@@ -32,11 +32,7 @@ class Selection:
     configs: dict[str, dict[str, Any]]
 
     def check_request(self, request: Request) -> None:
-        """Refuse arguments and sizes that the pipeline does not take.
-
-        Raises:
-            OptionError: the pipeline does not take the request, or lacks something.
-        """
+        """Refuse arguments and sizes that the pipeline does not take."""
         name_arguments(find_class("diffusers", self.source.pipeline_class), request)
         frames = request.frames if request.video is None else len(request.video)
         check_sizes(

@@ -55,9 +55,6 @@ def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
         path: single file.
         described: with the classes and configurations of its pipeline.
 
-    Raises:
-        SourceError: none of them is in the file.
-
     Cost: each component built once without weights, unless the file is whole.
     """
     shapes = {name: entry.shape for name, entry in read_shapes(path).items()}
@@ -143,11 +140,7 @@ def _convert_shapes(
 
 
 def load_parts(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The components that a file holds in fp32, from tensors by the names of the file.
-
-    Raises:
-        SourceError: the weights do not fit their model.
-    """
+    """The components that a file holds in fp32, from tensors by the names of the file."""
     return {part.name: _load_part(source, part, tensors).eval() for part in source.parts}
 
 

@@ -34,9 +34,6 @@ def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
 
     Returns:
         Diffusers' configuration that is in force.
-
-    Raises:
-        OptionError: the transformer has no plan, or the ranks do not fit.
     """
     from diffusers import ContextParallelConfig
 
@@ -58,11 +55,7 @@ def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
 
 
 def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
-    """What of a transformer is split and gathered: Diffusers' plan of its class, or the one that it lacks.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Return what of a transformer is split and gathered: by Diffusers' plan of its class, or by ours."""
     from stopdown.pipelines.cogvideox_parallel import PLANS
 
     name = type(transformer).__name__

@@ -7,10 +7,6 @@ plain arguments) are run once; those that follow get the same answer at once.
 
 What a run is made for are listeners: the check of dtypes, the forecast of memory, the calls of a
 certificate. Several may listen to one run.
-
-**Catches** what one request meets, of the size that it has.
-**Does not catch** branches that another request would take. A component whose code cannot run without
-values ends the run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ their authors pinned. Diffusers then builds the pipeline around the components.
 **Catches** weights that lack tensors of the model, have others than it, are integers where it has
 floats, or whose shapes do not fit it (Transformers would fill them at random); configurations of far
 more than the weights, before memory is taken.
-**Does not catch** wrong values.
 """
 
 from __future__ import annotations
@@ -92,11 +91,7 @@ def load_pipeline(
 
 
 def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | None = None) -> Any:
-    """As `load_pipeline`; of a file with parts of a pipeline, an object with one attribute for each.
-
-    Raises:
-        SourceError: as `load_pipeline`.
-    """
+    """As `load_pipeline`; of a file with parts of a pipeline, an object with one attribute for each."""
     if not source.parts:
         return load_pipeline(source, torch_dtypes=torch_dtypes, progress=progress)
     size = source.path.stat().st_size
@@ -120,9 +115,6 @@ def move_program(program: Any, device: Device) -> Any:
     """Have the weights of a module, a program or a pipeline on a device; it comes back.
 
     Weights that wait in their files are read there, one after the other.
-
-    Raises:
-        StopdownError: they do not fit.
     """
     modules = (
         [program] if isinstance(program, torch.nn.Module) else find_components(program).values()
@@ -146,9 +138,6 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
     Args:
         source: what `resolve_source` gave.
         progress: called with the bytes received.
-
-    Raises:
-        SourceError: a single file cannot be identified, or its configuration cannot be read.
     """
     if source.kind != "file":
         return source
@@ -211,11 +200,7 @@ def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
 def load_component(
     source: Source, name: str, dtype: torch.dtype | None = None, mapped: Path | None = None
 ) -> Any:
-    """Load one component of a folder; `dtype` and `mapped` are as for `load_pipeline`.
-
-    Raises:
-        SourceError: its weights do not fit it.
-    """
+    """Load one component of a folder; `dtype` and `mapped` are as for `load_pipeline`."""
     library, class_name = source.components[name]
     folder = source.path / name
     variant, files = find_weights(folder, source.variant)
@@ -248,11 +233,7 @@ def load_component(
 
 
 def _carries_plan(folder: Path) -> bool:
-    """Whether a component's configuration carries a plan for its weights as they are.
-
-    Raises:
-        SourceError: the weights have their exponents already.
-    """
+    """Whether a component's configuration carries a plan for its weights as they are."""
     method = read_description(folder / "config.json").get("quantization_config") or {}
     if method.get("quant_method") != QUANT_METHOD:
         return False

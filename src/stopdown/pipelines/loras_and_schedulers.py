@@ -126,11 +126,7 @@ def parse_lora(text: str) -> tuple[str, float]:
 
 
 def find_scheduler(name: str) -> str:
-    """The class of a scheduler, from its name with or without `Scheduler`, in any case.
-
-    Raises:
-        OptionError: Diffusers has none of that name; the message lists the nearest.
-    """
+    """The class of a scheduler, from its name with or without `Scheduler`, in any case."""
     known = list_library_classes("Scheduler")
     asked = name.strip().lower().removesuffix("scheduler")
     for found in known:
@@ -160,11 +156,7 @@ def put_extras(pipe: Any, source: Source) -> None:
 
 
 def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
-    """Put LoRAs on a pipeline, each with its weight; none does nothing.
-
-    Raises:
-        SourceError: one does not fit the pipeline.
-    """
+    """Put LoRAs on a pipeline, each with its weight; none does nothing."""
     if not loras:
         return
     if not hasattr(pipe, "load_lora_weights"):

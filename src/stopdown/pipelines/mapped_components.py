@@ -40,9 +40,6 @@ def map_component(
         dtype: of its weights; its authors may keep some in fp32. None leaves each as it is stored.
         stored: of each of its files, what the header says.
         folder: for the temporary files; None maps those of the checkpoint.
-
-    Raises:
-        OutputError: the disk is full.
     """
     from accelerate import init_empty_weights
 

@@ -113,9 +113,6 @@ def check_request(function: str, given: Request | None) -> Request | None:
 
     Args:
         function: that it was given to.
-
-    Raises:
-        OptionError: naming the attribute.
     """
     check_type(
         f"{function}(request=...)",
@@ -141,9 +138,6 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
 
     Args:
         function: that they were given to.
-
-    Raises:
-        OptionError: one is neither a text nor a table of arguments.
     """
     expected = "A prompt is a text, or a table of arguments of the pipeline's call."
     remedy = f'Use {function}(..., prompts=["a red circle"]).'
@@ -181,11 +175,7 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
 
 
 def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
-    """Refuse arguments that a pipeline's call does not take.
-
-    Raises:
-        OptionError: naming the first of them.
-    """
+    """Refuse arguments that a pipeline's call does not take."""
     taken = _read_signature(pipeline_class)
     for name in names:
         if name not in taken and not _takes_anything(pipeline_class):
@@ -207,9 +197,6 @@ def refuse_missing_prompt(class_name: str, components: Iterable[str], request: R
     Args:
         class_name: of the pipeline.
         components: names of what it has.
-
-    Raises:
-        OptionError: there is none.
     """
     if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
         return
@@ -285,9 +272,6 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
     Args:
         chooses_sides: add height and width when the request names none and the pipeline's default does
             not suit its configs.
-
-    Raises:
-        OptionError: as `name_arguments`.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_arguments(type(pipe), request)

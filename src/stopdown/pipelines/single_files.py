@@ -307,9 +307,6 @@ def put_file_bounds(source: Source, program: Any) -> Rows | None:
     Returns:
         The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.
 
-    Raises:
-        ScalingError: the file has too many rows.
-
     Cost: two loads without values, and a pass over the scales.
     """
     offered = find_offer("put_file_bounds")  # without it, no quantised file was loaded

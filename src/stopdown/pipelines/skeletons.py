@@ -56,9 +56,6 @@ def build_skeleton(
         source: what `resolve_source` gave; of its folders only the configs are read.
         torch_dtypes: component → dtype, fp32 where it is absent.
         keep_fp32: leave in fp32 what authors keep there; False for components that a plan rescales.
-
-    Raises:
-        SourceError: a config does not describe its class.
     """
     with quiet_libraries():
         parts = {name: _build(source, name, torch_dtypes, keep_fp32) for name in source.components}
@@ -280,11 +277,7 @@ def _apply(
 def build_empty_component(
     source: Source, name: str, dtype: torch.dtype, keep_fp32: bool = True
 ) -> torch.nn.Module:
-    """One component of a source on fake tensors.
-
-    Raises:
-        SourceError: its configuration is missing or does not fit its class.
-    """
+    """One component of a source on fake tensors."""
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
     factory = functools.partial(build_module, module_class, source.described / name)

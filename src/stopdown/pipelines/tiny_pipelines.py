@@ -141,9 +141,6 @@ def overflow_(module: torch.nn.Module) -> int:
 
     Returns:
         The exponent of two that its residual stream was multiplied by; 0 for a gated product.
-
-    Raises:
-        ValueError: there is no rule for this class.
     """
     known = read_streams()
     stream = known.get(type(module).__name__)

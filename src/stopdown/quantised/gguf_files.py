@@ -40,11 +40,7 @@ _MOST_VALUES = 2**20
 
 
 def require_gguf() -> Any:
-    """The `gguf` package.
-
-    Raises:
-        OptionError: it is not installed.
-    """
+    """The `gguf` package."""
     require_package("gguf", "gguf", "A GGUF file")
     import gguf
 
@@ -156,9 +152,6 @@ def fold_tensor(tensor: Any, rows: torch.Tensor) -> None:
     Args:
         tensor: of a reader in the mode `r+`.
         rows: exponents, `[R]`, or one for all.
-
-    Raises:
-        ScalingError: its type keeps no scale that could be multiplied.
     """
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and kind not in SCALES:

@@ -47,9 +47,6 @@ def put_file_bounds(source: Source, program: Any) -> Rows | None:
     Returns:
         The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.
 
-    Raises:
-        ScalingError: the file has too many rows.
-
     Cost: two loads without values, and a pass over the scales.
     """
     if source.kind != "file" or not (file := open_weight_file(source.path)).is_quantised:

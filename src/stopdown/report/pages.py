@@ -37,11 +37,7 @@ _MOST_BYTES = 2**28
 
 
 def read_any(path: Path) -> Comparison | RunRecord:
-    """The record in a JSON file, by its own word for what it is.
-
-    Raises:
-        InputError: it cannot be read, or is none that has a report.
-    """
+    """The record in a JSON file, by its own word for what it is."""
     try:
         raw = read_json_table(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
@@ -269,9 +265,6 @@ def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
         text: HTML.
         companions: as for `write_numbered`.
         numbered: replace nothing: take the first free name instead.
-
-    Raises:
-        OutputError: the file cannot be written, or holds something else.
     """
     content = text.encode(errors="replace")
     if numbered:

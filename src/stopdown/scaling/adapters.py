@@ -213,11 +213,7 @@ class _FollowedLayer:
             self.release()
 
     def follow(self, *, is_merging: bool = False) -> None:
-        """Bring the adapters to the exponents of the weight that they add to.
-
-        Raises:
-            ScalingError: there is no rule for one.
-        """
+        """Bring the adapters to the exponents of the weight that they add to."""
         layer: Any = self._layer()
         names = list_adapter_names(layer) - self._folds.planned
         for name in self._done.keys() - names:
@@ -348,9 +344,6 @@ def find_part_exponents(
 
     Returns:
         Exponents of a shape that is spread over the tensor.
-
-    Raises:
-        ScalingError: there is no rule; `what` is a clause without the layer's name.
     """
     if other := sorted(role for role in parts if not _ROLES_WITH_RULES.fullmatch(role)):
         raise ScalingError(f"it is neither a LoRA nor a DoRA, and there is no rule for {other[0]}")

@@ -201,11 +201,7 @@ class CallWatch:
 
     @contextlib.contextmanager
     def _using(self, *, is_on: bool) -> Iterator[None]:
-        """A call with the exponents on, or off: calls that want the same run at once.
-
-        Raises:
-            ReplacedError: other exponents were put on while this waited.
-        """
+        """A call with the exponents on, or off: calls that want the same run at once."""
         while not self._begin(is_on=is_on):
             with self._options.changing(), self._turn:
                 if not (self._users or self._is_removed or self._is_on == is_on):
@@ -311,11 +307,7 @@ class CallWatch:
             return None
 
     def _give_up(self, signature: str, method: str, why: str) -> None:
-        """Run calls of a signature without exponents from now on, and say so.
-
-        Raises:
-            ScalingError: the exponents cannot be taken off.
-        """
+        """Run calls of a signature without exponents from now on, and say so."""
         what = f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
         waits = vars(self.module).get(WAITING, False)
         if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
@@ -363,9 +355,6 @@ class CallWatch:
 
     def _check_weights(self) -> None:
         """Refuse weights that were rewritten under the exponents, or cast from the fp32 that they need.
-
-        Raises:
-            ScalingError: with their names.
 
         Cost: two comparisons for each folded tensor; no device is asked unless something changed.
         """

@@ -48,11 +48,7 @@ PEAK = 8.0
 
 
 def check_ranges(ranges: str | None) -> str:
-    """`measured`, `bound` or `auto`.
-
-    Raises:
-        OptionError: it is none of them.
-    """
+    """`measured`, `bound` or `auto`."""
     if ranges is None or ranges in RANGES:
         return ranges or "measured"
     raise OptionError(

@@ -84,9 +84,6 @@ def scale_by_hooks(
         failure: why; its words stand in the note of the result.
         reference: gives what its calls are tried against; None tries none.
 
-    Raises:
-        CaptureError, ScalingError: the failure, with why the fall-back does not do either.
-
     Cost: a forward in fp32 for each call, and one in `dtype` (not of large calls on a processor).
     """
     seen = _observe(module, calls)

@@ -142,9 +142,6 @@ def load_scaled(
 
     Returns:
         The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
-
-    Raises:
-        ScalingError: a name of the scaling is not in the module.
     """
     folds = {id(x): found for x, found in _locate(module, scaling.exponents)}
     patches = Patches()
@@ -293,11 +290,7 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
 
 def require_module(given: object, function: str) -> None:
-    """Refuse what is no module, and say what takes a whole pipeline.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Refuse what is no module, and say what takes a whole pipeline."""
     if not isinstance(given, torch.nn.Module):
         raise InputError(
             f"{function} was given a {type(given).__name__}, which is no module.",
@@ -318,9 +311,6 @@ def read_dtype(function: str, given: object) -> torch.dtype:
 
     Args:
         function: that it was given to.
-
-    Raises:
-        OptionError: it is neither.
     """
     if isinstance(given, str):
         return FORMATS[parse_precision(given)].torch_dtype
@@ -454,9 +444,6 @@ def put_stream(
 
     Args:
         wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
-
-    Raises:
-        ScalingError: a path of the stream is not in the module.
     """
     for path in stream.cast_output_up:
         hook = partial(_cast_output, dtype, torch.float32)
@@ -509,11 +496,7 @@ def _fold_parameters(
 def _locate(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
-    """Return each tensor that is folded, with its places and exponents.
-
-    Raises:
-        ScalingError: the module has no such tensor, or no such place in it.
-    """
+    """Return each tensor that is folded, with its places and exponents."""
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     located = []

@@ -64,9 +64,6 @@ class Captures:
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
         """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
 
-        Raises:
-            CaptureError: the code cannot be traced.
-
         Cost: a capture (seconds), the first time.
         """
         key = id(call), stream is None

@@ -1,9 +1,4 @@
-"""From a module and its arguments to folded exponents: capture, measure, solve, fold.
-
-**Catches** overflow and underflow of every 16-bit value in the calls that it is given.
-**Does not catch** larger ranges in other calls (the result is calibrated, not certified), and
-what a fused kernel keeps to itself.
-"""
+"""From a module and its arguments to folded exponents: capture, measure, solve, fold."""
 
 from __future__ import annotations
 
@@ -142,11 +137,7 @@ def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
 
 
 def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[PlainCall]:
-    """Return what is called, with its arguments: the module itself first.
-
-    Raises:
-        OptionError: arguments or calls have another form.
-    """
+    """Return what is called, with its arguments: the module itself first."""
     remedy = "Use rescale_(module, args, kwargs), or calls=[(module.decode, (x,), {})]."
     args = (args,) if isinstance(args, torch.Tensor) else args
     expected = "Positional arguments are a tensor, or a tuple of all; keyword arguments a table."
@@ -169,9 +160,6 @@ def explain_call(function: str, call: Callable[[], Any], error: Exception) -> No
         function: that it was given to.
         call: makes it.
         error: with which the function failed.
-
-    Raises:
-        OptionError: the call fails by itself.
     """
     try:
         with torch.no_grad():
@@ -192,11 +180,7 @@ def _narrow(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_residual(residual: str | None) -> str:
-    """`native` or `fp32`.
-
-    Raises:
-        OptionError: it is neither.
-    """
+    """`native` or `fp32`."""
     if residual is None or residual in RESIDUALS:
         return residual or "native"
     raise OptionError(

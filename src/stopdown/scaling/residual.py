@@ -57,9 +57,6 @@ def find_stream(
             cast query and key to the dtype of their input.
         rows: keep linears outside of lists of blocks in fp32 that multiply one row for each picture:
             embeddings of a timestep. They are next to no work, and every block reads them.
-
-    Raises:
-        ScalingError: nothing is summed or normalised there that a module writes.
     """
     readers = [_Reader(capture) for capture in captures]
     matrices = {path for reader in readers for path in reader.matrices}
@@ -138,11 +135,7 @@ def with_stream(
 
 
 def demand_agreement(plain: Capture, streamed: Capture) -> None:
-    """Refuse a stream under which operands or outputs would not have the dtype that they need.
-
-    Raises:
-        ScalingError: with the place.
-    """
+    """Refuse a stream under which operands or outputs would not have the dtype that they need."""
     mixed = find_mixed_operands(streamed.graph)
     mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
     if mixed:

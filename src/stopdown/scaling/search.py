@@ -118,9 +118,6 @@ def take_first(
 
     Args:
         left: gets why each strategy found nothing, while they are tried.
-
-    Raises:
-        CaptureError, ScalingError: the last of these reasons, when nothing was found at all.
     """
     left, found = [] if left is None else left, list[Found]()
     for strategy in strategies:
@@ -191,9 +188,6 @@ def find_scaling(
     Args:
         stream: under which the calls were measured.
         fp32_modules: let modules be kept in fp32.
-
-    Raises:
-        ScalingError: there are none.
     """
     casts = stream or ResidualStream((), ())
     state = cache(partial(
@@ -255,9 +249,6 @@ def find_folds(
         groups: `module.path.attribute` of eps that only change together.
         free: others that may change, each by itself; None for all. The rest stays as it is.
         narrow: classes of modules inside which fp32 values must fit into fp16 as well.
-
-    Raises:
-        ScalingError: there would be some, and the formats of weights do not hold them.
     """
     problem = state_problem(module, calls, narrow=narrow)
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
@@ -299,9 +290,6 @@ def scale_by_bounds(
         find_in_fp16: the same without modules in fp32. Where what was measured needs none, none are
             taken, and a bound holds with hardly any headroom, too.
 
-    Raises:
-        ScalingError: there are none.
-
     Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
     plain = [kind.measured for kind in kinds]
@@ -335,9 +323,6 @@ def scale_unmeasured(
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
         encoded: the limit of what encoders give.
-
-    Raises:
-        ScalingError: there are none.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
@@ -392,11 +377,7 @@ def _list_bounds(
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
-    """As `find`, refused where bounds are so loose that parameters would vanish in fp16.
-
-    Raises:
-        ScalingError: there are no exponents, or they would round a whole parameter away.
-    """
+    """As `find`, refused where bounds are so loose that parameters would vanish in fp16."""
     scaling = find(module, calls)
     for name, bits, fold in _list_stored(scaling, calls):
         if fold and bits < VANISHING_BITS:

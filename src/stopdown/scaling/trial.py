@@ -108,9 +108,6 @@ def _refuse_kept_state(
 ) -> None:
     """Refuse a module whose first call gives other values the second time because of what it keeps.
 
-    Raises:
-        ScalingError: with the names of what it keeps.
-
     Cost: a forward if a call wrote anything.
     """
     names = kept.list_changes()
@@ -342,11 +339,7 @@ def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference
 
 
 def _demand_alike(output: Any, run: Run) -> None:
-    """The same containers, shapes and kinds of values as in fp32, all of them finite.
-
-    Raises:
-        TrialError: with the first that is not.
-    """
+    """The same containers, shapes and kinds of values as in fp32, all of them finite."""
     leaves, spec = pytree.tree_flatten(output)
     before, known = pytree.tree_flatten(run.output)
     tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))
@@ -370,11 +363,7 @@ def _outline(spec: Any) -> str:
 
 
 def _demand_near(error: float, run: Run) -> None:
-    """No further from fp32 than bf16, or than rounding an output once to fp16 brings it.
-
-    Raises:
-        TrialError: with both errors.
-    """
+    """No further from fp32 than bf16, or than rounding an output once to fp16 brings it."""
     if why := describe_excess(error, run.bf16_rel_err):
         raise _refuse(f"its output is not that of fp32: {why}")
 
@@ -401,11 +390,7 @@ def _refuse(why: str) -> TrialError:
 
 
 def measure_error(output: Any, reference: Any) -> float:
-    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
-
-    Raises:
-        ValueError: there are more tensors in one than in the other.
-    """
+    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero."""
     errors = [0.0]
     for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
         is_finite = right.is_floating_point() and bool(right.isfinite().all())

@@ -51,11 +51,7 @@ def _name_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_quantised(module: torch.nn.Module) -> None:
-    """Refuse a module with quantised weights; it is left alone.
-
-    Raises:
-        ScalingError: with the method, or the weights and how they are packed.
-    """
+    """Refuse a module with quantised weights; it is left alone."""
     if found := find_quantised(module):
         raise ScalingError(
             f"{type(module).__name__} has quantised weights ({found}); they are left alone.",
@@ -69,9 +65,6 @@ def refuse_quantised(module: torch.nn.Module) -> None:
 
 def check_weights(module: torch.nn.Module) -> None:
     """Refuse weights that hold NaN or Inf, naming every tensor; those that wait in files are not read.
-
-    Raises:
-        ScalingError: with all of them.
 
     Cost: one pass and one host read for each tensor.
     """

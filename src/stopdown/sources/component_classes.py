@@ -2,7 +2,6 @@
 
 **Catches** classes that are no components, configurations of far more than the weights before memory is
 taken, and whatever libraries raise over files: one `SourceError` says what does not fit.
-**Does not catch** wrong values.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ MOST_PARTS = 200_000
 
 
 def find_class(library: str, class_name: str) -> Any:
-    """The class that a model index names, from Diffusers or Transformers and nowhere else.
-
-    Raises:
-        SourceError: the installed version has no such class, or it cannot be a component.
-    """
+    """The class that a model index names, from Diffusers or Transformers and nowhere else."""
     if library not in ("diffusers", "transformers"):
         library = f"diffusers.pipelines.{library}"
     try:
@@ -58,9 +53,6 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
 
     Args:
         stored: the tensors that it is loaded from; without them its values are not limited.
-
-    Raises:
-        SourceError: a limit is passed, while the component is built.
     """
     count, values = 0, 0
     # Each parameter is registered once without values and once with; 2 bits are the fewest of a value.
@@ -87,9 +79,6 @@ def describing_failures(path: Path, class_name: str, *, has_weights: bool = True
 
     Args:
         has_weights: False where only configurations are read.
-
-    Raises:
-        SourceError: instead of any other exception.
     """
     try:
         yield

@@ -2,10 +2,6 @@
 
 Everything that describes a component (configurations, tokenizers, the index, licences) is copied as
 it stands, so that only weights and the named fields differ from the original.
-
-**Catches** nothing: what is written is what it was given.
-**Does not catch** a full disk as such: the libraries' own errors come out as `OSError`, for
-`outputs.written_beside` to explain.
 """
 
 from __future__ import annotations
@@ -55,9 +51,6 @@ def write_weights(
 
     Args:
         metadata: entries beside those that the class writes into each file.
-
-    Raises:
-        OSError: the disk is full, or may not be written.
     """
     part = folder / "part"
     with told_as_oserror():

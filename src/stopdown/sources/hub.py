@@ -78,9 +78,6 @@ def download_snapshot(
         variant: of the weights, where a component has it.
         with_weights: without them only configurations and tokenizers come.
         progress: called with the bytes received.
-
-    Raises:
-        SourceError: weights are pickles only, or the download failed.
     """
     import huggingface_hub
 
@@ -102,11 +99,7 @@ def download_snapshot(
 
 
 def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
-    """The snapshot of a repository with one model of Transformers in it, or in one of its folders.
-
-    Raises:
-        SourceError: there is no such repository, it is gated, or the download failed.
-    """
+    """The snapshot of a repository with one model of Transformers in it, or in one of its folders."""
     import huggingface_hub
 
     place = f"{folder}/" if folder else ""
@@ -126,9 +119,6 @@ def download_component(repo: str, folder: str = "", *, revision: str | None = No
 
 def _check_files(paths: list[Path], repo: str) -> None:
     """Compare files that just came with the hashes that the Hub announced, by which the cache names them.
-
-    Raises:
-        SourceError: one is another; it is deleted from the cache.
 
     Cost: each file is read once.
     """
@@ -286,9 +276,6 @@ def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str
     Args:
         folders: the components that have weights.
         variant: of the weights, where a component has it.
-
-    Raises:
-        SourceError: a header cannot be fetched or read.
     """
     import huggingface_hub
 
@@ -338,11 +325,7 @@ def choose_files(
     variant: str = "",
     with_weights: bool = True,
 ) -> list[str]:
-    """The files of a repository that the given components are loaded from.
-
-    Raises:
-        SourceError: the weights of a component are pickles only.
-    """
+    """The files of a repository that the given components are loaded from."""
     chosen = ["model_index.json", *(name for name in files if name == PLAN_BESIDE)]
     refused = []
     for folder, has_weights in folders.items():

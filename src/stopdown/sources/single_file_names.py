@@ -100,11 +100,7 @@ def find_folder(component: str) -> str:
 
 
 def check_layouts(program: Any, components: Iterable[str]) -> None:
-    """Refuse a program of which a component has no names in single files.
-
-    Raises:
-        OptionError: naming every such component.
-    """
+    """Refuse a program of which a component has no names in single files."""
     problems = []
     for name in components:
         try:
@@ -124,9 +120,6 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
 
     Args:
         table: another one than that of its class.
-
-    Raises:
-        ScalingError: there is no table for its class.
     """
     found = _find_layout(module, table)
     rules = (*found.rules, *(read_layouts()[found.like].rules if found.like else ()))
@@ -198,9 +191,6 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]:
     """The tensors of a component as a single file has them; tied ones once.
-
-    Raises:
-        ScalingError: as `lay_out`.
 
     Cost: the memory of fused tensors.
     """

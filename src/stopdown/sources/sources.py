@@ -233,11 +233,7 @@ def find_kind(source: str | Path) -> str:
 def refuse_ignored(
     source: str | Path, revision: str | None = None, config: str | Path | None = None
 ) -> None:
-    """Refuse options that say nothing about this kind of source.
-
-    Raises:
-        OptionError: one of them does.
-    """
+    """Refuse options that say nothing about this kind of source."""
     kind = find_kind(source)
     if revision is not None and kind != "hub":
         raise OptionError(
@@ -350,11 +346,7 @@ def _describe_plain_folder(path: Path) -> SourceError:
 
 
 def verify_source(source: Source) -> None:
-    """Check a whole source before anything of it is loaded.
-
-    Raises:
-        SourceError: with every problem in one message, worst first.
-    """
+    """Check a whole source before anything of it is loaded."""
     if source.kind == "file":
         problems = list(_check_weight_file(source.path, "the file"))
     else:
@@ -363,11 +355,7 @@ def verify_source(source: Source) -> None:
 
 
 def verify_descriptions(source: Source) -> None:
-    """Check what its JSON files alone are refused for; weights and folders may be missing.
-
-    Raises:
-        SourceError: as `verify_source`.
-    """
+    """Check what its JSON files alone are refused for; weights and folders may be missing."""
     found = list(_find_refusals(source)) if source.kind != "component" else []
     for name, (_, class_name) in source.components.items():
         found += _check_configurations(source.path / name, class_name, may_lack=True)
@@ -595,9 +583,6 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
     """Component → dtype → bytes stored in it, from the headers of the weights alone.
 
     A single file is one component, `checkpoint`.
-
-    Raises:
-        SourceError: a file is damaged.
     """
     stored: dict[str, dict[str, int]] = {}
     for name, files in list_weight_files(source).items():

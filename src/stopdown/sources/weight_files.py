@@ -3,9 +3,6 @@
 A weight knows how it is stored, where its bytes lie, and gives its values in fp32 piece by piece, so that
 no more than some megabytes are in memory. Nothing is known of a model: names are those of the file.
 Quantised files and GGUF are read by the package `quantised`, and refused without it.
-
-**Catches** what `headers` catches: files that are cut off, padded or of another format.
-**Does not catch** values: `quantised.file_values` looks at those.
 """
 
 from __future__ import annotations
@@ -87,11 +84,7 @@ class WeightFile:
 
 
 def read_shapes(path: Path) -> dict[str, StoredTensor]:
-    """The weights of a file by name; those that are codes and scales stand as one in fp32 each.
-
-    Raises:
-        DamagedFileError: it is not whole.
-    """
+    """The weights of a file by name; those that are codes and scales stand as one in fp32 each."""
     file = open_weight_file(path)
     if not file.is_quantised:
         return read_header(path)
@@ -104,11 +97,7 @@ def read_shapes(path: Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a file as stored; those that are codes and scales in fp32.
-
-    Raises:
-        ScalingError: one of them cannot be unpacked.
-    """
+    """The weights of a file as stored; those that are codes and scales in fp32."""
     file = open_weight_file(path)
     if not file.is_quantised:
         from safetensors.torch import load_file
