@@ -435,7 +435,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plans that `auto` keeps are a convenience: a cache that cannot be written is told."""
-    from stopdown.app.generate_command import keep_updated
+    from stopdown.app.display import keep_updated
     from stopdown.records import Plan
 
     said: list[str] = []

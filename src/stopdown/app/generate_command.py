@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from stopdown.app.display import Display, load_libraries
+from stopdown.app.display import Display, keep_updated, load_libraries
 from stopdown.app.flags import (
     SHOWN,
     AllowOption,
@@ -50,7 +50,7 @@ from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import Request, refuse_missing_prompt
-from stopdown.plans.plan_files import describe_no_plan, keep_updated
+from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Finding, RunRecord, describe_no_run
 from stopdown.sources.sources import Source, fingerprint

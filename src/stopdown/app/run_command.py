@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from stopdown.app.display import keep_updated
 from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
@@ -25,7 +26,7 @@ from stopdown.devices.environment import choose_device, require_package
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
-from stopdown.plans.plan_files import describe_no_plan, keep_updated, read_plan
+from stopdown.plans.plan_files import describe_no_plan, read_plan
 from stopdown.plans.precision import PrecisionRequest, parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 

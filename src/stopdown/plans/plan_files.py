@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import msgspec
 
 from stopdown.argument_types import check_type
 from stopdown.devices.environment import cache_folder, read_version
-from stopdown.errors import InputError, OutputError, PlanError
+from stopdown.errors import InputError, PlanError
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.files.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.number_formats import FORMATS
@@ -208,31 +208,6 @@ def write_cached_plan(plan: Plan) -> Path:
     except OSError as error:
         raise explain_refusal(path.parent, error, "in STOPDOWN_CACHE") from error
     write_plan(plan, path)
-    return path
-
-
-def keep_updated(
-    updated: Plan, path: str | None, keeps: bool, announce: Callable[[str], None]
-) -> str | None:
-    """Write a plan with the repairs of a run for the next one; return its path, None if it was not kept.
-
-    Args:
-        path: of the plan that was named; None for one that `auto` made.
-        keeps: whether that one may be written.
-        announce: told what was done.
-    """
-    if path is None:
-        try:
-            path = str(write_cached_plan(updated))
-        except OutputError as error:  # it costs the next run a repair, and this one nothing
-            announce(f"The repair only lasts for this run, and was not kept. {error.what}")
-            return None
-    elif keeps:
-        write_plan(updated, path)
-    else:
-        announce(f"The repair only lasts for this run; --keep-repairs writes it into {path}.")
-        return None
-    announce(f"The repair was written into {path}, for the next run.")
     return path
 
 
