@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from stopdown import extensions
 from stopdown.extensions import PACKAGES
 
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
@@ -398,6 +399,19 @@ def test_all_imports_are_there() -> None:
     assert list_missing_modules(parse(frames="from stopdown.bunch.table import render")) == [
         "frames imports stopdown.bunch.table.render"
     ]
+
+
+def test_what_packages_offer_is_there() -> None:
+    """Each place in a table of offers is a function of a module of that package."""
+    offers = list(extensions.list_offers())
+    assert {package for package, _, _ in offers} == set(PACKAGES)
+    for package, _, place in offers:
+        module, _, function = place.partition(".")
+        assert function in {
+            node.name
+            for node in SOURCES[f"{package}.{module}"].body
+            if isinstance(node, ast.FunctionDef)
+        }, place
 
 
 @pytest.mark.parametrize("name", PACKAGES)

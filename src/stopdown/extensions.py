@@ -25,7 +25,7 @@ _COMMAND = "command "
 def find_offer(name: str) -> Callable[..., Any] | None:
     """Return the function that a package offers by a name; None if none does."""
     return next(
-        (_load(package, place) for package, key, place in _list_offers() if key == name), None
+        (_load(package, place) for package, key, place in list_offers() if key == name), None
     )
 
 
@@ -51,12 +51,13 @@ def list_commands() -> dict[str, Callable[..., Any]]:
     """Return the commands that packages add to the command line, by name."""
     return {
         key.removeprefix(_COMMAND): _load(package, place)
-        for package, key, place in _list_offers()
+        for package, key, place in list_offers()
         if key.startswith(_COMMAND)
     }
 
 
-def _list_offers() -> Iterator[tuple[str, str, str]]:
+def list_offers() -> Iterator[tuple[str, str, str]]:
+    """Yield what packages offer: package, name, place of the function in the package."""
     for package in PACKAGES:
         for key, place in import_module(f"stopdown.{package}").OFFERS.items():
             yield package, key, place

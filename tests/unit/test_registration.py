@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stopdown import extensions
 from stopdown.app import commands
 from stopdown.app.registration import add_command
 
@@ -79,11 +80,13 @@ def test_help_is_that_of_the_dataclass() -> None:
 def test_every_command_takes_the_fields_of_its_record() -> None:
     """No command has a parameter that its dataclass lacks; its own come first, those of all last."""
     found = typer.main.get_command(commands.app).commands  # type: ignore[attr-defined]
-    records = [
-        get_type_hints(module.main)["options"]
+    mains = [
+        module.main
         for name, module in vars(commands).items()
         if name.endswith("_command") and isinstance(module, ModuleType)
     ]
+    mains += extensions.list_commands().values()
+    records = [get_type_hints(main)["options"] for main in mains]
     shown = [
         [parameter.name for parameter in command.params if parameter.name != "help"]
         for command in found.values()

@@ -2,7 +2,7 @@
 
 OFFERS = {
     "open_weight_file": "weight_reader.open_weight_file",
-    "put_file_bounds": "quantised_bounds.put_file_bounds",
+    "put_file_bounds": "quantised_files.put_file_bounds",
     "fold_file": "quantised_files.fold_file",
     "inspect_file": "file_values.inspect_file",
 }
