@@ -176,9 +176,9 @@ def certify_one(folder: str) -> dict[str, Any]:
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "components": [
             {"component": x.component, "class": x.class_name, "precision": x.precision,
-             "certified": x.scaling.certified, "values": x.scaling.values,
-             "bounded": x.scaling.bounded,
-             "fp32_modules": list(x.scaling.fp32_modules), "headroom_bits": x.scaling.headroom_bits,
+             "certified": x.in_force.certified, "values": x.in_force.values,
+             "bounded": x.in_force.bounded,
+             "fp32_modules": list(x.in_force.fp32_modules), "headroom_bits": x.in_force.headroom_bits,
              "reasons": x.reasons}
             for x in plan.components
         ],

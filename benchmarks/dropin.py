@@ -129,11 +129,11 @@ def describe(name: str, kind: str, plan: Plan) -> dict[str, Any]:
     return {
         "name": name,
         "kind": kind,
-        "certified": sum(x.scaling.certified for x in plan.components),
+        "certified": sum(x.in_force.certified for x in plan.components),
         "components": len(plan.components),
         "in fp16": sum(x.precision == "fp16" for x in plan.components),
-        "fp32 modules": sum(len(x.scaling.fp32_modules) for x in plan.components),
-        "fp32 streams": sum(x.scaling.stream is not None for x in plan.components),
+        "fp32 modules": sum(len(x.in_force.fp32_modules) for x in plan.components),
+        "fp32 streams": sum(x.in_force.stream is not None for x in plan.components),
     }
 
 

@@ -479,7 +479,8 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.memory.offloader import make_offloader, predict_run
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
-    from stopdown.plans.plan_choice import choose_loader
+    from stopdown.plans.plan_choice import choose_plan
+    from stopdown.plans.planned_loader import load_plan
     from stopdown.sources.sources import resolve_source, verify_source
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
@@ -488,8 +489,8 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     chosen = select_pipeline(source, request)
     precision = str(name_plan(folder, stage)) if stage in _MADE_BY else stage
     begun = time.perf_counter()
-    loader = choose_loader(chosen.source, precision, device, request=request)
-    loaded = loader(move=False)
+    plan = choose_plan(chosen.source, precision, device, request=request)
+    loaded = load_plan(chosen.source, plan, device, move=False)
     load_s, load_peak = time.perf_counter() - begun, watch.restart()
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     pipe.set_progress_bar_config(disable=True)
@@ -595,16 +596,16 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     elapsed_s = time.perf_counter() - begun
     write_plan(made, folder / f"{stage}.json")
     entry = next(x for x in made.components if x.component == CASES[name].component)
-    exponents = entry.scaling.exponents.values()
+    exponents = entry.in_force.exponents.values()
     return {
         "elapsed_s": elapsed_s, "cpu_s": time.process_time(),
         "peak_bytes": watch.restart(), "precision": entry.precision,
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "headroom_bits": entry.scaling.headroom_bits, "folds": len(exponents),
+        "headroom_bits": entry.in_force.headroom_bits, "folds": len(exponents),
         "exponents": [min(exponents, default=0), max(exponents, default=0)],
-        "multiplies": len(entry.scaling.multiplies),
-        "fp32_modules": list(entry.scaling.fp32_modules), "certified": entry.scaling.certified,
-        "bounded": entry.scaling.bounded, "values": entry.scaling.values,
+        "multiplies": len(entry.in_force.multiplies),
+        "fp32_modules": list(entry.in_force.fp32_modules), "certified": entry.in_force.certified,
+        "bounded": entry.in_force.bounded, "values": entry.in_force.values,
         "reasons": entry.reasons, "stages_s": stages,
     }  # fmt: skip
 
@@ -623,7 +624,7 @@ def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     made = choose_sums(read_plan(name_plan(folder, stage)), "auto")
     entry = next(x for x in made.components if x.component == CASES[name].component)
     taken = entry.accumulation.fp16_sums if entry.accumulation is not None else {}
-    terms = {path: bound.terms for path, bound in entry.scaling.sums.items()}
+    terms = {path: bound.terms for path, bound in entry.in_force.sums.items()}
     return {
         "linears": len(terms), "fp16_sums": len(taken), "refused": list_refused(entry),
         "longest": max(terms.values()), "most_pieces": max(-(-terms[p] // x) for p, x in taken.items()),

@@ -101,8 +101,8 @@ def summarise(rows: list[dict[str, Any]], plan: Plan, dtypes: list[str]) -> dict
         "bf16_over_planned_worst": min(row["ratio"] for row in rows),
         "non_finite": sum(row[name]["non_finite"] for row in rows for name in PRECISIONS),
         "parameter_dtypes": dtypes,
-        "fp32_modules": {x.component: list(x.scaling.fp32_modules) for x in plan.components},
-        "headroom_bits": {x.component: x.scaling.headroom_bits for x in plan.components},
+        "fp32_modules": {x.component: list(x.in_force.fp32_modules) for x in plan.components},
+        "headroom_bits": {x.component: x.in_force.headroom_bits for x in plan.components},
     }
 
 

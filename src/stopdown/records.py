@@ -26,25 +26,6 @@ Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, repr=False)
-class Decision(Displayed):
-    """Which precision a call runs in, and why.
-
-    Attributes:
-        component: a component, or one direction of it: `transformer`, `vae.decode`.
-        precision: name of the format: `bf16`.
-        reason: a sentence with the facts that led here.
-        stored: format of most of its weights on disk, None when unknown.
-        kept_fp32: parts that the model's authors keep in fp32 whatever is asked.
-    """
-
-    component: str
-    precision: str
-    reason: str
-    stored: str | None = None
-    kept_fp32: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, repr=False)
 class Finding(Displayed):
     """Something that a user should look at.
 
@@ -435,7 +416,7 @@ class RunRecord(Displayed):
         device: where it ran: `cuda:0 (Tesla V100-SXM2-16GB)`.
         device_reason: why there.
         machine: versions and hardware.
-        decisions: precision of each component, with reasons.
+        decisions: how each component call ran, with the reason; without exponents.
         calls: what each component did.
         stages_s: seconds by stage: load, encode, denoise, decode, other, write.
         peak_bytes: highest memory during the run; how it was read stands in `peak_source`.
@@ -465,7 +446,7 @@ class RunRecord(Displayed):
     device: str
     device_reason: str
     machine: dict[str, Any]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[ComponentPlan, ...]
     calls: tuple[CallSummary, ...]
     stages_s: dict[str, float]
     peak_bytes: int
@@ -642,62 +623,87 @@ class Scaling(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class ComponentPlan(Displayed):
-    """How one component of a checkpoint is to run, and why.
+    """How one component runs, or one call of it, and why.
 
     Attributes:
-        component: name in the pipeline: `transformer`, `vae`.
-        class_name: class of its module.
+        component: name in the pipeline: `transformer`, `vae`; a call of it, `vae.decode`; or, as a repair,
+            a module in it, `transformer:blocks.1.ff`.
+        class_name: class of its module; "" if nothing rests on that.
         weights: sha256 over names, shapes and samples of its values, equal in fp32 and as stored.
         precision: `fp16`, `bf16`, `fp32`, or `as loaded` for what is left alone.
-        scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16.
+        scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16. None casts the
+            component as if it had been loaded so.
         calls: how many calls were measured.
         prompts: how many prompts they came from.
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
+        stored: format of most of its weights on disk; None when unknown.
+        kept_fp32: parts that stay in fp32.
     """
 
     component: str
-    class_name: str
-    weights: str
-    precision: str
-    scaling: Scaling = field(default_factory=Scaling)
+    class_name: str = ""
+    weights: str = ""
+    precision: str = "fp32"
+    scaling: Scaling | None = None
     calls: int = 0
     prompts: int = 0
     accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
+    stored: str | None = None
+    kept_fp32: tuple[str, ...] = ()
+
+    @property
+    def in_force(self) -> Scaling:
+        """The exponents that it runs with; empty ones for another format than fp16."""
+        return (self.scaling if self.precision == "fp16" else None) or Scaling()
+
+    @property
+    def reason(self) -> str:
+        """All reasons as one text."""
+        return " ".join(self.reasons)
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """All choices of precision for one checkpoint, as a file that can be kept.
+    """How a checkpoint runs: the precision of each component, with exponents or without; also a file.
 
     Attributes:
         source: the model as it was named; the class of the pipeline when it was made in memory.
-        fingerprint: sha256 over the checkpoint's files, empty for a pipeline in memory.
+        fingerprint: sha256 over the checkpoint's files; empty for a pipeline in memory, and where nothing
+            rests on the weights.
         pipeline: class of the pipeline that was measured.
         precision: what was asked for.
         versions: of the packages that the classes come from.
-        components: one entry for each component with weights.
+        components: one entry for each component with weights, or for each call of it.
         prompts: what was measured.
         steps: denoising steps of the measured runs.
         device: where it was measured.
         elapsed_s: seconds that it took.
-        seal: sha256 over everything else here; it shows that a file was edited.
+        seal: sha256 over everything else but `chosen`; it shows that a file was edited.
+        chosen: what reasons call it: `plan.json`; `a plan of its own, because fp16 was requested`.
     """
 
     source: str
-    fingerprint: str
-    pipeline: str
-    precision: str
-    versions: dict[str, str]
-    components: tuple[ComponentPlan, ...]
-    prompts: tuple[str, ...]
-    steps: int
-    device: str
-    elapsed_s: float
+    fingerprint: str = ""
+    pipeline: str = ""
+    precision: str = "fp16"
+    versions: dict[str, str] = field(default_factory=dict)
+    components: tuple[ComponentPlan, ...] = ()
+    prompts: tuple[str, ...] = ()
+    steps: int = 0
+    device: str = ""
+    elapsed_s: float = 0.0
     seal: str = ""
+    chosen: str = ""
     kind: str = "plan"
     schema: int = field(default=SCHEMA)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it says precisions alone, so that it holds for any weights."""
+        rests_on = self.seal or self.fingerprint or any(x.class_name for x in self.components)
+        return not rests_on
 
 
 @dataclass(frozen=True, repr=False)

@@ -94,6 +94,6 @@ def test_generate_without_an_option_works_on_a_small_device(
         record = json.loads(out)
         assert record["findings"] == []
         assert {entry["precision"] for entry in record["decisions"]} <= {"fp16", "fp32"}
-        assert any("a plan of its own" in entry["reason"] for entry in record["decisions"])
+        assert any("a plan of its own" in entry["reasons"][0] for entry in record["decisions"])
         assert record["strategy"] != "resident"
         monkeypatch.setattr(plan_choice, "certify_plan", None)  # the second run has no use for it

@@ -27,7 +27,6 @@ from stopdown.records import (
     BlockMaximum,
     CallSummary,
     ComponentPlan,
-    Decision,
     Finding,
     Plan,
     RunRecord,
@@ -46,7 +45,9 @@ RUN = RunRecord(
     device="cpu",
     device_reason="There is no other.",
     machine={"versions": {"torch": "2"}, "memory_bytes": 2**30},
-    decisions=(Decision("transformer", "bf16", "stored so", "bf16"),),
+    decisions=(
+        ComponentPlan("transformer", precision="bf16", reasons=("stored so",), stored="bf16"),
+    ),
     calls=(CallSummary("transformer", "denoise", 4, 1.5, ("bf16",), 0),),
     stages_s={"denoise": 1.5, "decode": 0.5},
     peak_bytes=3 * 2**20,

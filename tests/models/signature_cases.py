@@ -236,7 +236,7 @@ def plan_case(case: Case) -> Plan | None:
     """A plan of the first call alone; None if it has no exponents."""
     module = copy.deepcopy(case.module)
     plan = measure_plan({"part": module}, run=lambda: call(module, case.first))
-    return plan if plan.components[0].scaling.exponents else None
+    return plan if plan.components[0].in_force.exponents else None
 
 
 def draw_call(

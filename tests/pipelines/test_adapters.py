@@ -24,11 +24,12 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.tiny_pipelines import overflow_
-from stopdown.plans.applier import apply_plan, load_planned
+from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
+from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import folds
@@ -127,7 +128,7 @@ def test_a_lora_that_is_there_is_planned_with(styled: tuple[Any, Plan]) -> None:
     assert relative_l2(call_transformer(build()), reference) > 0.03
     entry = find_entry(plan)
     assert entry.precision == "fp16"
-    assert any("lora_B" in name for name in entry.scaling.exponents)
+    assert any("lora_B" in name for name in entry.in_force.exponents)
     with assert_untouched(pipe):
         with apply_plan(pipe, plan, cast=False):
             assert torch.equal(call_transformer(pipe), reference)
@@ -251,8 +252,8 @@ def test_a_certificate_with_a_lora_bounds_what_it_adds(tmp_path: Path, save_tiny
     found = {}
     for name, one in (("alone", source), ("styled", styled)):
         plan = certify_plan(one)
-        assert find_entry(plan).scaling.certified
-        pipe = load_planned(styled, plan, "plan.json", cpu).pipe
+        assert find_entry(plan).in_force.certified
+        pipe = load_plan(styled, plan, cpu).pipe
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found[name] = call_transformer(pipe, torch.float16)
@@ -289,7 +290,7 @@ def test_a_run_puts_a_lora_on_a_plan_that_was_made_without(
     lora = write_lora(build(), tmp_path) / "pytorch_lora_weights.safetensors"
     styled = dataclasses.replace(source, loras=((str(lora), 0.7),))
     cpu = choose_device("cpu")
-    loaded = load_planned(styled, plan, "plan.json", cpu).pipe
+    loaded = load_plan(styled, plan, cpu).pipe
     original = load_pipeline(styled, torch_dtypes=torch.float32)
     reference = call_transformer(original)
     assert relative_l2(call_transformer(loaded, torch.float16), reference) < 0.01

@@ -25,7 +25,7 @@ from stopdown.batch import jobs, request_digest, worker
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
 from stopdown.frames.media import write_media
-from stopdown.records import RunRecord, from_json
+from stopdown.records import Plan, RunRecord, from_json
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
 PROMPTS = "a red circle moving left\na blue square\na green circle\n"
@@ -529,11 +529,11 @@ def test_what_auto_decided_is_not_decided_again(
     before = read_summary()
     assert before.decisions
 
-    def decide(*_: object) -> Any:
-        return tuple(dataclasses.replace(x, precision="fp32") for x in before.decisions)
+    def decide(*_: object, **__: object) -> Plan:
+        wide = tuple(dataclasses.replace(x, precision="fp32") for x in before.decisions)
+        return Plan(model, components=wide)
 
-    monkeypatch.setattr(jobs, "decide", decide)
-    monkeypatch.setattr(jobs, "choose_plan", lambda *_, **__: None)
+    monkeypatch.setattr(jobs, "choose_plan", decide)
     Path("prompts.txt").write_text("a red circle\na blue square\n")
     assert run(*words)[0] == 0
     after = read_summary()

@@ -266,7 +266,7 @@ def test_a_certificate_of_a_part_needs_no_call(save: Callable[[str], Source]) ->
     plan = certify_plan(save("text encoder"))
     (entry,) = plan.components
     assert (entry.component, entry.precision, entry.calls) == ("text_encoder", "fp16", 0)
-    assert entry.scaling.certified
+    assert entry.in_force.certified
 
 
 def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> None:

@@ -541,7 +541,7 @@ def test_squares_fit_where_readers_keep_them_in_fp16(monkeypatch: pytest.MonkeyP
         narrow = express(has_config=False)
     assert narrow.anew
     assert 1 < _find_largest_output(module, narrow.scaling, tokens) < 256
-    assert express(has_config=True).scaling.exponents == entry.scaling.exponents
+    assert express(has_config=True).scaling.exponents == entry.in_force.exponents
 
 
 def _find_largest_output(
@@ -631,7 +631,7 @@ def test_an_effect_beyond_the_limit_is_refused(
 
 
 def count_left(plan: Plan) -> int:
-    return len(next(entry.scaling.eps for entry in plan.components if entry.component == "unet"))
+    return len(next(entry.in_force.eps for entry in plan.components if entry.component == "unet"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -646,7 +646,7 @@ def test_what_folds_cannot_do_is_carried(
     Plain `from_pretrained` gives the pixels of the plan itself, and so does our own loader.
     """
     folder, plan = save_planned("cogview3plus")
-    assert next(e for e in plan.components if e.component == "transformer").scaling.multiplies
+    assert next(e for e in plan.components if e.component == "transformer").in_force.multiplies
     record = convert_made("cogview3plus", folder, tmp_path / "out", plan)
     (carried,) = (x for x in record.components if x.precision == "as stored, with its plan")
     assert carried.component == "transformer"

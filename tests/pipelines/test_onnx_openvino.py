@@ -131,7 +131,7 @@ def test_a_graph_in_fp32_is_the_same_bit_for_bit(tmp_path: Path, form: Form, nam
     module, call = MODELS[name]()
     before = {key: x.clone() for key, x in module.state_dict().items()}
     entry = plan_model(module, call)
-    assert entry.scaling.exponents
+    assert entry.in_force.exponents
     made = []
     for number, plan in enumerate((None, entry)):
         path = tmp_path / f"{number}{ENDINGS[form]}"
@@ -170,8 +170,8 @@ def test_onnxruntime_in_fp16_is_right_with_the_exponents_alone(tmp_path: Path, n
     exact = found["exact"].astype(np.float64)
     assert not np.isfinite(found["bare"]).all()
     error = np.linalg.norm(found["scaled"] - exact) / np.linalg.norm(exact)
-    assert entry.scaling.trial is not None
-    assert error <= 2 * (entry.scaling.trial.rel_err or 0)
+    assert entry.in_force.trial is not None
+    assert error <= 2 * (entry.in_force.trial.rel_err or 0)
 
 
 @pytest.mark.slow

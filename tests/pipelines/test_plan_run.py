@@ -154,8 +154,8 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
     wanted = Request(height=height, width=32, steps=2, **frames)
     plan = measure_plan(pipe, prompts=["a red train"], request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
-    assert (entry.precision, entry.scaling.fp32_modules) == ("fp16", ())
-    assert (entry.scaling.headroom_bits or 0) >= 1  # for longer videos than the plan's
+    assert (entry.precision, entry.in_force.fp32_modules) == ("fp16", ())
+    assert (entry.in_force.headroom_bits or 0) >= 1  # for longer videos than the plan's
 
     def run_at(frames: int, height: int, width: int) -> torch.Tensor:
         asked = Request(
@@ -187,7 +187,7 @@ def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
     with apply_plan(pipe, plan):
         for entry in plan.components:
             module = getattr(pipe, entry.component)
-            assert entry.scaling.fp32_modules == ()
+            assert entry.in_force.fp32_modules == ()
             assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
@@ -260,12 +260,12 @@ def test_a_folder_is_measured_without_its_weights_in_fp32(
     monkeypatch.setattr(calibrated, "load_component", load)
     layered = stopdown.make_plan(folder, **ask)
     assert seen == {torch.float16}
-    assert {x.component for x in whole.components if x.scaling.exponents} == {"transformer"}
+    assert {x.component for x in whole.components if x.in_force.exponents} == {"transformer"}
     for one, other in zip(whole.components, layered.components, strict=True):
         assert one.precision == other.precision == "fp16"
         assert one.weights == other.weights
         assert dataclasses.replace(one.scaling, trial=None) == other.scaling
-        assert one.scaling.trial is not None
+        assert one.in_force.trial is not None
         assert other.reasons[-1].startswith("Its ranges were measured layer by layer")
     assert all(find_stored(x) is not None for module in loaded for x in module.parameters())
 
@@ -310,7 +310,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
     reasons = " ".join(planned["transformer"].reasons)
     assert "Leaving cannot be captured as a graph" in reasons
     assert "matrices run in fp16 between casts" in reasons
-    assert planned["transformer"].scaling.exponents == {}
+    assert planned["transformer"].in_force.exponents == {}
     assert planned["vae"].reasons == (
         "1 of its tensors hold NaN or Inf: encoder.conv_in.bias (1 of 8).",
         "fp32 is the reference.",
@@ -351,7 +351,7 @@ def test_the_command_line_plans_and_generates(
     record = read_record(find_record_path(clip), RunRecord)
     assert {d.precision for d in record.decisions} == {"fp16"}
     assert {call.precisions[0] for call in record.calls} == {"fp16"}
-    fp32_modules = {path for entry in plan.components for path in entry.scaling.fp32_modules}
+    fp32_modules = {path for entry in plan.components for path in entry.in_force.fp32_modules}
     assert {path for d in record.decisions for path in d.kept_fp32} == fp32_modules
     assert "tensors by exponents" in " ".join(d.reason for d in record.decisions)
 
@@ -372,7 +372,7 @@ def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     plan = measure_plan(pipe, prompts=["a red train"], residual="fp32", request=Request(steps=1))
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
-    assert entry.scaling.stream is not None
+    assert entry.in_force.stream is not None
     assert any("residual stream is fp32" in reason for reason in entry.reasons)
     reference = run(pipe, "cogview3plus")
     with assert_untouched(pipe):

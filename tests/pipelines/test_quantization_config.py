@@ -146,7 +146,7 @@ def test_a_text_encoder_without_a_pipeline_is_certified(cogvideox: Path, tmp_pat
 
     shutil.copytree(cogvideox / "text_encoder", tmp_path / "t5")
     encoder = load_encoder(tmp_path / "t5")
-    assert encoder.hf_quantizer.applied_plan.components[0].scaling.certified
+    assert encoder.hf_quantizer.applied_plan.components[0].in_force.certified
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_an_encoder_that_also_sees_is_certified(tmp_path: Path, name: str) -> No
             (torch.float32, {}),
         )
     )
-    assert encoder.hf_quantizer.applied_plan.components[0].scaling.certified
+    assert encoder.hf_quantizer.applied_plan.components[0].in_force.certified
     _, args, options = make_call(name, module, "right")
     with torch.no_grad():
         wanted = wide(*args, **options)[0]
@@ -290,7 +290,7 @@ def test_a_saved_model_loads_again_by_itself(cogvideox: Path, tmp_path: Path, na
     first.save_pretrained(tmp_path / name)
     again = load(tmp_path if name == "transformer" else tmp_path / name, quantization_config=None)
     assert have_same_weights(first, again)
-    assert again.hf_quantizer.applied_plan.components[0].scaling.exponents
+    assert again.hf_quantizer.applied_plan.components[0].in_force.exponents
     said = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
     assert said["quantization_config"]["quant_method"] == "stopdown"
 

@@ -135,9 +135,9 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     assert updated is not None
     (entry,) = (entry for entry in updated.components if entry.component == "transformer")
     (before,) = (entry for entry in plan.components if entry.component == "transformer")
-    assert (entry.precision, entry.scaling.fp32_modules) == (
+    assert (entry.precision, entry.in_force.fp32_modules) == (
         precision,
-        (*before.scaling.fp32_modules, *fp32_modules),
+        (*before.in_force.fp32_modules, *fp32_modules),
     )
     assert entry.weights == before.weights
     assert updated.seal != plan.seal

@@ -90,7 +90,7 @@ def plan_module(module: nn.Module, kwargs: dict[str, Any]) -> Plan:
 def planned(module: nn.Module, kwargs: dict[str, Any]) -> Iterator[AppliedPlan]:
     plan = plan_module(module, kwargs)
     assert plan.components[0].precision == "fp16"
-    assert plan.components[0].scaling.exponents
+    assert plan.components[0].in_force.exponents
     with assert_untouched({"part": module}), apply_plan({"part": module}, plan) as applied:
         yield applied
 

@@ -14,7 +14,7 @@ from stopdown.component_calls.components import Callee
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError, OptionError
 from stopdown.number_formats import FORMATS
-from stopdown.records import Decision
+from stopdown.records import ComponentPlan
 from stopdown.runtime.clamps import find_clamping
 from stopdown.runtime.fault_texts import suggest_remedy
 from stopdown.runtime.guard import Guard, GuardOptions
@@ -128,7 +128,7 @@ def test_the_whole_message() -> None:
     """What, where, expected with its reason, and what to type."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
     reason = 'It fits. Not "calibrated".'
-    decisions = (Decision("transformer", "fp16", reason),)
+    decisions = (ComponentPlan("transformer", precision="fp16", reasons=(reason,)),)
     error = run_checked(pipe, "cogvideox", decisions=decisions)
     assert error.what == "`transformer` gave 256 NaN in 256 values at step 1 of 2, in fp16."
     assert error.expected.startswith("Its inputs were finite (largest ")

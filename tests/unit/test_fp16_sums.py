@@ -146,7 +146,7 @@ def test_inputs_at_the_bound_never_overflow_a_certified_layer(certified: tuple[P
             assert module is not None
             layer = module.get_submodule(path)
             assert isinstance(layer, torch.nn.Linear)
-            bound = entry.scaling.sums[path]
+            bound = entry.in_force.sums[path]
             assert bound.largest is not None
             tried += _push(layer, terms, bound.largest)
     assert tried > 100

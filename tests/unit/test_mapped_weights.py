@@ -29,8 +29,9 @@ from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines import loader
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.plans.applier import apply_plan, load_planned
+from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.sources.sources import resolve_source
 
@@ -212,8 +213,8 @@ def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
     plain = load_pipeline(source, torch_dtypes=torch.float32)
     with apply_plan(plain, plan):
         right = {part: name_parameters(x) for part, x in find_components(plain).items()}
-        loaded = find_components(load_planned(source, plan, "plan.json", cpu).pipe)
-        waiting = find_components(load_planned(source, plan, "plan.json", cpu, move=False).pipe)
+        loaded = find_components(load_plan(source, plan, cpu).pipe)
+        waiting = find_components(load_plan(source, plan, cpu, move=False).pipe)
         store = WeightStore("cpu", None)
         for part, tensors in right.items():
             found, later = name_parameters(loaded[part]), name_parameters(waiting[part])
@@ -231,9 +232,8 @@ def test_a_plan_that_was_loaded_comes_off_in_fp32(save_tiny: Callable[..., Path]
     """Its exponents are gone then, and values that fp16 held are those that were stored."""
     source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
     plan = measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
-    loaded = load_planned(source, plan, "plan.json", choose_device("cpu"))
-    assert loaded.loaded_plan is not None
-    loaded.loaded_plan.off["transformer"].undo()
+    loaded = load_plan(source, plan, choose_device("cpu"))
+    loaded.off["transformer"].undo()
     plain = load_pipeline(source, torch_dtypes=torch.float32).transformer
     for key, tensor in name_parameters(loaded.pipe.transformer).items():
         assert tensor.dtype == torch.float32
@@ -255,8 +255,8 @@ def test_weights_are_known_wherever_they_wait(save_tiny: Callable[..., Path]) ->
         measure_plan(source, request=SMALL, prompts=("a",), device="cpu"),
         choose_device("cpu"),
     )
-    there = load_planned(source, plan, "plan.json", cpu).pipe.transformer
-    waiting = load_planned(source, plan, "plan.json", cpu, move=False).pipe.transformer
+    there = load_plan(source, plan, cpu).pipe.transformer
+    waiting = load_plan(source, plan, cpu, move=False).pipe.transformer
     assert sample_weights(waiting) == sample_weights(there)
     store = WeightStore("cpu", None)
     with Patches() as patches:

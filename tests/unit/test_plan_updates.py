@@ -21,8 +21,8 @@ from stopdown.records import (
     from_json,
     to_json,
 )
-from stopdown.runtime.plan_updates import adjustments_of, update_entry
-from stopdown.runtime.repairs import Adjustment, merge_scalings
+from stopdown.runtime.plan_updates import update_entry
+from stopdown.runtime.repairs import cast_component, merge_scalings
 
 NAMES = st.sampled_from(["encoder.a", "encoder.b.c", "decoder.a", "norm"])
 PATHS = st.lists(NAMES, max_size=3, unique=True).map(tuple)
@@ -109,7 +109,7 @@ def certify() -> ComponentPlan:
 def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
     """An fp32 layer put on top of a certificate: its claim goes, everything else stays."""
     entry = certify()
-    applied = (*adjustments_of(entry), Adjustment("fp32-module", "fp32", "a"))
+    applied = (entry, ComponentPlan("vae:a"))
     updated = update_entry(entry, applied, 0, ["A run repaired it."])
     before, now = entry.scaling, updated.scaling
     assert before.certified
@@ -128,7 +128,7 @@ def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
 
 def test_a_cast_entry_keeps_its_switches() -> None:
     """A component that a repair brought to bf16 is summed as its plan says."""
-    updated = update_entry(certify(), (Adjustment("cast", "bf16"),), 0, ["Why."])
+    updated = update_entry(certify(), (cast_component("bf16"),), 0, ["Why."])
     assert (updated.precision, updated.accumulation) == ("bf16", BARE.accumulation)
 
 

@@ -19,7 +19,7 @@ from stopdown.devices import environment
 from stopdown.devices.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.requests import Request
-from stopdown.plans import applier, calibrated, exponents, plan_choice
+from stopdown.plans import applier, calibrated, exponents, plan_choice, planned_loader
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, _thin_out
 from stopdown.plans.precision import (
@@ -163,7 +163,7 @@ def test_a_component_of_a_plan_can_be_left_in_another_precision() -> None:
     scaling = Scaling(exponents={"a": 1})
     planned = [ComponentPlan(x, "T", "w", "fp16", scaling) for x in ("text_encoder", "vae")]
     left, kept = leave_components(planned, {"text_encoder": "fp32"})
-    assert (left.precision, left.scaling, left.weights) == ("fp32", Scaling(), "w")
+    assert (left.precision, left.scaling, left.weights) == ("fp32", None, "w")
     assert left.reasons == ("fp32 was chosen for it.",)
     assert kept == planned[1]
     with pytest.raises(OptionError, match="no component 'text'"):
@@ -212,22 +212,20 @@ def test_auto_makes_a_plan_once_and_keeps_it(
     card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
     for _ in range(2):
         chosen = plan_choice.choose_plan(source, "auto", card)
-        assert chosen is not None
-        assert chosen.plan == PLAN
+        assert dataclasses.replace(chosen, chosen="") == PLAN
     assert len(made) == 1
     assert files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
-    decisions = applier.decide_by_plan(chosen.plan, chosen.name, facts)
+    decisions = tuple(planned_loader.describe_calls(chosen, facts))
     assert decisions[0].reason.startswith(
         "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
-    assert plan_choice.choose_plan(source, "auto", processor) is None
+    assert plan_choice.choose_plan(source, "auto", processor).is_bare
     for device in (card, processor):
         asked = plan_choice.choose_plan(source, "fp16", device)
-        assert asked is not None
-        assert asked.plan == PLAN
-        assert plan_choice.choose_plan(source, "fp16-plain", device) is None
-        assert plan_choice.choose_plan(source, "transformer=fp32", device) is None
+        assert dataclasses.replace(asked, chosen="") == PLAN
+        assert plan_choice.choose_plan(source, "fp16-plain", device).is_bare
+        assert plan_choice.choose_plan(source, "transformer=fp32", device).is_bare
     assert len(made) == 1
 
 
@@ -245,7 +243,9 @@ def test_a_cached_plan_that_was_edited_is_made_again(
 def test_a_decision_says_what_the_plan_did() -> None:
     """Tensors, exponents, fp32 modules and headroom in one sentence; each direction has its own."""
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
-    (decision,) = applier.decide_by_plan(PLAN, "plan.json", facts)
+    (decision,) = planned_loader.describe_calls(
+        dataclasses.replace(PLAN, chosen="plan.json"), facts
+    )
     assert decision.reason == (
         "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 fp32 modules, 3.2 bits of headroom "
         "(calibrated on 4 calls)."
@@ -256,7 +256,9 @@ def test_a_decision_says_what_the_plan_did() -> None:
 def test_a_component_in_fp32_says_why() -> None:
     """The reasons of the plan are those of the run."""
     entry = dataclasses.replace(ENTRY, precision="fp32", reasons=("It cannot be captured.",))
-    assert applier.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
+    assert (
+        planned_loader.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
+    )
 
 
 def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
@@ -293,11 +295,11 @@ def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_p
         "Inside embed sums are fp32, because nothing there can be scaled; matrix products run in "
         f"fp16{rest}"
     )
-    assert "fp32 sums in embed" in applier.describe_entry(entry, "plan.json")
+    assert "fp32 sums in embed" in planned_loader.describe_entry(entry, "plan.json")
     assert file_exponents.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
     plan = dataclasses.replace(PLAN, components=(entry,))
     files.write_plan(files.seal_plan(plan), tmp_path / "plan.json")
-    assert files.read_plan(tmp_path / "plan.json").components[0].scaling.stream == stream
+    assert files.read_plan(tmp_path / "plan.json").components[0].in_force.stream == stream
 
 
 def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> None:
@@ -358,7 +360,7 @@ def test_a_quantised_component_is_left_alone_and_named() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     entry = _plan_linear(module)
-    assert (entry.precision, entry.scaling.exponents) == ("as loaded", {})
+    assert (entry.precision, entry.in_force.exponents) == ("as loaded", {})
     assert entry.reasons == ("Its weights are quantised (int8: weight); they are left alone.",)
 
 
@@ -367,7 +369,7 @@ def test_a_component_with_nan_on_disk_is_named_tensor_by_tensor() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     module.weight[0, 1], module.bias[:] = float("nan"), float("inf")
     entry = _plan_linear(module)
-    assert (entry.precision, entry.scaling.exponents) == ("fp32", {})
+    assert (entry.precision, entry.in_force.exponents) == ("fp32", {})
     assert entry.reasons[0] == ("2 of its tensors hold NaN or Inf: weight (1 of 4), bias (2 of 2).")
 
 

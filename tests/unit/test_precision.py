@@ -20,13 +20,13 @@ from stopdown.devices.environment import (
 from stopdown.errors import OptionError
 from stopdown.plans.precision import (
     ComponentFacts,
-    PrecisionRequest,
     choose_precision,
     decide_precisions,
+    find_plan_path,
     parse_request,
     resolve_request,
 )
-from stopdown.records import Decision
+from stopdown.records import ComponentPlan
 
 FP32 = Support(True, True, 1.0, "fp32 is native on every device.")
 
@@ -141,8 +141,12 @@ def test_each_call_gets_one_decision() -> None:
     request = {"text_encoder": "fp16", "vae.encode": "fp16"}
     decisions = decide_precisions(MODEL, A100, request)
     asked = "Requested."
-    assert decisions[0] == Decision(
-        "text_encoder", "fp16", f"{asked} The model's authors keep `wo` in fp32.", "bf16", ("wo",)
+    assert decisions[0] == ComponentPlan(
+        "text_encoder",
+        precision="fp16",
+        reasons=(f"{asked} The model's authors keep `wo` in fp32.",),
+        stored="bf16",
+        kept_fp32=("wo",),
     )
     assert [(d.component, d.precision) for d in decisions] == [
         ("text_encoder", "fp16"),
@@ -218,7 +222,7 @@ def test_any_text_is_a_request_or_refused(text: str) -> None:
     """No text raises anything else; what is read gives each call one known precision."""
     try:
         request = parse_request(text)
-        found = {} if request.plan is not None else resolve_request(request, CALLS)
+        found = resolve_request(request, CALLS)
     except OptionError:
         return
     assert set(found) <= {call for calls in CALLS.values() for call in calls}
@@ -238,11 +242,11 @@ def test_the_order_of_parts_says_nothing(parts: list[str], sign: str) -> None:
 def test_a_request_says_what_each_precision_is_for() -> None:
     """A component, a method of one, or all; a plan's file is a request of its own, whatever its path."""
     asked = parse_request("transformer=bf16,vae.decode=fp32")
-    assert asked.parts == {"transformer": "bf16", "vae.decode": "fp32"}
-    assert parse_request("fp16").parts == {"": "fp16"}
-    assert parse_request(" runs/a=1,b=2/plan.json ") == PrecisionRequest(
-        plan="runs/a=1,b=2/plan.json"
-    )
+    assert asked == {"transformer": "bf16", "vae.decode": "fp32"}
+    assert parse_request("fp16") == {"": "fp16"}
+    assert parse_request(" runs/a=1,b=2/plan.json ") == {}
+    assert find_plan_path(" runs/a=1,b=2/plan.json ") == "runs/a=1,b=2/plan.json"
+    assert find_plan_path("transformer=bf16") is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from models.comparisons import make_comparison
 from stopdown import records
 from stopdown.comparison import records as comparison_records
 from stopdown.record_display import Displayed
-from stopdown.records import ComponentPlan, Decision, Finding, Plan, RunRecord, Scaling
+from stopdown.records import ComponentPlan, Finding, Plan, RunRecord, Scaling
 
 RECORDS = [
     value
@@ -56,11 +56,11 @@ def test_a_repr_fits_a_terminal(components: int) -> None:
 
 def test_a_repr_leaves_out_what_says_nothing() -> None:
     """Fields at their default are not shown, whichever kind of default; others are."""
-    assert repr(Decision("vae", "fp16", "fast")) == (
-        "Decision(component='vae', precision='fp16', reason='fast')"
+    assert repr(ComponentPlan("vae", precision="fp16", reasons=("fast",))) == (
+        "ComponentPlan(component='vae', precision='fp16', reasons=('fast',))"
     )
     assert repr(Scaling()) == "Scaling()"
-    assert "kept_fp32=('norm',)" in repr(Decision("vae", "fp16", "fast", kept_fp32=("norm",)))
+    assert "kept_fp32=('norm',)" in repr(ComponentPlan("vae", kept_fp32=("norm",)))
 
 
 def test_a_notebook_gets_tables() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stopdown import records
 from stopdown.errors import InputError
 from stopdown.records import (
-    Decision,
+    ComponentPlan,
     Finding,
     RunRecord,
     from_json,
@@ -42,7 +42,7 @@ RECORD = RunRecord(
     device="cpu (a CPU)",
     device_reason="cpu was requested.",
     machine={},
-    decisions=(Decision("transformer", "bf16", "Requested."),),
+    decisions=(ComponentPlan("transformer", precision="bf16", reasons=("Requested.",)),),
     calls=(),
     stages_s={"load": 1.5},
     peak_bytes=1,
@@ -141,8 +141,8 @@ def edit(**changes: Any) -> str:
             "record is JSON as Stopdown writes it. It may be cut off or edited; make it again.",
         ),
         (
-            {"decisions": [{"component": "vae"}]},
-            "The text is not a RunRecord: Object missing required field `precision` - at "
+            {"decisions": [{"precision": "fp16"}]},
+            "The text is not a RunRecord: Object missing required field `component` - at "
             "`$.decisions[0]`. A record is JSON as Stopdown writes it. It may be cut off or edited; make "
             "it again.",
         ),

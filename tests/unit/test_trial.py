@@ -275,10 +275,10 @@ def test_a_plan_falls_back_and_says_why() -> None:
         )
 
     bad, good = plan(fail), plan(lambda x: x)
-    assert (bad.precision, bad.scaling.exponents, bad.scaling.trial) == ("fp32", {}, None)
+    assert (bad.precision, bad.in_force.exponents, bad.in_force.trial) == ("fp32", {}, None)
     assert bad.reasons[0].startswith("In fp16 with casts it raises RuntimeError")
     assert good.precision == "fp16"
-    assert good.scaling.trial is not None
+    assert good.in_force.trial is not None
     assert any(x.startswith("Run once in fp16 (1 call): ") for x in good.reasons)
 
 

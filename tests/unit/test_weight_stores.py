@@ -21,7 +21,8 @@ from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.planned_loader import decide, gather_facts, load_decided
+from stopdown.plans.planned_loader import decide, gather_facts, load_plan
+from stopdown.records import Plan
 from stopdown.sources.sources import resolve_source
 
 REQUEST = Request(prompt="a cat", steps=2, height=32, width=32, frames=5)
@@ -91,10 +92,12 @@ def test_a_repair_finds_weights_wherever_they_wait(
     """A denoiser whose weights come and go is scaled, keeps its exponents, and makes the same frames."""
     source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
     cpu = choose_device("cpu")
-    decisions = decide(gather_facts(source), probe_formats(cpu), "fp16")
+    decisions = Plan(
+        source.name, components=decide(gather_facts(source), probe_formats(cpu), "fp16")
+    )
 
     def run(place: str | None) -> torch.Tensor:
-        pipe = load_decided(source, decisions, cpu, move=place is None).pipe
+        pipe = load_plan(source, decisions, cpu, move=place is None).pipe
         pipe.set_progress_bar_config(disable=True)
         arguments = {**build_arguments(pipe, REQUEST), "output_type": "pt"}
         with contextlib.ExitStack() as stack:
@@ -119,15 +122,16 @@ def test_calls_under_a_plan_while_weights_come_and_go(
     source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
     cpu = choose_device("cpu")
     wide, narrow = (
-        decide(gather_facts(source), probe_formats(cpu), dtype) for dtype in ("fp32", "fp16")
+        Plan(source.name, components=decide(gather_facts(source), probe_formats(cpu), dtype))
+        for dtype in ("fp32", "fp16")
     )
-    pipe = load_decided(source, wide, cpu).pipe
+    pipe = load_plan(source, wide, cpu).pipe
     pipe.set_progress_bar_config(disable=True)
     plan = measure_plan(pipe, run=lambda: pipe(**build_arguments(pipe, REQUEST)))
-    assert any(x.scaling.exponents for x in plan.components)
+    assert any(x.in_force.exponents for x in plan.components)
 
     def run(place: str | None) -> list[torch.Tensor]:
-        pipe = load_decided(source, narrow, cpu).pipe
+        pipe = load_plan(source, narrow, cpu).pipe
         pipe.set_progress_bar_config(disable=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -151,9 +155,11 @@ def test_weights_that_wait_in_their_file_go_back_there(
 ) -> None:
     """A store that closes leaves them without memory, and the next one reads them again."""
     source, cpu = resolve_source(save_tiny("sd")), choose_device("cpu")
-    decisions = decide(gather_facts(source), probe_formats(cpu), "fp32")
-    unet = load_decided(source, decisions, cpu, move=False).pipe.unet
-    right = load_decided(source, decisions, cpu).pipe.unet
+    decisions = Plan(
+        source.name, components=decide(gather_facts(source), probe_formats(cpu), "fp32")
+    )
+    unet = load_plan(source, decisions, cpu, move=False).pipe.unet
+    right = load_plan(source, decisions, cpu).pipe.unet
     for _ in range(2):
         store = WeightStore("cpu", tmp_path)
         for weight, wanted in zip(unet.parameters(), right.parameters(), strict=True):

@@ -227,7 +227,7 @@ def _run(
         prepared = prepare(settings, *asked[0], **before, progress=display.progress)
         _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
-    versions = PlanVersions(store, prepared.plan, chains)
+    versions = PlanVersions(store, None if prepared.plan.is_bare else prepared.plan, chains)
     state = _Batch(options, display, plain, begun, prepared, tasks, versions)
     for task in tasks:
         found = find_finished(store, task, names)
@@ -275,7 +275,7 @@ def _refuse_too_large(
             request,
             choose_device(options.device),
             display,
-            precision="fp16" if prepared.plan is not None else options.precision,
+            precision=options.precision if prepared.plan.is_bare else "fp16",
             memory=None if options.memory == "none" else options.memory or "auto",
         )
 
@@ -579,7 +579,7 @@ class _Batch:
             items=tuple(self.results[x.item] for x in self.tasks if x.item in self.results),
             notes=tuple(self.notes),
             precision=self.options.precision,
-            decisions=self.prepared.job.decisions,
+            decisions=self.prepared.plan.components if self.prepared.plan.is_bare else (),
             device=self.prepared.device,
         )
 

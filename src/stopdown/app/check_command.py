@@ -25,7 +25,7 @@ from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
 from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
 from stopdown.sources.sources import (
@@ -256,9 +256,10 @@ def _refuse(options: CheckOptions) -> None:
 def _refuse_unmendable(options: CheckOptions) -> None:
     """Refuse precisions that --fix has nothing to do with."""
     asked = parse_request(options.precision or "auto")
-    if asked.plan is not None:
-        read_plan(asked.plan)
-    if options.fix and (asked.plan is not None or any(split_call(part)[1] for part in asked.parts)):
+    plan = find_plan_path(options.precision or "")
+    if plan is not None:
+        read_plan(plan)
+    if options.fix and (plan is not None or any(split_call(part)[1] for part in asked)):
         raise OptionError(
             f"--fix was given with --precision {options.precision}.",
             expected="It repairs a model in one precision for each component, without a plan.",

@@ -41,7 +41,7 @@ from stopdown.pipelines.requests import (
     list_needed_fields,
 )
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import find_plan_path
 from stopdown.records import MemoryForecast, MemoryRow, Reduction
 from stopdown.sources.sources import Source
 
@@ -116,7 +116,7 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     begun = time.perf_counter()
     read = read_request(options, steps=options.steps, takes_profile=True)
     host_limit = _read_host_limit(options.host_memory)
-    path = parse_request(options.precision).plan
+    path = find_plan_path(options.precision)
     plan = read_plan(path) if path is not None else None
     found = find_source(options, display, with_weights=False)
     load_libraries(display)

@@ -51,7 +51,7 @@ from stopdown.files.outputs import check_target, find_free, find_record_path, re
 from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import Finding, RunRecord, describe_no_run
 from stopdown.sources.sources import Source, fingerprint
 
@@ -304,13 +304,14 @@ def _generate(
     run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
-    from stopdown.plans.plan_choice import choose_loader
+    from stopdown.plans.plan_choice import choose_plan
+    from stopdown.plans.planned_loader import load_plan
     from stopdown.runtime.memory_limits import choose_limit, fit_run
     from stopdown.runtime.runs import describe_run
 
     kept, limit = run.kept, None
     if run.ranks is None:
-        requested = parse_request(options.precision).parts
+        requested = parse_request(options.precision)
         limit = choose_limit(options.memory, options.allow, requested)
     if kept.chosen is None:
         memory = limit.memory if limit is not None else None
@@ -319,9 +320,9 @@ def _generate(
     if known is not None:
         load = lambda: known  # noqa: E731 - the other way to have it is a partial
     else:
-        loader = follow(
+        plan = follow(
             run.ranks,
-            lambda: choose_loader(
+            lambda: choose_plan(
                 chosen.source,
                 options.precision,
                 device,
@@ -329,7 +330,8 @@ def _generate(
                 progress=display.progress,
             ),
         )
-        load = functools.partial(_load, loader, limit is None, display, stages)
+        opened = functools.partial(load_plan, chosen.source, plan, device, move=limit is None)
+        load = functools.partial(_load, opened, display, stages)
     stages["prepare"] = time.perf_counter() - run.started
     with peak_memory(device) as peak:
         loaded = kept.loaded = load()
@@ -361,7 +363,7 @@ def _generate(
     )
     updated_plan = None
     if made.updated is not None and run.writes:
-        path = parse_request(options.precision).plan
+        path = find_plan_path(options.precision)
         updated_plan = keep_updated(made.updated, path, options.keep_repairs, display.announce)
     if updated_plan is not None:
         kept.loaded = None
@@ -443,7 +445,6 @@ _TOLD_APART_BY = (
 
 def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
-    asked = parse_request(options.precision)
     check_rate(options.fps)
     if options.prompt == "":
         raise OptionError(
@@ -452,7 +453,7 @@ def _read_request(options: GenerateOptions) -> Request:
             remedy='Write what it shows, or leave it out where a model takes none; a space, " ", asks '
             "for nothing in particular.",
         )
-    if options.keep_repairs and asked.plan is None:
+    if options.keep_repairs and find_plan_path(options.precision) is None:
         raise OptionError(
             f"--keep-repairs was given with --precision {options.precision}.",
             expected="Repairs are saved in the file of a plan. A plan that auto made is updated "
@@ -470,7 +471,7 @@ def _read_request(options: GenerateOptions) -> Request:
 
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
-    plan = parse_request(options.precision).plan
+    plan = find_plan_path(options.precision)
     files = (options.image, options.video, options.mask, options.control_image)
     read = (*files, options.source, plan)
     output, force = str(options.output), options.force
@@ -481,11 +482,9 @@ def _check_output_early(options: GenerateOptions) -> None:
         check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
 
 
-def _load(
-    loader: Callable[..., Loaded], move: bool, display: Display, stages: dict[str, float]
-) -> Loaded:
+def _load(loader: Callable[..., Loaded], display: Display, stages: dict[str, float]) -> Loaded:
     begun = time.perf_counter()
-    loaded = loader(progress=display.progress, move=move)
+    loaded = loader(progress=display.progress)
     stages["load"] = time.perf_counter() - begun
     return loaded
 

@@ -257,7 +257,7 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
 
 
 def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:
-    scaling = entry.scaling
+    scaling = entry.in_force
     exponents = scaling.exponents.values()
     return (
         entry.component,

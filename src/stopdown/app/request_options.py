@@ -17,7 +17,7 @@ from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_config
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.sources.sources import Source, refuse_ignored
 
 LARGEST_SEED = 2**63 - 1
@@ -78,8 +78,8 @@ def read_request(
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=takes_profile)
     read_limit(options.memory)
-    plan = parse_request(options.precision).plan
-    if plan is not None:
+    parse_request(options.precision)
+    if (plan := find_plan_path(options.precision)) is not None:
         read_plan(plan)
     check_counts(options)
     check_number("--guidance", options.guidance)

@@ -27,7 +27,7 @@ from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownErr
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
 from stopdown.plans.plan_files import describe_no_plan, read_plan
-from stopdown.plans.precision import PrecisionRequest, parse_request
+from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 
 if TYPE_CHECKING:
@@ -232,25 +232,23 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
 
 def _check_options(options: ScriptOptions) -> str | None:
     """The path of the plan, None without one; refused are options that a script cannot have."""
-    if options.precision.strip() == AS_IS:
-        asked = PrecisionRequest()
-    else:
-        asked = parse_request(options.precision, also=(AS_IS,))
-    if any(asked.parts):
+    plan = find_plan_path(options.precision)
+    is_as_is = options.precision.strip() == AS_IS
+    if not is_as_is and any(parse_request(options.precision, also=(AS_IS,))):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
             expected="A script takes a plan, or a single precision for all that it loads in 16 bits.",
             remedy="Use --precision fp16 or --precision plan.json. To guard only some components, use "
             "--components.",
         )
-    if options.keep_repairs and asked.plan is None:
+    if options.keep_repairs and plan is None:
         raise OptionError(
             "--keep-repairs was given without a plan.",
             expected="Repairs are saved in the file of a plan. Without one they only last until the "
             "script ends.",
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
         )
-    return asked.plan
+    return plan
 
 
 AS_IS = "as-is"

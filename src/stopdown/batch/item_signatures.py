@@ -23,7 +23,7 @@ from stopdown.records import Plan
 from stopdown.sources.descriptions import read_description
 
 
-def describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str, Any]:
+def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:
     """What determines all items of a batch alike."""
     scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
     config = read_description(scheduler) if scheduler.is_file() else {}
@@ -33,7 +33,7 @@ def describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str,
         **({"memory": [memory, job.settings.allow]} if (memory := job.settings.memory) else {}),
         **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
         "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
-        "plan": plan.seal if plan else [(x.component, x.precision) for x in job.decisions],
+        "plan": plan.seal or [(x.component, x.precision) for x in plan.components],
         "file": [job.settings.suffix, job.settings.fps],
     }
 

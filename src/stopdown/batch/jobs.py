@@ -20,16 +20,15 @@ from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
 from stopdown.batch.prompts import Item, is_url, naming_line
 from stopdown.batch.records import BatchRecord
 from stopdown.batch.settings import Job, Settings
-from stopdown.devices.environment import choose_device, probe_formats
+from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request, find_target
 from stopdown.plans.plan_choice import choose_plan
-from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
-from stopdown.records import Decision, Plan
+from stopdown.records import Plan
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
@@ -66,13 +65,13 @@ class Prepared:
     Attributes:
         job: for the workers.
         chosen: the model, with the class that serves the items.
-        plan: that it begins with; None without one.
+        plan: that it begins with.
         device: that it was prepared for.
     """
 
     job: Job
     chosen: Selection
-    plan: Plan | None
+    plan: Plan
     device: str
 
     def sign(
@@ -129,22 +128,17 @@ def prepare(
         with naming_line(item):
             chosen = select_pipeline(source, first)
         model, device_name = fingerprint(chosen.source), f"{device.torch_name} ({device.name})"
-        plan, name = _find_known(known, settings.precision, model), "its plan"
-        decisions: tuple[Decision, ...] = ()
-        if earlier is not None and plan is None:
+        plan = _find_known(known, settings.precision, model)
+        if earlier is not None and earlier.decisions and plan is None:
             was = (earlier.precision, earlier.fingerprint, earlier.device)
             if was == (settings.precision, model, device_name):
-                decisions = earlier.decisions
-        if plan is None and not decisions:
-            found = choose_plan(
+                plan = Plan(chosen.source.name, components=earlier.decisions)
+        if plan is None:
+            plan = choose_plan(
                 chosen.source, settings.precision, device, request=first, progress=progress
             )
-            plan, name = (found.plan, found.name) if found else (None, "")
-        if plan is None and not decisions:
-            facts, supports = gather_facts(chosen.source), probe_formats(device)
-            decisions = decide(facts, supports, settings.precision)
     settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
-    job = Job(settings, chosen.source.pipeline_class, model, decisions, name)
+    job = Job(settings, chosen.source.pipeline_class, model, plan if plan.is_bare else None)
     return Prepared(job, chosen, plan, device_name)
 
 
@@ -155,9 +149,10 @@ def _read_first(item: Item, request: Request) -> Request:
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
-    if parse_request(precision).everywhere not in ("auto", "fp16"):
+    if parse_request(precision).get("") not in ("auto", "fp16"):
         return None
-    return next((plan for plan in known if plan.fingerprint == model), None)
+    found = (plan for plan in known if plan.fingerprint == model)
+    return next((dataclasses.replace(x, chosen=x.chosen or "its plan") for x in found), None)
 
 
 def _choose_suffix(chosen: Selection) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stopdown.records import SCHEMA, Decision, Finding, Repair
+from stopdown.records import SCHEMA, ComponentPlan, Finding, Repair
 
 MOST_ITEMS = 100_000
 
@@ -78,7 +78,7 @@ class BatchRecord:
         elapsed_s: seconds in all.
         plans: seals of the plans that were in force, the first one first.
         precision: as it was asked for.
-        decisions: what was decided for each call, where no plan is in force.
+        decisions: how each call runs, if no plan is in force.
         device: that it was prepared for.
         asked: hash of what was asked for, if every item of it is finished and it can be known here.
         items: in the order of the prompts file.
@@ -103,7 +103,7 @@ class BatchRecord:
     items: tuple[ItemResult, ...]
     notes: tuple[str, ...] = ()
     precision: str = ""
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[ComponentPlan, ...] = ()
     device: str = ""
     asked: str = ""
     kind: str = "batch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stopdown.records import Decision
+from stopdown.records import Plan
 from stopdown.runtime.journal import LIMIT_BYTES
 from stopdown.runtime.repair_order import OnFault
 
@@ -56,12 +56,10 @@ class Job:
         settings: as asked, with the suffix.
         pipeline: class that serves the items.
         fingerprint: of the model, which each worker compares.
-        decisions: precision of each call, where there is no plan.
-        plan_name: what reasons call the plan.
+        decided: the precision of each call, if the batch has no plan with exponents.
     """
 
     settings: Settings
     pipeline: str
     fingerprint: str
-    decisions: tuple[Decision, ...] = ()
-    plan_name: str = ""
+    decided: Plan | None = None

@@ -30,8 +30,7 @@ from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request
-from stopdown.plans.applier import load_planned
-from stopdown.plans.planned_loader import Loaded, load_decided
+from stopdown.plans.planned_loader import Loaded, load_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import Observer
@@ -75,7 +74,7 @@ class Worker:
 
     def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:
         settings = job.settings
-        requested = parse_request(settings.precision).parts
+        requested = parse_request(settings.precision)
         self._limit = choose_limit(settings.memory, settings.allow, requested, share)
         self._job, self.device = job, choose_device(device)
         self.store: Store = open_store(settings.output)
@@ -123,13 +122,8 @@ class Worker:
         if self._loaded is None or self._seal != seal:
             self._forget_fit()
             self._loaded = None  # the old weights go before the new ones come
-            move = self._limit is None
-            if plan is None:
-                decisions = self._job.decisions
-                self._loaded = load_decided(self._source, decisions, self.device, move=move)
-            else:
-                name = self._job.plan_name
-                self._loaded = load_planned(self._source, plan, name, self.device, move=move)
+            plan = plan or self._job.decided or Plan(self._source.name)
+            self._loaded = load_plan(self._source, plan, self.device, move=self._limit is None)
             self._seal = seal
         return self._loaded
 
@@ -208,7 +202,7 @@ class Worker:
         if settings.journal is None:
             yield None
             return
-        version = plan.seal[:12] if plan else "as-decided"
+        version = (plan.seal[:12] if plan else "") or "as-decided"
         folder = Path(settings.journal) / f"{task.item}-{version}"
         with contextlib.ExitStack() as stack:
             journal = None

@@ -19,7 +19,7 @@ from stopdown.interception.accumulation import accumulating
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS
-from stopdown.plans.applier import put_for_good
+from stopdown.plans.planned_loader import put_for_good
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 

@@ -565,7 +565,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
         yield f"By bounds from its weights every input stays in range. {found.scaling.range_note}"
     elif rests_on_bounds(found.scaling):
         yield f"By bounds from its weights: {found.scaling.range_note}"
-    elif rests_on_bounds(entry.scaling):
+    elif rests_on_bounds(entry.in_force):
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
         yield describe_left(found)

@@ -105,7 +105,7 @@ def express_component(
     narrow = layout.narrow if layout else ()
     planned = None
     if _is_folds_alone(module, entry):
-        planned = _write_eps(module, entry.scaling, fields)
+        planned = _write_eps(module, entry.in_force, fields)
         if not planned.left and not narrow:
             return planned
     calls = leave_out_failing(module, record())
@@ -116,8 +116,8 @@ def express_component(
         )
     search = _Search(module, calls, fields, narrow)
     with bared(module):
-        best, found_by = search.find_best(planned, certified=bool(entry.scaling.certified))
-        if best is not None and found_by is not None and rests_on_bounds(entry.scaling):
+        best, found_by = search.find_best(planned, certified=bool(entry.in_force.certified))
+        if best is not None and found_by is not None and rests_on_bounds(entry.in_force):
             best = search.certify(best, found_by)
     if best is None:
         raise ScalingError(
@@ -131,7 +131,7 @@ def express_component(
 
 def describe_rest(entry: ComponentPlan) -> str:
     """What a plan has besides folds: `2 multiplies and the fp32_modules patch_embed`."""
-    parts, scaling = [], entry.scaling
+    parts, scaling = [], entry.in_force
     if count := len(scaling.multiplies):
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
     if scaling.fp32_modules:
@@ -156,8 +156,8 @@ def rests_on_bounds(scaling: Scaling) -> bool:
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
     stored = module.state_dict().keys()
-    are_stored = all(split_name(name)[0] in stored for name in entry.scaling.exponents)
-    return are_stored and not has_more_than_folds(entry.scaling)
+    are_stored = all(split_name(name)[0] in stored for name in entry.in_force.exponents)
+    return are_stored and not has_more_than_folds(entry.in_force)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _read_planned(plan: Plan) -> Weights:
     beyond = [
         x.component
         for x in plan.components
-        if x.precision == "fp16" and has_more_than_folds(x.scaling)
+        if x.precision == "fp16" and has_more_than_folds(x.in_force)
     ]
     if beyond:
         rest = describe_rest(next(x for x in plan.components if x.component == beyond[0]))
@@ -224,12 +224,14 @@ def _read_planned(plan: Plan) -> Weights:
     source = resolve_source(plan.source)
     check_source(plan, source)
     note = ""
-    if any(x.scaling.eps for x in plan.components):
+    if any(x.in_force.eps for x in plan.components):
         note = (
             "It fits files with the plan's own exponents; where convert says that it found them anew, "
             "give the converted model instead."
         )
-    exponents = {x.component: x.scaling.exponents for x in plan.components if x.precision == "fp16"}
+    exponents = {
+        x.component: x.in_force.exponents for x in plan.components if x.precision == "fp16"
+    }
     if source.kind == "file":
         left = [x.component for x in plan.components if x.component not in exponents]
         return _read_file(complete_source(source), exponents, left, plan.seal, note)

@@ -344,7 +344,7 @@ def _list_reasons(
 ) -> Iterator[str]:
     if found.scaling.certified:
         yield "Certified: no text overflows fp16."
-    elif found.anew and entry.scaling.certified:
+    elif found.anew and entry.in_force.certified:
         yield (
             "Its exponents were found anew by measured calls, because a file cannot hold the certified "
             "ones."

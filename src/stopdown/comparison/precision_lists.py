@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stopdown.errors import OptionError
-from stopdown.plans.precision import parse_request
+from stopdown.plans.precision import find_plan_path, parse_request
 
 OWN_WORDS = ("autocast", "clamp")
 """Precisions that only a comparison knows."""
@@ -54,8 +54,7 @@ def _split(text: str) -> list[str]:
 def _parse_entry(entry: str) -> str:
     if entry in OWN_WORDS:
         return entry
-    request = parse_request(entry, OWN_WORDS)
-    if request.plan is not None:
-        return request.plan
-    named = [f"{name}={precision}" for name, precision in request.parts.items()]
-    return request.everywhere or "+".join(named)
+    if (path := find_plan_path(entry)) is not None:
+        return path
+    words = parse_request(entry, OWN_WORDS)
+    return words.get("") or "+".join(f"{name}={precision}" for name, precision in words.items())

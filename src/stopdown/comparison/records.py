@@ -13,7 +13,7 @@ from typing import Any
 
 from stopdown.number_formats import FP16
 from stopdown.record_display import Displayed
-from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
+from stopdown.records import SCHEMA, ComponentPlan, Finding, Plan, Repair
 
 PARTING = 0.05
 """Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
@@ -264,7 +264,7 @@ class Variant(Displayed):
     error: str = ""
     load_s: float = 0.0
     weights_bytes: int = 0
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[ComponentPlan, ...] = ()
     plan: Plan | None = None
     strategy: str = ""
     heats: tuple[Heat, ...] = ()

@@ -39,14 +39,14 @@ from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.requests import Request, name_arguments
-from stopdown.plans.applier import apply_plan, load_planned
+from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.plan_choice import choose_loader, choose_plan
+from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
-from stopdown.plans.planned_loader import Loaded, gather_facts
+from stopdown.plans.planned_loader import Loaded, gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways
-from stopdown.records import Decision, Plan
+from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
@@ -83,17 +83,20 @@ class Opened:
 
     Attributes:
         loaded: the pipeline on its device, with what is taken off when it is closed.
-        plan: what it was rescaled by.
         load_s: seconds that it took.
         weights_bytes: of its parameters and buffers.
         offloader: keeps it within a limit of memory; None without one.
     """
 
     loaded: Loaded
-    plan: Plan | None
     load_s: float
     weights_bytes: int
     offloader: Offloader | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What it was rescaled by; None without exponents."""
+        return None if self.loaded.plan.is_bare else self.loaded.plan
 
 
 @dataclass
@@ -138,7 +141,7 @@ class Subject:
             plan = self._find_plan(name, folder)
             loaded = self._load(_LOADED_AS.get(name, name), plan)
             load_s, size = time.perf_counter() - begun, _count_bytes(loaded.pipe)
-            found = Opened(loaded, plan, load_s, size, self._fit(loaded))
+            found = Opened(loaded, load_s, size, self._fit(loaded))
         self._opened[name] = found
         return found
 
@@ -209,9 +212,11 @@ def describe_subject(
         tiling = _choose_tiling(source, target, request, limit.count_bytes(target), names)
 
     def load(precision: str, plan: Plan | None) -> Loaded:
-        if plan is not None:
-            return load_planned(source, plan, Path(precision).name, target, move=move)
-        return choose_loader(source, precision, target, request=request)(move=move)
+        if plan is None:
+            plan = choose_plan(source, precision, target, request=request)
+        elif precision.endswith(".json"):
+            plan = dataclasses.replace(plan, chosen=Path(precision).name)
+        return load_plan(source, plan, target, move=move)
 
     return Subject(
         source.name,
@@ -233,12 +238,12 @@ def _choose_plan(
 ) -> Plan:
     """Return the plan that fp16 takes on a device."""
     chosen = choose_plan(source, "fp16", device, request=request, progress=progress)
-    if chosen is None:
+    if chosen.is_bare:
         raise OptionError(
             "fp16 was to be compared, and the model has no component with weights.",
             remedy="Leave fp16 out.",
         )
-    return chosen.plan
+    return chosen
 
 
 _MORE = "Allow more memory, or compare a smaller `height` and `width`, or fewer `frames`."
@@ -319,9 +324,8 @@ def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
     if plan is not None:
         apply_plan(copied, plan)
     calls = [callee.name for callee in find_callees(copied)]
-    return Loaded(
-        copied, _decide(calls, precision, plan, "copied from a pipeline in memory"), Patches()
-    )
+    decided = _decide(calls, precision, plan, "copied from a pipeline in memory")
+    return Loaded(copied, plan or Plan(type(pipe).__name__), decided, Patches())
 
 
 def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
@@ -341,7 +345,7 @@ def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
         patches.undo()
         raise
     decisions = _decide(parts, precision, plan, "cast where it is in memory")
-    return Loaded(program, decisions, patches)
+    return Loaded(program, plan or Plan(type(program).__name__), decisions, patches)
 
 
 def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
@@ -359,12 +363,15 @@ def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
 
 def _decide(
     names: Iterable[str], precision: str, plan: Plan | None, reason: str
-) -> tuple[Decision, ...]:
+) -> tuple[ComponentPlan, ...]:
     if plan is None:
         name = "fp16" if precision == PLAIN_FP16 else precision
-        return tuple(Decision(call, name, reason) for call in names)
+        return tuple(ComponentPlan(call, precision=name, reasons=(reason,)) for call in names)
     reason = f"rescaled by {Path(precision).name}" if precision.endswith(".json") else "rescaled"
-    return tuple(Decision(entry.component, entry.precision, reason) for entry in plan.components)
+    return tuple(
+        ComponentPlan(x.component, precision=x.precision, reasons=(reason,))
+        for x in plan.components
+    )
 
 
 def _refuse_options(request: Request) -> None:

@@ -55,8 +55,8 @@ from stopdown.plans.applier import (
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import (
-    PrecisionRequest,
     explain_plan,
+    find_plan_path,
     parse_request,
     resolve_request,
     write_request,
@@ -151,11 +151,11 @@ def inspect_pipeline(
     run: Callable[[], Any] | None = None,
 ) -> Checked:
     """As `check`, with what the findings rest on."""
-    request = parse_request(precision or "auto")
-    asked = request if request.plan is None else read_plan(request.plan)
+    path = find_plan_path(precision or "")
+    asked = parse_request(precision or "auto") if path is None else read_plan(path)
     if sums and isinstance(asked, Plan):
         raise OptionError(
-            f"Sums were requested with the plan {request.plan}.",
+            f"Sums were requested with the plan {path}.",
             expected="Sums are examined in fp32 and without a plan, because a plan changes them.",
             remedy='Use precision="fp16" with sums, or leave sums out.',
         )
@@ -218,7 +218,7 @@ def find_source(named: str | Path | Source) -> Source:
 
 def _check_live(
     pipe: Any,
-    asked: PrecisionRequest | Plan,
+    asked: Mapping[str, str] | Plan,
     device: str | None,
     arguments: Mapping[str, Any] | None,
 ) -> Checked:
@@ -240,7 +240,7 @@ def _check_live(
 
 def _check_program(
     program: Any,
-    asked: PrecisionRequest | Plan,
+    asked: Mapping[str, str] | Plan,
     device: str | None,
     run: Callable[[], Any],
 ) -> Checked:
@@ -325,7 +325,7 @@ def _conclude(
 
 def _check_source(
     source: Source,
-    asked: PrecisionRequest | Plan,
+    asked: Mapping[str, str] | Plan,
     device: str | None,
     arguments: Mapping[str, Any] | None,
 ) -> Checked:

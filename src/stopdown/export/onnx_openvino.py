@@ -193,7 +193,7 @@ def _refuse(entry: ComponentPlan | None, form: Form) -> None:
             expected="What is exported runs in fp16.",
             remedy='Name another one: component="NAME".',
         )
-    scaling = entry.scaling
+    scaling = entry.in_force
     if form == "openvino" and (scaling.fp32_modules or scaling.stream is not None):
         raise OptionError(
             f"The plan keeps parts of {entry.component} in fp32.",

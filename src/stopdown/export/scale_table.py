@@ -61,13 +61,13 @@ def _list_others(scaling: Scaling, *, biases: bool) -> Iterator[tuple[str, int]]
 
 def list_entries(plan: Plan) -> list[ComponentPlan]:
     """The components of a plan that have exponents."""
-    scaled = [entry for entry in plan.components if entry.scaling.exponents]
+    scaled = [entry for entry in plan.components if entry.in_force.exponents]
     if not scaled:
         raise PlanError(
             f"The plan for {plan.source} has no exponents.",
             expected="Each of its components runs in fp16 as it is, or in another precision.",
         )
-    if not any(entry.scaling.layers for entry in scaled):
+    if not any(entry.in_force.layers for entry in scaled):
         raise PlanError(
             f"The plan for {plan.source} does not have the exponents of inputs and outputs of layers.",
             expected="Plans have them from this version on.",
@@ -96,7 +96,7 @@ def _describe(plan: Plan) -> list[str]:
 
 def _describe_rest(entry: ComponentPlan) -> list[str]:
     """What a table of layers does not hold of a component."""
-    scaling = entry.scaling
+    scaling = entry.in_force
     said = [f"{name} times 2**{exponent}" for name, exponent in _list_others(scaling, biases=True)]
     said += [f"eps {place} times 2**{exponent}" for place, exponent in scaling.eps.items()]
     said += [f"output of {path or 'all'} times 2**{e}" for path, e in scaling.multiplies.items()]
@@ -106,7 +106,7 @@ def _describe_rest(entry: ComponentPlan) -> list[str]:
 def _write_text(plan: Plan, entries: list[ComponentPlan]) -> str:
     lines = _describe(plan)
     for entry in entries:
-        rows = list_scales(entry.scaling)
+        rows = list_scales(entry.in_force)
         width = max((len(row.layer) for row in rows), default=len("layer"))
         lines += ["", f"{entry.component} ({entry.class_name})"]
         lines.append(f"{'layer':<{width}}  input  weight  output  scale")
@@ -122,11 +122,11 @@ def _write_json(plan: Plan, entries: list[ComponentPlan]) -> str:
     components = {
         entry.component: {
             "class": entry.class_name,
-            "layers": [{**asdict(row), "scale": row.scale} for row in list_scales(entry.scaling)],
-            "biases": dict(_list_others(entry.scaling, biases=True)),
-            "eps": dict(entry.scaling.eps),
-            "multiplies": dict(entry.scaling.multiplies),
-            "fp32_modules": list(entry.scaling.fp32_modules),
+            "layers": [{**asdict(row), "scale": row.scale} for row in list_scales(entry.in_force)],
+            "biases": dict(_list_others(entry.in_force, biases=True)),
+            "eps": dict(entry.in_force.eps),
+            "multiplies": dict(entry.in_force.multiplies),
+            "fp32_modules": list(entry.in_force.fp32_modules),
         }
         for entry in entries
     }
@@ -155,7 +155,7 @@ def _write_header(plan: Plan, entries: list[ComponentPlan]) -> str:
         lines += [f"/* also: {_quote_comment(x)} */" for x in _describe_rest(entry)]
         rows = [
             f"    {{{json.dumps(x.layer)}, {x.input}, {x.weight}, {x.output}, {_write_float(x.scale)}}},"
-            for x in list_scales(entry.scaling)
+            for x in list_scales(entry.in_force)
         ]
         if rows:  # C has no empty tables
             lines += [f"static const struct stopdown_scale STOPDOWN_{name}[] = {{", *rows, "};"]
@@ -178,7 +178,7 @@ def _write_python(plan: Plan, entries: list[ComponentPlan]) -> str:
         lines.append(f"{_name_constant(entry.component)} = {{")
         lines += [
             f"    {x.layer!r}: ({x.input}, {x.weight}, {x.output}),"
-            for x in list_scales(entry.scaling)
+            for x in list_scales(entry.in_force)
         ]
         lines.append("}")
     return "\n".join(lines) + "\n"

@@ -165,7 +165,7 @@ class _Post:
         return call.proceed()
 
     def _compare(self, module: torch.nn.Module, now: Structure) -> None:
-        name, scaling = self.entry.component, self.entry.scaling
+        name, scaling = self.entry.component, self.entry.in_force
         added = list(list_new(self.known, now, module))
         if added and (scaling.exponents or scaling.multiplies):
             raise PlanError(

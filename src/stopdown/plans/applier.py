@@ -34,27 +34,20 @@ from stopdown.component_calls.components import (
     find_components,
     put_precision,
 )
-from stopdown.devices.environment import Device
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.graph.capture import casts_weights
 from stopdown.interception.accumulation import accumulating, sum_linear_in_fp16
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import StoredWeight, put_, wait_
+from stopdown.mapped_weights import StoredWeight, put_
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import is_away
-from stopdown.pipelines.loader import load_pipeline, move_program
-from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.plans.adapter_check import watch_adapters
-from stopdown.plans.calibrated import count_folds
 from stopdown.plans.foreign_casts import explain_foreign_casts
 from stopdown.plans.plan_files import read_class_versions, take_plan
-from stopdown.plans.planned_loader import Loaded, LoadedPlan, gather_facts
-from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
+from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.call_watch import WatchOptions, watch_calls
-from stopdown.scaling.certificate import describe_share
 from stopdown.scaling.folds import (
     RESCALED,
     has_more_than_folds,
@@ -62,7 +55,6 @@ from stopdown.scaling.folds import (
     load_scaled,
     widen_,
 )
-from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, fingerprint, has_weights
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
@@ -142,7 +134,7 @@ def check_plan(pipe: Any, plan: Plan) -> None:
         PlanError: with all that differs; or weights wait elsewhere.
     """
     _refuse_waiting(pipe, plan)
-    _refuse(plan, [*compare_versions(plan), *_compare_components(pipe, plan)])
+    refuse_differences(plan, [*compare_versions(plan), *compare_components(pipe, plan)])
 
 
 def _refuse_waiting(pipe: Any, plan: Plan) -> None:
@@ -419,7 +411,8 @@ def compare_versions(plan: Plan) -> Iterator[str]:
             yield f"it was made with {name} {then}, and {now} is installed"
 
 
-def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
+def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
+    """Yield how components differ from those that a plan was made for, each as a clause."""
     planned = {entry.component: entry for entry in plan.components}
     found_here = {name: find_component(pipe, name) for name in planned}
     modules = {name: module for name, module in found_here.items() if module is not None}
@@ -435,7 +428,7 @@ def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
         elif sample_weights(modules[name]) != entry.weights:
             yield f"{name} has other weights than those that were measured, or adapters besides"
         elif entry.precision == "fp16":
-            misfits = list_misfits(modules[name], entry.scaling)
+            misfits = list_misfits(modules[name], entry.in_force)
             yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
 
 
@@ -458,7 +451,9 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
             f"it was made for {plan.source} with the fingerprint {plan.fingerprint[:12]}, and that "
             f"of {source.name} is {found[:12]}",
         )
-    _refuse(plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json")
+    refuse_differences(
+        plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json"
+    )
 
 
 def leaves_loras(plan: Plan, source: Source) -> bool:
@@ -478,71 +473,13 @@ def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
             yield f"{entry.component} was a {entry.class_name}, and {source.name} has {found}"
 
 
-def _refuse(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:
+def refuse_differences(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:
     if differences:
         raise PlanError(
             f"The plan for {plan.source} does not belong here: {'; '.join(differences)}.",
             expected="Exponents hold for the weights and the code that they were found for.",
             remedy=remedy,
         )
-
-
-def load_planned(
-    source: Source,
-    plan: Plan,
-    name: str,
-    device: Device,
-    *,
-    progress: Progress | None = None,
-    move: bool = True,
-) -> Loaded:
-    """Load a checkpoint by its plan, and move it to a device.
-
-    Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
-    that the plan was made without are put on afterwards. A model whose LoRAs the plan knows is loaded in
-    fp32.
-
-    Args:
-        name: of the plan, for the reasons: `plan.json`.
-        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read.
-
-    Raises:
-        PlanError: the plan does not belong to this checkpoint, with all that differs.
-        SourceError: the weights do not fit their model.
-    """
-    check_source(plan, source)
-    loras = source.loras if leaves_loras(plan, source) else ()
-    first = dataclasses.replace(source, loras=()) if loras else source
-    dtypes = torch.float32 if first.loras else None
-    pipe = load_pipeline(first, torch_dtypes=dtypes, progress=progress)
-    _refuse(plan, list(_compare_components(pipe, plan)))
-    waits = not source.loras and (not move or device.type != "cpu")
-    off = put_for_good(pipe, plan, waits=waits)
-    patches = Patches()
-    put_boundaries(pipe, plan, patches)
-    watch_adapters(pipe, plan, patches)
-    put_loras(pipe, loras)
-    if move:
-        move_program(pipe, device)
-    return Loaded(
-        pipe, decide_by_plan(plan, name, gather_facts(source)), patches, LoadedPlan(plan, off)
-    )
-
-
-def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Patches]:
-    """Fold and cast each component by its entry, and let the old weights go.
-
-    Args:
-        waits: leave parameters in the files that they were mapped from.
-
-    Returns:
-        Component to what takes its entry off: the weights are in fp32 then, as near to the old ones as
-        the plan's precision holds them.
-    """
-    return {
-        entry.component: load_entry(getattr(pipe, entry.component), entry, wait_ if waits else None)
-        for entry in plan.components
-    }
 
 
 def load_entry(
@@ -560,7 +497,7 @@ def load_entry(
     if entry.precision == "as loaded":
         return Patches()
     dtype, patches = FORMATS[entry.precision].torch_dtype, Patches()
-    if entry.precision != "fp16":
+    if entry.precision != "fp16" or (scaling := entry.scaling) is None:
         cast_component_(module, dtype, put)
         patches.defer(functools.partial(widen_, module))
         return patches
@@ -568,58 +505,8 @@ def load_entry(
 
     def put_on(layers: Patches) -> None:
         put = first.pop() if first else put_  # later the weights are here, without exponents
-        layers.defer(load_scaled(module, dtype, entry.scaling, put).undo)
+        layers.defer(load_scaled(module, dtype, scaling, put).undo)
 
-    _watch_saving(module, entry.scaling, patches, savers)
-    watch_calls(module, entry.scaling, put_on, patches, WatchOptions(entry.component))
+    _watch_saving(module, scaling, patches, savers)
+    watch_calls(module, scaling, put_on, patches, WatchOptions(entry.component))
     return patches
-
-
-def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:
-    """One decision for each call, with the plan's reason."""
-    planned = {entry.component: entry for entry in plan.components}
-    return tuple(
-        Decision(
-            call,
-            planned[fact.name].precision,
-            describe_entry(planned[fact.name], name),
-            fact.stored_mostly,
-            planned[fact.name].scaling.fp32_modules,
-        )
-        for fact in facts
-        if fact.name in planned
-        for call in fact.calls
-    )
-
-
-def _describe_basis(entry: ComponentPlan) -> str:
-    """What the ranges rest on: bounds, measured calls, or some of each."""
-    scaling = entry.scaling
-    if scaling.certified:
-        return "certified"
-    if not scaling.values:
-        return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
-    return describe_share(scaling.values, scaling.bounded).removesuffix(".")
-
-
-def describe_entry(entry: ComponentPlan, name: str) -> str:
-    """A component's entry in one sentence, or the reasons why it is not in fp16."""
-    if entry.precision != "fp16":
-        return f"{entry.precision} by {name}. {' '.join(entry.reasons)}"
-    scaling = entry.scaling
-    folds = count_folds(scaling).replace(" is scaled", "").replace(" are scaled", "")
-    parts = [
-        folds,
-        f"{len(scaling.fp32_modules)} fp32 module{'s' * (len(scaling.fp32_modules) != 1)}",
-    ]
-    if count := len(scaling.multiplies):
-        parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
-    if scaling.stream is not None:
-        inside = ", ".join(scaling.stream.cast_output_down)
-        parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
-    if scaling.headroom_bits is not None:
-        parts.append(f"{scaling.headroom_bits:.1f} bits of headroom")
-    if scaling.trial is not None and scaling.trial.rel_err is not None:
-        parts.append(f"{100 * scaling.trial.rel_err:.2g} % off fp32 when it was tried")
-    basis = _describe_basis(entry)
-    return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

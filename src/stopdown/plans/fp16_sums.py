@@ -53,7 +53,7 @@ def choose_sums(plan: Plan, mode: str) -> Plan:
 def _choose(entry: ComponentPlan, mode: str) -> ComponentPlan:
     before = entry.accumulation or Accumulation()
     found = (
-        {p: find_terms(x, mode) for p, x in entry.scaling.sums.items()} if mode != "fp32" else {}
+        {p: find_terms(x, mode) for p, x in entry.in_force.sums.items()} if mode != "fp32" else {}
     )
     taken = {path: terms for path, terms in found.items() if terms}
     made = dataclasses.replace(before, fp16_accumulation=False, fp16_sums=taken)
@@ -81,18 +81,18 @@ def list_refused(entry: ComponentPlan) -> dict[str, str]:
         path: "its sums rest on no bound"
         if bound.largest is None
         else f"its sums may reach {bound_rounded_sum(bound.largest, min(bound.terms, LONGEST)):.4g}"
-        for path, bound in entry.scaling.sums.items()
+        for path, bound in entry.in_force.sums.items()
         if path not in taken
     }
 
 
 def _describe(entry: ComponentPlan, taken: dict[str, int], mode: str) -> str:
-    total = len(entry.scaling.sums)
+    total = len(entry.in_force.sums)
     if mode == "fp32":
         return "Its products are summed in fp32."
     if not total:
         return "Its products are summed in fp32: it has no linear layer in fp16 whose sums are bounded."
-    pieces = sum(terms < entry.scaling.sums[path].terms for path, terms in taken.items())
+    pieces = sum(terms < entry.in_force.sums[path].terms for path, terms in taken.items())
     said = f"{len(taken)} of its {total} linear layers are summed in fp16"
     said += (
         f", {pieces} of them in pieces of at most {max(taken.values())} terms." if pieces else "."

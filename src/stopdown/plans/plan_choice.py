@@ -1,18 +1,16 @@
-"""Whether a run has a plan, and which: one that was named, one that was kept, or one made now."""
+"""How a source runs: by a plan that was named, that was kept or is made now, or in precisions alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import OutputError, PlanError, warn_user
 from stopdown.pipelines.requests import Request
-from stopdown.plans.applier import check_source, load_planned
+from stopdown.plans.applier import check_source
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_files import (
     describe_no_plan,
@@ -22,15 +20,14 @@ from stopdown.plans.plan_files import (
     write_cached_plan,
 )
 from stopdown.plans.planned_loader import (
-    Loaded,
     decide,
     gather_facts,
-    load_decided,
     widest_by_component,
 )
 from stopdown.plans.precision import (
     PLAIN_FP16,
     explain_plan,
+    find_plan_path,
     leave_components,
     list_rescaled,
     parse_request,
@@ -40,39 +37,6 @@ from stopdown.sources.hub import PLAN_BESIDE, Progress
 from stopdown.sources.sources import Source, fingerprint, narrow_source
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A plan, and what reasons call it."""
-
-    plan: Plan
-    name: str
-
-
-def choose_loader(
-    source: Source,
-    precision: str,
-    device: Device,
-    *,
-    request: Request | None = None,
-    progress: Progress | None = None,
-) -> Callable[..., Loaded]:
-    """What loads a source in the precision that was asked for: call it with `progress`.
-
-    Args:
-        precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
-        request: sizes and prompt of the run, for a plan that has to be made.
-
-    Raises:
-        OptionError: the precision is unknown or does not work here.
-        PlanError: the plan is damaged or belongs to another checkpoint.
-    """
-    chosen = choose_plan(source, precision, device, request=request, progress=progress)
-    if chosen is not None:
-        return partial(load_planned, source, chosen.plan, chosen.name, device)
-    decisions = decide(gather_facts(source), probe_formats(device), precision)
-    return partial(load_decided, source, decisions, device)
-
-
 def choose_plan(
     source: Source,
     precision: str,
@@ -80,41 +44,43 @@ def choose_plan(
     *,
     request: Request | None = None,
     progress: Progress | None = None,
-) -> Chosen | None:
-    """Return the plan that was named, or that a precision needs on this device; None if it needs none.
+) -> Plan:
+    """Decide how a source runs on a device, from what a `--precision` asks for.
 
-    `fp16` always needs one. So does `auto` on a device that computes fast in fp16 and not in bf16.
+    `fp16` always needs exponents. So does `auto` on a device that computes fast in fp16 and not in bf16.
+    Without them the plan says the precision of each call.
+
+    Args:
+        precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
+        request: sizes and prompt of the run, for a plan that has to be made.
 
     Raises:
         OptionError: the precision is unknown or does not work here.
         PlanError: the named plan is damaged or belongs to another checkpoint.
 
-    Cost: the first time that a checkpoint is met here, `certify_plan`: one pass over the weights.
+    Cost: the first time that a checkpoint needs exponents here, `certify_plan`: one pass over the weights.
     """
-    asked = parse_request(precision)
-    if asked.plan is not None:
-        named = read_plan(asked.plan)
+    if (path := find_plan_path(precision)) is not None:
+        named = read_plan(path)
         check_source(named, source)
-        return Chosen(named, Path(asked.plan).name)
-    facts, supports = gather_facts(source), probe_formats(device)
-    why, others = "fp16 was requested", dict[str, str]()
-    if asked.is_auto:
+        return dataclasses.replace(named, chosen=Path(path).name)
+    asked, facts, supports = parse_request(precision), gather_facts(source), probe_formats(device)
+    decided = decide(facts, supports, precision)
+    others = dict[str, str]()
+    if asked.get("") == "auto":
         why = "" if device.type == "cpu" else explain_plan(facts, supports)
     else:
-        calls = {entry.name: entry.calls for entry in facts}
-        rescaled = list_rescaled(asked, calls)
-        formats = widest_by_component(decide(facts, supports, precision))
-        plain = {name for name, word in asked.parts.items() if word == PLAIN_FP16}
+        rescaled = list_rescaled(asked, {entry.name: entry.calls for entry in facts})
+        why = "fp16 was requested" if rescaled else ""
         others = {
-            name: PLAIN_FP16 if name in plain else entry
-            for name, entry in formats.items()
+            name: PLAIN_FP16 if asked.get(name) == PLAIN_FP16 else widest
+            for name, widest in widest_by_component(decided).items()
             if name not in rescaled
         }
-        why = why if rescaled else ""
     if not why:
-        return None
+        return Plan(source.name, precision=precision, components=decided)
     plan = find_or_certify(source, device, request=request, progress=progress, others=others)
-    return Chosen(plan, f"a plan of its own, because {why}")
+    return dataclasses.replace(plan, chosen=f"a plan of its own, because {why}")
 
 
 def find_or_certify(

@@ -59,8 +59,9 @@ def seal_plan(plan: Plan) -> Plan:
 
 def _compute_seal(text: str | bytes) -> str:
     """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
-    content = text.encode() if isinstance(text, str) else text
-    return hashlib.sha256(msgspec.json.encode({**parse_json(content), "seal": ""})).hexdigest()
+    content = parse_json(text.encode() if isinstance(text, str) else text)
+    sealed = msgspec.json.encode({**content, "seal": "", "chosen": ""})
+    return hashlib.sha256(sealed).hexdigest()
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
@@ -130,7 +131,7 @@ def read_carried_plan(content: Mapping[str, Any]) -> Plan:
 
 
 def _compute_carried_seal(content: Mapping[str, Any]) -> str:
-    sorted_ = msgspec.json.encode({**content, "seal": ""}, order="deterministic")
+    sorted_ = msgspec.json.encode({**content, "seal": "", "chosen": ""}, order="deterministic")
     return hashlib.sha256(sorted_).hexdigest()
 
 
@@ -251,7 +252,7 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
         yield "a name that is no component's"
     if entry.precision not in (*FORMATS, "as loaded"):
         yield f"the precision {entry.precision[:40]!r}"
-    scaling = entry.scaling
+    scaling = entry.scaling or Scaling()
     yield from _list_exponents(scaling)
     yield from _list_names(scaling)
     if not 0 <= scaling.fp32_flops <= 1:

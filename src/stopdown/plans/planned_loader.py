@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from stopdown.component_call_names import name_component
 from stopdown.component_calls.call_interception import put_cast
@@ -23,29 +25,28 @@ from stopdown.mapped_weights import wait_
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
+from stopdown.pipelines.loras_and_schedulers import put_loras
+from stopdown.plans.adapter_check import watch_adapters
+from stopdown.plans.applier import (
+    check_source,
+    compare_components,
+    leaves_loras,
+    load_entry,
+    put_boundaries,
+    refuse_differences,
+)
+from stopdown.plans.calibrated import count_folds
 from stopdown.plans.precision import (
     ComponentFacts,
     decide_precisions,
     parse_request,
     resolve_request,
 )
-from stopdown.records import Decision, Plan
+from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling.certificate import describe_share
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, has_weights, read_stored_dtypes
-
-
-@dataclass(frozen=True)
-class LoadedPlan:
-    """A plan that was put on while loading.
-
-    Attributes:
-        plan: it.
-        off: component to what takes its entry off: the weights are in fp32 then.
-    """
-
-    plan: Plan
-    off: Mapping[str, Patches]
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,18 @@ class Loaded:
 
     Attributes:
         pipe: a Diffusers pipeline on its device.
-        decisions: precision of each call, with its reason.
+        plan: that it was loaded by.
+        decisions: how each component call runs, as records have it.
         patches: what was put on the pipeline while loading: casts at the component calls of components that
             differ, and the second copy of an autoencoder whose directions differ.
-        standing: the plan that it was loaded by; None without one.
+        off: component to what takes its entry off: the weights are in fp32 then. Empty without exponents.
     """
 
     pipe: Any
-    decisions: tuple[Decision, ...]
+    plan: Plan
+    decisions: tuple[ComponentPlan, ...]
     patches: Patches
-    loaded_plan: LoadedPlan | None = None
+    off: Mapping[str, Patches] = field(default_factory=dict)
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
@@ -95,8 +98,8 @@ def _gather_component(
 
 def decide(
     facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
-) -> tuple[Decision, ...]:
-    """One decision for each call, from a `--precision` text.
+) -> tuple[ComponentPlan, ...]:
+    """Return how each call runs without exponents, as a `--precision` text says.
 
     Raises:
         OptionError: the text names an unknown precision or component, or one that does not work.
@@ -105,27 +108,38 @@ def decide(
     return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
 
 
-def load_decided(
+def load_plan(
     source: Source,
-    decisions: tuple[Decision, ...],
+    plan: Plan,
     device: Device,
     *,
     progress: Progress | None = None,
     move: bool = True,
 ) -> Loaded:
-    """Load a pipeline as decided and move it to a device.
+    """Load a checkpoint as a plan says, and move it to a device.
+
+    Args:
+        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read.
+
+    Raises:
+        PlanError: the plan does not belong to this checkpoint, with all that differs.
+        SourceError: the weights do not fit their model.
+    """
+    load = _load_bare if plan.is_bare else _load_scaled
+    return load(source, plan, device, progress, move)
+
+
+def _load_bare(
+    source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
+) -> Loaded:
+    """Load a pipeline in the precisions of its calls.
 
     An autoencoder whose two directions differ is loaded in the wider format; the other direction
     gets a copy of its own, so that nothing is cast to and fro during a run. Where components differ,
     arguments are cast at their component calls.
-
-    Args:
-        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read: then there
-            is one copy of each.
-
-    Raises:
-        SourceError: the weights do not fit their model.
+    If weights stay in the checkpoint's files, there is one copy of each.
     """
+    decisions = plan.components
     formats = widest_by_component(decisions)
     if not move:
         decisions = tuple(
@@ -152,18 +166,109 @@ def load_decided(
         for callee in find_callees(pipe):
             if callee.name in wanted:
                 put_cast(callee, wanted[callee.name], patches)
-    return Loaded(pipe, decisions, patches)
+    return Loaded(pipe, plan, decisions, patches)
 
 
-def _share_weights(decision: Decision, widest: str) -> Decision:
-    """What is decided of a call where one copy of the weights serves all calls of its component."""
+def _load_scaled(
+    source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
+) -> Loaded:
+    """Load a checkpoint with the exponents of its plan.
+
+    Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
+    that the plan was made without are put on afterwards. A model whose LoRAs the plan knows is loaded in
+    fp32.
+    """
+    check_source(plan, source)
+    loras = source.loras if leaves_loras(plan, source) else ()
+    first = dataclasses.replace(source, loras=()) if loras else source
+    dtypes = torch.float32 if first.loras else None
+    pipe = load_pipeline(first, torch_dtypes=dtypes, progress=progress)
+    refuse_differences(plan, list(compare_components(pipe, plan)))
+    waits = not source.loras and (not move or device.type != "cpu")
+    off = put_for_good(pipe, plan, waits=waits)
+    patches = Patches()
+    put_boundaries(pipe, plan, patches)
+    watch_adapters(pipe, plan, patches)
+    put_loras(pipe, loras)
+    if move:
+        move_program(pipe, device)
+    decisions = tuple(describe_calls(plan, gather_facts(source)))
+    return Loaded(pipe, plan, decisions, patches, off)
+
+
+def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Patches]:
+    """Fold and cast each component by its entry, and let the old weights go.
+
+    Args:
+        waits: leave parameters in the files that they were mapped from.
+
+    Returns:
+        Component to what takes its entry off: the weights are in fp32 then, as near to the old ones as
+        the plan's precision holds them.
+    """
+    return {
+        entry.component: load_entry(getattr(pipe, entry.component), entry, wait_ if waits else None)
+        for entry in plan.components
+    }
+
+
+def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[ComponentPlan]:
+    """Yield each call of the planned components as records have it: without exponents, in one sentence."""
+    planned = {entry.component: entry for entry in plan.components}
+    for fact in (fact for fact in facts if fact.name in planned):
+        entry = planned[fact.name]
+        for call in fact.calls:
+            yield ComponentPlan(
+                call,
+                precision=entry.precision,
+                reasons=(describe_entry(entry, plan.chosen or "the plan"),),
+                stored=fact.stored_mostly,
+                kept_fp32=entry.in_force.fp32_modules,
+            )
+
+
+def _describe_basis(entry: ComponentPlan) -> str:
+    """What the ranges rest on: bounds, measured calls, or some of each."""
+    scaling = entry.in_force
+    if scaling.certified:
+        return "certified"
+    if not scaling.values:
+        return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
+    return describe_share(scaling.values, scaling.bounded).removesuffix(".")
+
+
+def describe_entry(entry: ComponentPlan, name: str) -> str:
+    """A component's entry in one sentence, or the reasons why it is not in fp16."""
+    if entry.precision != "fp16" or entry.scaling is None:
+        return f"{entry.precision} by {name}. {entry.reason}"
+    scaling = entry.in_force
+    folds = count_folds(scaling).replace(" is scaled", "").replace(" are scaled", "")
+    parts = [
+        folds,
+        f"{len(scaling.fp32_modules)} fp32 module{'s' * (len(scaling.fp32_modules) != 1)}",
+    ]
+    if count := len(scaling.multiplies):
+        parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
+    if scaling.stream is not None:
+        inside = ", ".join(scaling.stream.cast_output_down)
+        parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
+    if scaling.headroom_bits is not None:
+        parts.append(f"{scaling.headroom_bits:.1f} bits of headroom")
+    if scaling.trial is not None and scaling.trial.rel_err is not None:
+        parts.append(f"{100 * scaling.trial.rel_err:.2g} % off fp32 when it was tried")
+    basis = _describe_basis(entry)
+    return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."
+
+
+def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:
+    """Return how a call runs if one copy of the weights serves all calls of its component."""
     if decision.precision == widest:
         return decision
-    reason = f"{decision.reason} Under a memory limit its weights are there once, in {widest}."
-    return dataclasses.replace(decision, precision=widest, reason=reason)
+    reason = f"Under a memory limit its weights are there once, in {widest}."
+    return dataclasses.replace(decision, precision=widest, reasons=(*decision.reasons, reason))
 
 
-def widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, str]:
+def widest_by_component(decisions: tuple[ComponentPlan, ...]) -> dict[str, str]:
     """Component → the format that it is loaded in: the widest of its calls, fp32 for fp16 and bf16."""
     widest: dict[str, str] = {}
     for decision in decisions:

@@ -6,7 +6,6 @@ checkpoint is stored in, and what the model's authors pinned. No tensor is seen 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from stopdown.component_call_names import split_call
 from stopdown.devices.environment import SLOW, Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
-from stopdown.records import ComponentPlan, Decision
+from stopdown.records import ComponentPlan
 
 if TYPE_CHECKING:
     import torch
@@ -50,28 +49,6 @@ class ComponentFacts:
         return max(self.stored, key=lambda name: self.stored[name]) if self.stored else None
 
 
-@dataclass(frozen=True)
-class PrecisionRequest:
-    """What a `--precision` asks for.
-
-    Attributes:
-        parts: what each is for (`vae`, `vae.decode`, or "" for all components) to the precision.
-        plan: path of a plan, which says everything; None without one.
-    """
-
-    parts: Mapping[str, str] = field(default_factory=dict)
-    plan: str | None = None
-
-    @property
-    def is_auto(self) -> bool:
-        return self.everywhere == "auto"
-
-    @property
-    def everywhere(self) -> str | None:
-        """The one precision of all components; None for a plan, or where components are named."""
-        return self.parts.get("")
-
-
 def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
     """What Python callers ask for, as the text that `parse_request` reads.
 
@@ -98,11 +75,19 @@ def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
     return found.name
 
 
-def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
+def find_plan_path(text: str) -> str | None:
+    """Return the path of the plan that a `--precision` names; None if it names none."""
+    return text.strip() if text.strip().endswith(".json") else None
+
+
+def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
     """Parse `auto`, `fp16`, `fp16-plain`, `transformer=bf16,vae.decode=fp32` or `plan.json`.
 
     `fp16` is rescaled so that it cannot overflow; `fp16-plain` is not. A plus is read as a comma, for
     lists whose commas stand between whole requests.
+
+    Returns:
+        Component or call to its precision; "" stands for all components. Empty for a plan's path.
 
     Args:
         text: of a `--precision`, in every command.
@@ -111,11 +96,10 @@ def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
     Raises:
         OptionError: a precision is unknown, an entry names no component, or two contradict.
     """
-    text = text.strip()
-    if text.endswith(".json"):
-        return PrecisionRequest(plan=text)
+    if find_plan_path(text) is not None:
+        return {}
     if "=" not in text:
-        return PrecisionRequest({"": _parse_choice(text, also)})
+        return {"": _parse_choice(text, also)}
     found: dict[str, str] = {}
     for entry in text.replace("+", ",").split(","):
         name, sign, precision = (part.strip() for part in entry.partition("="))
@@ -124,18 +108,18 @@ def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
         wanted = _parse_choice(precision, also)
         if found.setdefault(name, wanted) != wanted:
             raise _contradiction(name, found[name], wanted)
-    return PrecisionRequest(found)
+    return found
 
 
 def resolve_request(
-    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+    request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
     """Return the format by call; calls that are left to `auto` are absent.
 
     A method goes before its component.
 
     Args:
-        request: no plan.
+        request: as `parse_request` returns it.
         components: name to what it is called as: `vae` to `("vae.encode", "vae.decode")`.
 
     Raises:
@@ -146,7 +130,7 @@ def resolve_request(
 
 
 def list_rescaled(
-    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+    request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
     """Return the components that are requested in fp16 for all of their calls, so that they need exponents.
 
@@ -159,16 +143,16 @@ def list_rescaled(
 
 
 def _resolve_words(
-    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+    request: Mapping[str, str], components: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
     known = sorted({*components, *(call for calls in components.values() for call in calls)})
     chosen: dict[str, str] = {}
-    for target in sorted(request.parts, key=lambda part: bool(split_call(part)[1])):
+    for target in sorted(request, key=lambda part: bool(split_call(part)[1])):
         if target and target not in known:
             raise _unknown_component(target, known)
         for name, calls in components.items():
             taken = calls if target in ("", name) else {target} & {*calls}
-            chosen |= dict.fromkeys(taken, request.parts[target])
+            chosen |= dict.fromkeys(taken, request[target])
     return {call: precision for call, precision in chosen.items() if precision != "auto"}
 
 
@@ -183,8 +167,8 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
         OptionError: another precision was asked for, for all of it or a method.
     """
     asked = parse_request(text)
-    others = {name: x for name, x in asked.parts.items() if name and not split_call(name)[1]}
-    if asked.everywhere not in ("fp16", "auto") and (not others or len(others) < len(asked.parts)):
+    others = {name: x for name, x in asked.items() if name and not split_call(name)[1]}
+    if asked.get("") not in ("fp16", "auto") and (not others or len(others) < len(asked)):
         raise OptionError(
             f"{what} for {text.strip()} was requested.",
             expected="Only fp16 needs one: bf16 and fp32 hold the values unscaled.",
@@ -215,8 +199,15 @@ def leave_components(
 def leave_component(entry: ComponentPlan, precision: str) -> ComponentPlan:
     """Return the entry of a component that runs in another precision, without exponents."""
     stored = "fp16" if precision == PLAIN_FP16 else precision
-    bare = ComponentPlan(entry.component, entry.class_name, entry.weights, stored)
-    return dataclasses.replace(bare, reasons=(f"{precision} was chosen for it.",))
+    why = f"{precision} was chosen for it."
+    return ComponentPlan(
+        entry.component,
+        entry.class_name,
+        entry.weights,
+        stored,
+        reasons=(why,),
+        stored=entry.stored,
+    )
 
 
 def _parse_choice(text: str, also: Iterable[str]) -> str:
@@ -255,8 +246,8 @@ def decide_precisions(
     components: Iterable[ComponentFacts],
     supports: Mapping[str, Support],
     request: Mapping[str, str],
-) -> tuple[Decision, ...]:
-    """One decision for each call of each component.
+) -> tuple[ComponentPlan, ...]:
+    """Return how each call of each component runs, without exponents.
 
     Args:
         components: facts of each component.
@@ -278,7 +269,15 @@ def decide_precisions(
                 reason += (
                     f" The model's authors keep {', '.join(f'`{name}`' for name in kept)} in fp32."
                 )
-            decisions.append(Decision(call, precision, reason, facts.stored_mostly, kept))
+            decisions.append(
+                ComponentPlan(
+                    call,
+                    precision=precision,
+                    reasons=(reason,),
+                    stored=facts.stored_mostly,
+                    kept_fp32=kept,
+                )
+            )
     return tuple(decisions)
 
 

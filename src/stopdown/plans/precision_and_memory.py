@@ -63,7 +63,7 @@ class Way:
     def fp32_share(self) -> float:
         """Share of the matmul work that a plan does in fp32, the largest of its components."""
         entries = self.plan.components if self.plan is not None else ()
-        return max((entry.scaling.fp32_flops for entry in entries), default=0.0)
+        return max((entry.in_force.fp32_flops for entry in entries), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def list_ways(
         return [_describe_plan(plan, asked), fp32]
     makes_plan = bool(explain_plan(facts, supports))  # generate's auto makes one by itself then
     request = parse_request(asked)
-    flag = "auto" if makes_plan and request.is_auto else "fp16"
+    is_auto = request.get("") == "auto"
+    flag = "auto" if makes_plan and is_auto else "fp16"
     rescaled = Way("fp16 rescaled", dict.fromkeys(names, "fp16"), flag, keeps_fp32=False)
-    if request.everywhere == "fp16":
+    if request.get("") == "fp16":
         return [rescaled]
     decisions = decide(list(facts), supports, asked)
     found = widest_by_component(decisions)
@@ -123,7 +124,7 @@ def list_ways(
             f"{', '.join(twice)}: a second copy of the weights, for the other method, comes on top."
         )
         own = dataclasses.replace(own, remark=copies)
-    if not request.is_auto:
+    if not is_auto:
         return [own]
     ways = [own]
     if supports["fp16"].native and supports["fp16"].works:
@@ -133,9 +134,9 @@ def list_ways(
 
 def _describe_plan(plan: Plan, path: str) -> Way:
     entries = plan.components
-    count = sum(len(entry.scaling.fp32_modules) for entry in entries)
-    share = max((entry.scaling.fp32_flops for entry in entries), default=0.0)
-    streams = sum(entry.scaling.stream is not None for entry in entries)
+    count = sum(len(entry.in_force.fp32_modules) for entry in entries)
+    share = max((entry.in_force.fp32_flops for entry in entries), default=0.0)
+    streams = sum(entry.in_force.stream is not None for entry in entries)
     remark = f"{count} fp32 module{'s' * (count != 1)} in fp32, {share:.1%} of the matmul work."
     if streams:
         remark += f" {streams} fp32 residual stream{'s' * (streams != 1)}."

@@ -32,7 +32,7 @@ from stopdown.number_formats import list_some
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
 from stopdown.plans.plan_choice import find_or_certify
-from stopdown.plans.planned_loader import LoadedPlan
+from stopdown.plans.planned_loader import Loaded
 from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
@@ -170,7 +170,9 @@ class Loading:
             if hasattr(module, name):
                 self._off.set_attribute(module, name, refuse)
         if self.config.guard:
-            options = GuardOptions(loaded_plan=LoadedPlan(plan, {component: self._off}))
+            options = GuardOptions(
+                loaded=Loaded(program, plan, (), Patches(), {component: self._off})
+            )
             vars(module)["stopdown_guard"] = Guard(program, options).put_on()
         return self._describe(module, plan)
 

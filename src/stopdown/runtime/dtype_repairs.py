@@ -32,7 +32,7 @@ from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
-from stopdown.runtime.repairs import Adjustment
+from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -75,12 +75,12 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
         return fault.call.proceed()
 
     try:
-        if any(one.action == "cast-inputs" for one in before):
+        if any(map(is_cast_of_inputs, before)):
             with contextlib.suppress(*REFUSALS):
                 return repeat(), None
         operands = _find_operands(repeat, module, given)
         if operands != NO_OPERANDS:
-            state.put_on((*before, Adjustment("cast-inputs", fault.precision, operands=operands)))
+            state.put_on((*before, cast_inputs(operands)))
             clear_caches(module)
             return repeat(), _describe(fault, error, operands, time.perf_counter() - begun)
     except Exception:  # another operation refuses too: the first error is the program's own

@@ -27,7 +27,7 @@ from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_fi
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
 from stopdown.parallel.ranks import Ranks, is_lost
-from stopdown.records import Repair
+from stopdown.records import ComponentPlan, Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit
@@ -38,7 +38,7 @@ from stopdown.runtime.outside_faults import Origin
 from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
-from stopdown.runtime.repairs import Adjustment
+from stopdown.runtime.repairs import cast_component
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
 from stopdown.scaling.kept_state import describe_kept
@@ -74,7 +74,7 @@ class _Case:
     fault: Fault
     culprit: Culprit
     begun: float
-    before: tuple[Adjustment, ...] = ()
+    before: tuple[ComponentPlan, ...] = ()
     tried: list[str] = field(default_factory=list)
     replays: int = 0
     reference: _Reference = _Reference()
@@ -237,7 +237,7 @@ class FaultHandler:
         state = fault.guarded.state
         before = state.applied
         try:
-            state.put_on((Adjustment("cast", precision),))
+            state.put_on((cast_component(precision),))
             fault.guarded.latest.restore()
             if uncached:
                 clear_caches(fault.guarded.module)
@@ -345,7 +345,7 @@ class FaultHandler:
             return _Reference(wide)
         return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
-    def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[Adjustment, ...]:
+    def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[ComponentPlan, ...]:
         """What is to be in force when a remedy is tried."""
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
@@ -368,7 +368,7 @@ class FaultHandler:
             return
         before = guarded.state.applied
         try:
-            guarded.state.put_on((Adjustment("cast", "fp32"),))
+            guarded.state.put_on((cast_component("fp32"),))
             guarded.latest.restore()
             first = fault.call.proceed()
             guarded.latest.restore_around()
@@ -379,7 +379,7 @@ class FaultHandler:
         if measure_error(second, first):
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
-    def _replay(self, case: _Case, repairs: tuple[Adjustment, ...]) -> Any:
+    def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
         """The output of the same call with these repairs in force, on all ranks those of rank 0."""
         if self.ranks is not None:
             repairs = self.ranks.share(repairs)

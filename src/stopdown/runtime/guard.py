@@ -40,7 +40,7 @@ import torch
 
 from stopdown.argument_types import check_function, check_type
 from stopdown.bounds.input_limits import Size
-from stopdown.component_call_names import name_component, name_module_path
+from stopdown.component_call_names import name_component, name_module_path, split_module_path
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
     Rank,
@@ -85,11 +85,10 @@ from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
 from stopdown.plans.plan_files import seal_plan, take_plan
-from stopdown.plans.planned_loader import LoadedPlan
+from stopdown.plans.planned_loader import Loaded
 from stopdown.records import (
     BlockMaximum,
     ComponentPlan,
-    Decision,
     Finding,
     GuardRecord,
     Plan,
@@ -105,7 +104,7 @@ from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent, Repeata
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.outside_faults import Origin, find_origin
-from stopdown.runtime.plan_updates import adjustments_of, update_entry
+from stopdown.runtime.plan_updates import update_entry
 from stopdown.runtime.rank_agreement import (
     agree_on_check,
     find_ranks,
@@ -115,7 +114,7 @@ from stopdown.runtime.rank_agreement import (
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import ComponentState, name_action
 from stopdown.runtime.results import collect_videos, count_bad
 from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 from stopdown.runtime.weight_history import WeightHistory
@@ -139,7 +138,7 @@ class GuardOptions:
         observer: told of each finished call.
         announce: told of each repair once; None warns with `StopdownWarning`.
         plan: put on the pipeline for as long as the guard is.
-        loaded_plan: the plan that the pipeline was loaded by, in place of `plan`.
+        loaded: by which plan the pipeline was loaded, in place of `plan`.
         journal: folder, or open journal.
         maxima: note the largest magnitude of each block at each step.
         repair_cache: what earlier guards found, put on from the start; what this one finds is added.
@@ -152,11 +151,11 @@ class GuardOptions:
     """
 
     on_fault: OnFault = "repair"
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[ComponentPlan, ...] = ()
     observer: Observer | None = None
     announce: Announce | None = None
     plan: Plan | None = None
-    loaded_plan: LoadedPlan | None = None
+    loaded: Loaded | None = None
     journal: Journal | Follower | str | Path | None = None
     maxima: bool = False
     repair_cache: RepairCache | None = None
@@ -264,8 +263,8 @@ class Guard:
             self.steps.listen(module, self._patches)
         if self.options.plan is not None:
             self._put_plan(self.options.plan)
-        if self.options.loaded_plan is not None:
-            self._take_loaded_plan(self.options.loaded_plan)
+        if self.options.loaded is not None and not self.options.loaded.plan.is_bare:
+            self._take_loaded_plan(self.options.loaded)
         self._reuse()
         for component in self._components.values():
             self._put_sensors(component)
@@ -278,7 +277,7 @@ class Guard:
             self._ranks.watch(self._patches)
             refuse_other_runs(self._ranks, self.pipe, self._plan)
         for entry in self._plan.components if self._plan is not None else ():
-            self.limit_inputs(entry.component, entry.scaling.limits, entry.scaling.sizes)
+            self.limit_inputs(entry.component, entry.in_force.limits, entry.in_force.sizes)
         self._put_journal(journal)
 
     def _list_callees(self) -> list[Callee]:
@@ -482,7 +481,7 @@ class Guard:
     def _put_plan(self, plan: Plan) -> None:
         try:
             for entry in plan.components:
-                self._find_state(entry).plan(adjustments_of(entry))
+                self._find_state(entry).plan(_list_entries(entry))
         except ScalingError as error:
             raise PlanError(
                 f"The plan for {plan.source} does not fit the pipeline: {error.what}",
@@ -492,11 +491,11 @@ class Guard:
         watch_adapters(self.pipe, plan, self._patches)
         self._plan = plan
 
-    def _take_loaded_plan(self, loaded_plan: LoadedPlan) -> None:
-        for entry in loaded_plan.plan.components:
-            off = loaded_plan.off[entry.component]
-            self._find_state(entry).stand_under(adjustments_of(entry), off)
-        self._plan = loaded_plan.plan
+    def _take_loaded_plan(self, loaded: Loaded) -> None:
+        for entry in loaded.plan.components:
+            off = loaded.off[entry.component]
+            self._find_state(entry).stand_under(_list_entries(entry), off)
+        self._plan = loaded.plan
 
     def _find_state(self, entry: ComponentPlan) -> ComponentState:
         module = find_component(self.pipe, entry.component)
@@ -513,8 +512,8 @@ class Guard:
         for name, module in find_components(self.pipe).items():
             component = self._components.get(id(module))
             for applied in self._repair_cache.put_on(component.state) if component else ():
-                place = name_module_path(name, applied.path)
-                self._reused.append(f"{place}: {applied.action} ({applied.precision})")
+                place = name_module_path(name, split_module_path(applied.component)[1])
+                self._reused.append(f"{place}: {name_action(applied)} ({applied.precision})")
 
     def limit_inputs(
         self,
@@ -581,9 +580,9 @@ class Guard:
             PlanError, InputError: as `put_on`; this guard is on again then.
         """
         self.remove()
-        own = dataclasses.replace(self.options, loaded_plan=None)
+        own = dataclasses.replace(self.options, loaded=None)
         if options.plan is None and not self.repairs:
-            loaded = dataclasses.replace(options, loaded_plan=self.options.loaded_plan)
+            loaded = dataclasses.replace(options, loaded=self.options.loaded)
             options, own = loaded, self.options
         other = Guard(self.pipe, dataclasses.replace(options, decisions=self.options.decisions))
         other._patches.defer(functools.partial(_guard_again, self.pipe, own))  # comes off last
@@ -906,6 +905,11 @@ class Guard:
         ]
         state = component.state
         return update_entry(entry, state.applied, state.calibration.calls, dict.fromkeys(why))
+
+
+def _list_entries(entry: ComponentPlan) -> tuple[ComponentPlan, ...]:
+    """Return what of a plan's entry is in force on its component."""
+    return () if entry.precision == "as loaded" else (entry,)
 
 
 def _guard_again(pipe: Any, options: GuardOptions) -> None:

@@ -18,10 +18,10 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.records import CallSummary
+from stopdown.records import CallSummary, ComponentPlan
 from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
-from stopdown.runtime.repairs import Adjustment, ComponentState
+from stopdown.runtime.repairs import ComponentState
 from stopdown.runtime.weight_history import WeightHistory, read_version, sample_bits
 from stopdown.scaling.kept_state import KeptState
 
@@ -106,7 +106,7 @@ class LatestCall(threading.local):
 
     call: ComponentCall | None = None
     restores: tuple[Restore, ...] = ()
-    applied: tuple[Adjustment, ...] = ()
+    applied: tuple[ComponentPlan, ...] = ()
     repeat: RepeatableCall | None = None
     kept: KeptState | None = None
     changed: list[str] = field(default_factory=list)

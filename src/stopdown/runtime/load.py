@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,8 @@ from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
-from stopdown.plans.applier import check_source, load_planned
-from stopdown.plans.plan_choice import choose_loader
-from stopdown.plans.planned_loader import Loaded
+from stopdown.plans.plan_choice import choose_plan
+from stopdown.plans.planned_loader import Loaded, load_plan
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, GuardOptions
@@ -85,14 +83,15 @@ def load(
         found = complete_source(found)
         _check_parts(parts, found.components)
         limit = _choose_limit(memory, asked, target)
-        loaded = _choose_loader(found, asked, target)(move=limit is None)
+        plan = asked if isinstance(asked, Plan) else choose_plan(found, asked, target)
+        loaded = load_plan(found, plan, target, move=limit is None)
         loaded.pipe.register_modules(**parts)
         if limit is not None:
             _place(loaded, found, target, limit)
     pipe = loaded.pipe
     pipe.stopdown_decisions = loaded.decisions
     if guard:
-        options = GuardOptions(decisions=loaded.decisions, loaded_plan=loaded.loaded_plan)
+        options = GuardOptions(decisions=loaded.decisions, loaded=loaded)
         pipe.stopdown_guard = Guard(pipe, options).put_on()
     return pipe
 
@@ -106,7 +105,7 @@ def _choose_limit(memory: str, asked: str | Plan, target: Device) -> Limit | Non
         parse_bytes(memory)
     if memory == "auto" and target.type == "cpu":
         return None
-    targets = () if isinstance(asked, Plan) else parse_request(asked).parts
+    targets = () if isinstance(asked, Plan) else parse_request(asked)
     return choose_limit(None if memory == "auto" else memory, (), targets)
 
 
@@ -117,14 +116,6 @@ def _place(loaded: Loaded, source: Source, target: Device, limit: Limit) -> None
     offloader = fit_run(loaded, request, target, limit, configs, warn_user).offloader
     if offloader is not None:
         loaded.pipe.stopdown_offloader = offloader.__enter__()
-
-
-def _choose_loader(source: Source, asked: str | Plan, target: Device) -> Callable[..., Loaded]:
-    """Return what loads a source by a plan that is given, or as `choose_loader` decides."""
-    if not isinstance(asked, Plan):
-        return choose_loader(source, asked, target)
-    check_source(asked, source)
-    return functools.partial(load_planned, source, asked, "the plan", target)
 
 
 def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,10 @@ from stopdown.errors import warn_user
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.plans.applier import load_planned
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_choice import find_or_certify
+from stopdown.plans.planned_loader import load_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.memory_limits import Limit, fit_run
@@ -104,13 +105,19 @@ def run_certified(
     """
     requests = prepare(load_pipeline(source, torch_dtypes=None))  # refused before anything is made
     plan = find_or_certify(source, device, progress=progress)
-    loaded = load_planned(source, plan, "its certificate", device, progress=progress, move=False)
+    loaded = load_plan(
+        source,
+        dataclasses.replace(plan, chosen="its certificate"),
+        device,
+        progress=progress,
+        move=False,
+    )
     pipe = loaded.pipe
     fitted = fit_run(
         loaded, requests[0], device, Limit(), read_configs(source.described), warn_user
     )
     pipe.set_progress_bar_config(disable=True)
     sums = WideProducts() if device.type == "cpu" else contextlib.nullcontext()
-    options = GuardOptions(decisions=loaded.decisions, loaded_plan=loaded.loaded_plan)
+    options = GuardOptions(decisions=loaded.decisions, loaded=loaded)
     with loaded.patches, fitted.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
         yield pipe, plan, requests

@@ -1,4 +1,4 @@
-"""Repairs and plans: a plan's entry as what is in force from the start, and repairs as its new entry.
+"""Repairs as the new entry of a plan.
 
 **Catches** exponents, fp32 modules and casts that a guard put on.
 **Does not catch** casts of inputs, which depend on what a script hands over; ranges of the calls that the
@@ -11,24 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from stopdown.component_call_names import split_module_path
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.runtime.repairs import Adjustment
+from stopdown.runtime.repairs import name_action
 
 _NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
 
 
-def adjustments_of(entry: ComponentPlan) -> tuple[Adjustment, ...]:
-    """A plan's entry as what is in force on its component."""
-    if entry.precision == "as loaded":
-        return ()
-    if entry.precision == "fp16":
-        return (Adjustment("rescaled", "fp16", scaling=entry.scaling),)
-    return (Adjustment("cast", entry.precision),)
-
-
 def update_entry(
-    entry: ComponentPlan, applied: tuple[Adjustment, ...], calls: int, reasons: Iterable[str]
+    entry: ComponentPlan, applied: tuple[ComponentPlan, ...], calls: int, reasons: Iterable[str]
 ) -> ComponentPlan:
     """A plan's entry with the repairs that are in force in its place.
 
@@ -37,20 +29,20 @@ def update_entry(
         calls: how many failing calls new exponents rest on.
         reasons: why, in whole sentences.
     """
-    bare = ComponentPlan(entry.component, entry.class_name, entry.weights, entry.precision)
-    bare = dataclasses.replace(bare, accumulation=entry.accumulation)
+    bare = dataclasses.replace(entry, scaling=None, calls=0, prompts=0, reasons=())
     found = dataclasses.replace(bare, prompts=entry.prompts)
     notes = tuple(reasons)
     for one in applied:
-        if one.scaling is not None:
-            measured = entry.calls + calls
+        action = name_action(one)
+        if action == "rescaled" and one.scaling is not None:
             scaling = _withdraw_claims(one.scaling)
-            found = describe_scaling(found, scaling, one.precision, measured, notes)
-        elif one.action == "cast":
+            found = describe_scaling(found, scaling, one.precision, entry.calls + calls, notes)
+        elif action == "cast":
             found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
-        elif one.action == "fp32-module":
-            fp32_modules = tuple(dict.fromkeys((*found.scaling.fp32_modules, one.path)))
-            scaling = dataclasses.replace(found.scaling, fp32_modules=fp32_modules)
+        elif action == "fp32-module":
+            scaling, path = found.scaling or Scaling(), split_module_path(one.component)[1]
+            fp32_modules = tuple(dict.fromkeys((*scaling.fp32_modules, path)))
+            scaling = dataclasses.replace(scaling, fp32_modules=fp32_modules)
             said = tuple(dict.fromkeys((*found.reasons, *notes)))
             found = dataclasses.replace(found, scaling=scaling, reasons=said)
     return found

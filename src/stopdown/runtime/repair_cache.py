@@ -18,8 +18,9 @@ import torch
 
 from stopdown.component_calls.components import read_precisions
 from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.records import ComponentPlan
 from stopdown.runtime.failed_call_ranges import Calibration
-from stopdown.runtime.repairs import Adjustment, ComponentState
+from stopdown.runtime.repairs import ComponentState
 
 
 @dataclass
@@ -31,11 +32,11 @@ class RepairCache:
     """
 
     outdated: list[str] = field(default_factory=list)
-    _kept: WeakKeyDictionary[torch.nn.Module, tuple[str, tuple[Adjustment, ...], Calibration]] = (
-        field(default_factory=WeakKeyDictionary)
-    )
+    _kept: WeakKeyDictionary[
+        torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
+    ] = field(default_factory=WeakKeyDictionary)
 
-    def put_on(self, state: ComponentState) -> tuple[Adjustment, ...]:
+    def put_on(self, state: ComponentState) -> tuple[ComponentPlan, ...]:
         """Put on what an earlier guard found; what that was, empty for nothing."""
         if state.module not in self._kept:
             return ()
@@ -48,7 +49,7 @@ class RepairCache:
         state.calibration = calibration
         return applied
 
-    def keep(self, state: ComponentState, applied: tuple[Adjustment, ...]) -> None:
+    def keep(self, state: ComponentState, applied: tuple[ComponentPlan, ...]) -> None:
         """Keep what was in force on a component that is as it was before its guard."""
         weights = _sign(state.module)
         if weights:

@@ -23,7 +23,7 @@ class Remedy:
     """One thing to try.
 
     Attributes:
-        action: what an `Adjustment` of it is called, or `replayed`.
+        action: what `repairs.name_action` calls it, or `replayed`.
         precision: what the module or component runs in afterwards.
         reason: why this, here; one sentence.
         path: of the fp32 module.

@@ -1,6 +1,6 @@
 """Repairs of one component, put on while a run goes on and taken off with the guard.
 
-A repair is plain data (`Adjustment`), so that a plan and a journal can hold it and put it on again.
+A repair is an entry of a plan (`ComponentPlan`): of a component, or of a module in it.
 Exponents come from the ranges of the calls that failed, all of them together, measured in fp32 on the
 component as it was found: a plan's part is taken off for that. What these calls do not touch (an
 encoder, when decoding failed) keeps the plan's exponents.
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import UNPLANNED, bared
 from stopdown.component_calls.components import read_precisions
@@ -32,7 +33,7 @@ from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.plans.applier import apply_precision
-from stopdown.records import Operands, ResidualStream, Scaling
+from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
@@ -41,23 +42,29 @@ from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
 
 
-@dataclass(frozen=True)
-class Adjustment:
-    """One repair as plain data.
+def cast_component(precision: str) -> ComponentPlan:
+    """Return the repair that runs all of a component in another format."""
+    return ComponentPlan("", precision=precision)
 
-    Attributes:
-        action: `rescaled`, `fp32-module`, `cast` or `cast-inputs`.
-        precision: what the module or component runs in.
-        path: of the fp32 module.
-        scaling: the exponents.
-        operands: the layers whose inputs are cast, and the parameters that are fp32.
-    """
 
-    action: str
-    precision: str
-    path: str = ""
-    scaling: Scaling | None = None
-    operands: Operands = NO_OPERANDS
+def cast_inputs(operands: Operands) -> ComponentPlan:
+    """Return the repair that casts what reaches the layers of a component."""
+    return ComponentPlan("", precision="as loaded", scaling=Scaling(operands=operands))
+
+
+def is_cast_of_inputs(repair: ComponentPlan) -> bool:
+    """Return whether a repair casts inputs alone, which depend on what a script hands over."""
+    return repair.precision == "as loaded"
+
+
+def name_action(repair: ComponentPlan) -> str:
+    """Return what records call a repair."""
+    if is_cast_of_inputs(repair):
+        return "cast-inputs"
+    if split_module_path(repair.component)[1]:
+        return "fp32-module"
+    is_scaled = repair.precision == "fp16" and repair.scaling is not None
+    return "rescaled" if is_scaled else "cast"
 
 
 @dataclass
@@ -80,8 +87,8 @@ class ComponentState:
 
     module: torch.nn.Module
     dtype: torch.dtype | None = None
-    applied: tuple[Adjustment, ...] = ()
-    planned: tuple[Adjustment, ...] = ()
+    applied: tuple[ComponentPlan, ...] = ()
+    planned: tuple[ComponentPlan, ...] = ()
     computes_in: torch.dtype | None = None
     is_compiled: bool = False
     calibration: Calibration = field(default_factory=Calibration)
@@ -93,12 +100,12 @@ class ComponentState:
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
 
-    def plan(self, planned: tuple[Adjustment, ...]) -> None:
+    def plan(self, planned: tuple[ComponentPlan, ...]) -> None:
         """Put a plan's part on; it comes off with the guard."""
         self.planned = planned
         self.put_on(planned)
 
-    def stand_under(self, planned: tuple[Adjustment, ...], off: Patches) -> None:
+    def stand_under(self, planned: tuple[ComponentPlan, ...], off: Patches) -> None:
         """Know of a plan's part that was put on while loading, and stays when the guard goes.
 
         Args:
@@ -122,7 +129,7 @@ class ComponentState:
             is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
                 others get (Flux does), so each gets its arguments in its own.
         """
-        is_recast = any(one.scaling is not None or one.action == "cast" for one in self.applied)
+        is_recast = any(name_action(one) in ("rescaled", "cast") for one in self.applied)
         is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
         if self.dtype is None and not is_mixed and not is_ambient:
             return call.proceed()
@@ -134,7 +141,7 @@ class ComponentState:
                 return call.proceed()
             return call.proceed_in(dtype)
 
-    def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[Adjustment, ...]:
+    def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[ComponentPlan, ...]:
         """Return the repairs that are to be in force when a remedy is tried.
 
         Args:
@@ -155,7 +162,7 @@ class ComponentState:
                 "exponents are found for eval mode.",
                 remedy="Call module.eval() before inference.",
             )
-        casts = tuple(one for one in self.applied if one.action == "cast-inputs")
+        casts = tuple(filter(is_cast_of_inputs, self.applied))
         if remedy.action == "rescaled":
             before = self.calibration
             if remedy.residual != before.residual == "native":
@@ -166,14 +173,14 @@ class ComponentState:
             except BaseException:
                 self.calibration = before
                 raise
-            return (Adjustment("rescaled", "fp16", scaling=scaling), *casts)
+            return (ComponentPlan("", precision="fp16", scaling=scaling), *casts)
         if remedy.action == "fp32-module":
-            return (*self.applied, Adjustment("fp32-module", "fp32", remedy.path))
+            return (*self.applied, ComponentPlan(name_module_path(self.name, remedy.path)))
         if remedy.action == "cast":
-            return (Adjustment("cast", remedy.precision), *casts)
+            return (cast_component(remedy.precision), *casts)
         return self.applied
 
-    def put_on(self, repairs: tuple[Adjustment, ...]) -> None:
+    def put_on(self, repairs: tuple[ComponentPlan, ...]) -> None:
         """Have these repairs in force and no others; calls of other threads are over before."""
         if repairs == self.applied:
             return
@@ -229,12 +236,13 @@ class ComponentState:
         if self.is_compiled:
             torch.compiler.reset()
 
-    def _put(self, repair: Adjustment) -> None:
-        if repair.action == "cast-inputs":
-            cast_to_weights(self.module, repair.operands, self._patches)
+    def _put(self, repair: ComponentPlan) -> None:
+        if is_cast_of_inputs(repair):
+            operands = repair.scaling.operands if repair.scaling is not None else NO_OPERANDS
+            cast_to_weights(self.module, operands, self._patches)
             return
-        if repair.action == "fp32-module":
-            module = self.module.get_submodule(repair.path)
+        if path := split_module_path(repair.component)[1]:
+            module = self.module.get_submodule(path)
             around = read_autocast(self.module) or self.read_precisions()[0]
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
@@ -243,8 +251,9 @@ class ComponentState:
         watch = WatchOptions(
             self.name, self._extend, self._announce_once, lock.changing, lock.calling
         )
-        apply_precision(self.module, repair.precision, repair.scaling, self._patches, watch=watch)
-        if repair.scaling is None or before != (wanted,):
+        scaling = repair.scaling if repair.precision == "fp16" else None
+        apply_precision(self.module, repair.precision, scaling, self._patches, watch=watch)
+        if scaling is None or before != (wanted,):
             self.dtype = wanted
 
     def _announce_once(self, text: str) -> None:
@@ -261,12 +270,12 @@ class ComponentState:
         if any(x.is_meta for x in self.module.parameters()):
             return False
         before = self.applied
-        others = tuple(x for x in before if x.scaling is None)
+        others = tuple(x for x in before if name_action(x) != "rescaled")
         try:
             found = self._find_scaling(call)
             if "" in found.fp32_modules:
                 raise ScalingError("Only the whole component in fp32 would do, as without a plan.")
-            self.put_on((Adjustment("rescaled", "fp16", scaling=found), *others))
+            self.put_on((ComponentPlan("", precision="fp16", scaling=found), *others))
         except Exception:  # no such exponents, or the model's code refuses: it runs without any
             self.put_on(before)
             return False
@@ -287,7 +296,7 @@ class ComponentState:
                 self.calibration.observe(self.module, call)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured, self.calibration.stream)
-            known = next((one.scaling for one in self.planned if one.scaling is not None), None)
+            known = next((x.scaling for x in self.planned if x.precision == "fp16"), None)
             if known is None:
                 return found
             methods = {x.capture.method or "forward" for x in measured}
@@ -303,7 +312,7 @@ class ComponentState:
     @property
     def is_planned_anew(self) -> bool:
         """Whether a plan has to change to hold what is in force; casts of inputs need none."""
-        return tuple(x for x in self.applied if x.action != "cast-inputs") != self.planned
+        return tuple(x for x in self.applied if not is_cast_of_inputs(x)) != self.planned
 
     def name_precisions(self) -> tuple[str, ...]:
         """Formats that it computes in, that of most of its weights first."""

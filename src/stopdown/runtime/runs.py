@@ -94,7 +94,7 @@ def make_frames(
         announce=announce,
         journal=journal,
         maxima=maxima,
-        loaded_plan=loaded.loaded_plan,
+        loaded=loaded,
         frames=False,
     )
     guarding = Guard(loaded.pipe, options).put_on()
