@@ -24,7 +24,7 @@ from stopdown.app.batch_command import BatchOptions, batch
 from stopdown.app.display import Display
 from stopdown.batch import dispatch
 from stopdown.batch.jobs import prepare
-from stopdown.batch.prompt_maker import PromptMaker, make_request
+from stopdown.batch.prompt_maker import PromptMaker
 from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
@@ -41,7 +41,7 @@ def list_items(count: int, steps: int) -> list[Item]:
 def make_loop(items: list[Item], folder: Path) -> Callable[[], float]:
     """A loop over a pipeline that is loaded once; what it gives back are seconds."""
     prepared = prepare(
-        Settings("shapes", str(folder), precision="fp32"), items[0], make_request(items[0])
+        Settings("shapes", str(folder), precision="fp32"), items[0], items[0].make_request()
     )
     loaded = Worker(prepared.job, "cpu")._load(prepared.plan)
 
@@ -49,7 +49,7 @@ def make_loop(items: list[Item], folder: Path) -> Callable[[], float]:
         begun = time.perf_counter()
         for item in items:
             name = str(folder / f"{item.seed}.mp4")
-            made = make_frames(loaded, make_request(item), output=name)
+            made = make_frames(loaded, item.make_request(), output=name)
             write_frames(name, made.frames, 8.0)
         return time.perf_counter() - begun
 

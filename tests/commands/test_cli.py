@@ -351,7 +351,7 @@ def test_remote_code_in_the_configs_of_a_single_file(
         ),
         (["--mask", "none.png"], "The file none.png cannot be read: there is no such file. "),
         (["--image", "none.png"], "The file none.png cannot be read: there is no such file. "),
-        (["--image", "a.png", "--video", "a.mp4"], "--image and --video were both given. "),
+        (["--image", "a.png", "--video", "a.mp4"], "--image was given with --video. "),
     ],
 )
 def test_impossible_options(

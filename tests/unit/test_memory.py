@@ -566,21 +566,11 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     assert (tmp_path / "small.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("allow", "memory", "text"),
-    [
-        (("fp8",), "8GiB", "--allow fp8 is unknown. Known: smaller"),
-        (("smaller",), "none", "--allow smaller was given with --memory none"),
-    ],
-)
-def test_what_may_not_change_the_picture(
-    allow: tuple[str, ...], memory: str | None, text: str
-) -> None:
-    """An unknown change, and one without a limit to keep, are refused before anything is read."""
-    with pytest.raises(OptionError) as caught:
-        read_allowed(allow, memory)
-    assert text in str(caught.value)
-    assert "--allow smaller" in str(caught.value)
+def test_what_may_not_change_the_picture() -> None:
+    """An unknown change is refused before anything is read; what is asked for twice is one."""
+    with pytest.raises(OptionError, match="--allow fp8 is unknown"):
+        read_allowed(("fp8",))
+    assert read_allowed(("smaller", "smaller")) == ("smaller",)
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,17 @@ from stopdown.app.display import Display
 from stopdown.app.flags import (
     AllowOption,
     DeviceOption,
-    GuidanceOption,
-    MediaOptions,
     ModelOptions,
-    NegativeOption,
     PrecisionOption,
     RateOption,
-    SizeOptions,
+    RunOptions,
     SourceArgument,
-    StepsOption,
     StrictOption,
 )
 from stopdown.app.registration import describe_command
 from stopdown.app.remedies import reword_text
 from stopdown.app.request_options import (
-    RequestOptions,
+    check_pairs,
     check_rate,
     read_allowed,
     read_limit,
@@ -70,7 +66,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 
 
 @dataclass(frozen=True)
-class BatchOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
+class BatchOptions(RunOptions, ModelOptions):
     """Make one video or picture for each prompt of a file.
 
     Each worker loads the model once. If a batch was interrupted, the same command continues it.
@@ -96,7 +92,6 @@ class BatchOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
             help="Folder or fsspec URL. To continue a batch, name its folder again.",
         ),
     ]
-    negative: NegativeOption = None
     precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
     workers: Annotated[
@@ -117,9 +112,9 @@ class BatchOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
         int | None,
         typer.Option(help="With --ray: CPUs of each worker. By default all CPUs of a node."),
     ] = None
-    steps: StepsOption = None
-    seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = 0
-    guidance: GuidanceOption = None
+    seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = field(
+        default=0, kw_only=True
+    )
     fps: RateOption = 8.0
     format: Annotated[
         Literal["mp4", "webm", "gif", "png"] | None,
@@ -295,7 +290,7 @@ def _read_settings(options: BatchOptions) -> Settings:
         suffix=f".{options.format}" if options.format else "",
         journal=str(options.journal.absolute()) if options.journal else None,
         journal_bytes=int(options.journal_limit * 2**30),
-        allow=read_allowed(options.allow, options.memory),
+        allow=read_allowed(options.allow),
     )
 
 
@@ -364,7 +359,7 @@ def _repeat(
 
 def _check_options(options: BatchOptions) -> None:
     parse_request(options.precision)
-    read_allowed(options.allow, options.memory)
+    read_allowed(options.allow)
     refuse_unknown_device(options.device)
     read_limit(options.memory)
     check_rate(options.fps)
@@ -375,19 +370,14 @@ def _check_options(options: BatchOptions) -> None:
             raise OptionError(
                 f"--{flag} {value} is not above 0.", remedy=f"Use --{flag} 1 or more."
             )
-    if options.cpus_per_worker is not None and options.ray is None:
-        raise OptionError(
-            "--cpus-per-worker was given without --ray.",
-            expected="It says how many CPUs each worker takes on a Ray cluster.",
-            remedy="Add --ray local, or use --workers.",
-        )
+    check_pairs(options)
 
 
 def _place_media(options: BatchOptions, item: Item) -> Item:
     """The item with where its pictures and video are; a relative path begins at the prompts file."""
     own = {name: _place(options.prompts, place) for name, place in item.media.items()}
     shared = {name: str(place) for name in MEDIA if (place := getattr(options, name)) is not None}
-    return dataclasses.replace(item, **{**shared, **own})  # type: ignore[arg-type]
+    return dataclasses.replace(item, **{**shared, **own})
 
 
 def _place(prompts: str, place: str) -> str:
@@ -400,17 +390,10 @@ def _place(prompts: str, place: str) -> str:
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
-    names = ("frames", "height", "width", "steps", "guidance")
     own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by whoever makes the item
-    own |= {name: x for name in names if (x := getattr(item, name)) is not None}
+    own |= {name: x for name, x in item.values.items() if name not in ("prompt", *MEDIA)}
     with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
-        return read_request(
-            dataclasses.replace(options, **own),
-            prompt=item.prompt,
-            negative=options.negative if item.negative is None else item.negative,
-            steps=own.get("steps", options.steps),
-            seed=options.seed if item.seed is None else item.seed,
-        )
+        return read_request(dataclasses.replace(options, **own), prompt=item.prompt)
 
 
 def _refuse_other_folder(store: Store) -> None:

@@ -18,12 +18,13 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
-from stopdown.app.request_options import check_counts, refuse_unknown_device
+from stopdown.app.request_options import check_pairs, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
 from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
+from stopdown.pipelines.requests import check_values
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
@@ -242,13 +243,8 @@ def _refuse(options: CheckOptions) -> None:
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     _refuse_unmendable(options)
-    check_counts(options)
-    if options.output is not None and not options.fix:
-        raise OptionError(
-            "-o was given without --fix.",
-            expected="It names the folder for the repaired model.",
-            remedy="Add --fix, or leave -o out.",
-        )
+    check_values(vars(options))
+    check_pairs(options)
     if options.output is not None:
         check_target(options.output, folder=True)
 

@@ -8,7 +8,7 @@ import functools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +18,12 @@ from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     DeviceOption,
     ForceOption,
-    GuidanceOption,
-    MediaOptions,
     ModelOptions,
-    NegativeOption,
-    SizeOptions,
+    RunOptions,
     SourceArgument,
-    StepsOption,
 )
 from stopdown.app.registration import describe_command
-from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.app.request_options import find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.prompts import read_prompts
@@ -40,6 +36,7 @@ from stopdown.files.outputs import (
     held_folder,
     written_beside,
 )
+from stopdown.pipelines.requests import check_seed
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
 from stopdown.report.pages import check_page, render_comparison, write_page
@@ -53,7 +50,7 @@ _LARGEST_SEED = 2**62 - 1
 
 
 @dataclass(frozen=True)
-class CompareOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
+class CompareOptions(RunOptions, ModelOptions):
     """Compare precisions on the same prompts on one page.
 
     Each prompt runs with the same noise in each precision. The page is one self-contained HTML file. If
@@ -90,13 +87,10 @@ class CompareOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
         ),
     ] = None
     force: ForceOption = False
-    negative: NegativeOption = None
     device: DeviceOption = "auto"
-    steps: StepsOption = None
     seed: Annotated[
         int, typer.Option(help="Seed of the first prompt. Each further prompt uses the next seed.")
-    ] = 0
-    guidance: GuidanceOption = None
+    ] = field(default=0, kw_only=True)
     memory: Annotated[
         str | None,
         typer.Option(
@@ -157,13 +151,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
         force=options.force,
     )
     check_target(folder, folder=True, noun="folder of finished cells", replaces=lambda path: "")
-    request = read_request(
-        options,
-        negative=options.negative,
-        steps=options.steps,
-        seed=options.seed,
-        largest_seed=_LARGEST_SEED,
-    )
+    check_seed("seed", options.seed, _LARGEST_SEED)
+    request = read_request(options)
     numbered, bad = _read_prompts(options)
     source = _find_source(options, display)
 

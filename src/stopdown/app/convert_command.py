@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
-from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.app.flags import ConfigOption, RevisionOption, RunOptions, SourceArgument
+from stopdown.app.request_options import find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.plans.plan_files import read_plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ConvertOptions(RequestOptions):
+class ConvertOptions(RunOptions):
     """Write a plan into the weights of a model.
 
     The result is an ordinary fp16 model for programs without Stopdown. Its plan is computed from the
@@ -93,12 +93,6 @@ class ConvertOptions(RequestOptions):
         str | None,
         typer.Option(help="Device for runs that find exponents anew: cuda, cuda:1, mps or cpu."),
     ] = None
-    image: Annotated[Path | None, typer.Option(help="Picture for those runs.")] = None
-    video: Annotated[Path | None, typer.Option(help="Video for those runs.")] = None
-    frames: Annotated[int | None, typer.Option(help="Frames of those runs.")] = None
-    height: Annotated[int | None, typer.Option(help="Height in pixels of those runs.")] = None
-    width: Annotated[int | None, typer.Option(help="Width in pixels of those runs.")] = None
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale of those runs.")] = None
     revision: RevisionOption = None
     config: ConfigOption = None
 

@@ -18,15 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import (
-    GuidanceOption,
-    ModelOptions,
-    SizeOptions,
-    SourceArgument,
-    StepsOption,
-)
+from stopdown.app.flags import ModelOptions, RunOptions, SourceArgument
 from stopdown.app.registration import describe_command
-from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.app.request_options import find_source, read_request
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
 from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
@@ -56,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FitOptions(SizeOptions, ModelOptions, RequestOptions):
+class FitOptions(RunOptions, ModelOptions):
     """Say whether a model fits into memory, and how.
 
     Predicts what each strategy takes on a device, which need not be here, from the configurations of the
@@ -92,8 +86,6 @@ class FitOptions(SizeOptions, ModelOptions, RequestOptions):
             help="auto is what generate takes. fp32, bf16, fp16 or plan.json predicts that one."
         ),
     ] = "auto"
-    steps: StepsOption = None
-    guidance: GuidanceOption = None
 
 
 def main(options: FitOptions) -> int:
@@ -114,7 +106,7 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
         StopdownError: anything that went wrong, with what to type.
     """
     begun = time.perf_counter()
-    read = read_request(options, steps=options.steps, takes_profile=True)
+    read = read_request(options, takes_profile=True)
     host_limit = _read_host_limit(options.host_memory)
     path = find_plan_path(options.precision)
     plan = read_plan(path) if path is not None else None

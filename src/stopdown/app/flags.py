@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from stopdown.pipelines.requests import FIELDS
 
 SHOWN = ("json", "quiet", "verbose", "token")
 """Options about what is printed, and what is secret: no record has them."""
@@ -57,35 +60,35 @@ class SourceOptions(CommandOptions):
     ] = None
 
 
-ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
-StrengthOption = Annotated[
-    float | None, typer.Option(help="How much of --image is changed: above 0, up to 1.")
-]
+def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
+    """Make the class of options that are fields of a request, with their help; a command inherits it.
+
+    A field that a command declares itself stands above the one that is inherited.
+    """
+    entries = []
+    for entry in wanted:
+        kind, option = entry.metadata["kind"], typer.Option(help=entry.metadata["help"])
+        hint = kind | None if entry.default is None else kind
+        entries.append((entry.name, Annotated[hint, option], entry.default))
+    return dataclasses.make_dataclass(
+        name, entries, bases=(SourceOptions,), frozen=True, kw_only=True, namespace=_NOT_TAKEN
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaOptions(SourceOptions):
-    """What a run starts from, or follows."""
+_NOT_TAKEN = {
+    **dict.fromkeys(("memory", "revision", "config", "scheduler", "device")),
+    "precision": "auto",
+    "allow": (),
+    "lora": (),
+}
+"""What a command has that does not take these options."""
 
-    image: ImageOption = None
-    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None
-    mask: Annotated[
-        Path | None, typer.Option(help="Mask of --image: white areas are replaced.")
-    ] = None
-    control_image: Annotated[
-        Path | None,
-        typer.Option(help="Picture for a ControlNet to follow: edges, depth or a pose."),
-    ] = None
-    strength: StrengthOption = None
+RunOptions = make_options("RunOptions", (x for x in FIELDS if x.name != "prompt"))
+"""Everything that is asked of a run except its prompt, which commands take in ways of their own."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions(SourceOptions):
-    """The sizes of what is made."""
-
-    frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None
+SizeOptions = make_options(
+    "SizeOptions", (x for x in FIELDS if x.name in ("frames", "height", "width"))
+)
 
 
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
@@ -131,13 +134,8 @@ PrecisionOption = Annotated[
         "plan, plan.json."
     ),
 ]
-NegativeOption = Annotated[
-    str | None, typer.Option(help="What the picture or video should not show.")
-]
 RateOption = Annotated[float, typer.Option(help="Frames per second of what is written.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
-StepsOption = Annotated[int | None, typer.Option(help="Denoising steps.")]
-GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
 AllowOption = Annotated[
     tuple[str, ...],
     typer.Option(

@@ -23,20 +23,16 @@ from stopdown.app.flags import (
     AllowOption,
     DeviceOption,
     ForceOption,
-    GuidanceOption,
     KeepRepairsOption,
-    MediaOptions,
     ModelOptions,
-    NegativeOption,
     PrecisionOption,
     RateOption,
-    SizeOptions,
+    RunOptions,
     SourceArgument,
-    StepsOption,
     StrictOption,
 )
 from stopdown.app.request_options import (
-    RequestOptions,
+    check_pairs,
     check_rate,
     find_source,
     read_allowed,
@@ -49,7 +45,7 @@ from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
-from stopdown.pipelines.requests import Request, refuse_missing_prompt
+from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import Finding, RunRecord, describe_no_run
@@ -68,7 +64,7 @@ DEFAULT_OUTPUT = "stopdown.mp4"
 
 
 @dataclass(frozen=True)
-class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
+class GenerateOptions(RunOptions, ModelOptions):
     """Make a video or picture from a prompt, a picture or a video.
 
     A component that gives NaN or Inf is repaired and called again. Frames that are black, grey, frozen
@@ -94,18 +90,14 @@ class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
         ),
     ] = None
     force: ForceOption = False
-    negative: NegativeOption = None
     precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
-    steps: StepsOption = None
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0
     num: Annotated[
         int,
         typer.Option(
             help="How many to make. Each uses the next seed and goes into a numbered file."
         ),
     ] = 1
-    guidance: GuidanceOption = None
     fps: RateOption = 8.0
     strict: StrictOption = False
     on_fault: Annotated[
@@ -184,24 +176,16 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
         raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
     if options.num == 1:
         return [options]
-    if options.journal is not None:
-        raise OptionError(
-            f"--num {options.num} was given with --journal.",
-            expected="A journal belongs to a single run.",
-            remedy="Leave one of them out.",
-        )
+    check_pairs(options)
     path = Path(options.output) if options.output is not None else None
     if path is not None:
         refuse_nameless(path)
-    runs = [
-        dataclasses.replace(
-            options,
-            num=1,
-            seed=options.seed + number,
-            output=str(path.with_stem(f"{path.stem}-{number + 1}")) if path is not None else None,
-        )
-        for number in range(options.num)
-    ]
+    runs = []
+    for number in range(options.num):
+        own: dict[str, Any] = {"num": 1, "seed": options.seed + number}
+        if path is not None:
+            own["output"] = str(path.with_stem(f"{path.stem}-{number + 1}"))
+        runs.append(dataclasses.replace(options, **own))
     for run in runs:
         if run.output is not None:
             _check_output_early(run)
@@ -242,7 +226,7 @@ def generate(
     started = time.perf_counter()
     display = display or Display()
     request = _read_request(options)
-    read_allowed(options.allow, options.memory)
+    read_allowed(options.allow)
     numbered = options.output is None
     options = dataclasses.replace(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
@@ -426,7 +410,7 @@ def _open_journal(
         return
     from stopdown.runtime.journal import Follower, Journal
 
-    run = {name: getattr(options, name) for name in _TOLD_APART_BY}
+    run = {name: getattr(options, name) for name in _RUN_IDENTITY}
     run["checkpoint"] = fingerprint(source)
     limit = int(options.journal_limit * 2**30)
     folder, announce = options.journal, display.announce
@@ -435,11 +419,7 @@ def _open_journal(
         yield journal
 
 
-_TOLD_APART_BY = (
-    *("prompt", "negative", "image", "video", "steps", "seed"),
-    *("frames", "height", "width", "guidance", "mask", "control_image", "strength"),
-    "lora",
-)
+_RUN_IDENTITY = (*(x.name for x in FIELDS), "lora")
 """Options that make another run; what the others decide is seen in the pipeline, its scheduler, too."""
 
 
@@ -460,20 +440,13 @@ def _read_request(options: GenerateOptions) -> Request:
             "automatically.",
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and use --precision plan.json.",
         )
-    return read_request(
-        options,
-        prompt=options.prompt,
-        negative=options.negative,
-        steps=options.steps,
-        seed=options.seed,
-    )
+    return read_request(options, prompt=options.prompt)
 
 
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     plan = find_plan_path(options.precision)
-    files = (options.image, options.video, options.mask, options.control_image)
-    read = (*files, options.source, plan)
+    read = (*(getattr(options, name) for name in MEDIA), options.source, plan)
     output, force = str(options.output), options.force
     check_output(output, options.frames or 1, force=force, inputs=read)
     record = find_record_path(output)

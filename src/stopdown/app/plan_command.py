@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,16 +13,15 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     ForceOption,
-    GuidanceOption,
-    MediaOptions,
     ModelOptions,
-    SizeOptions,
+    RunOptions,
     SourceArgument,
 )
-from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.app.request_options import find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_suffix, check_target, find_free
+from stopdown.pipelines.requests import FIELDS, MEDIA
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
 from stopdown.records import ComponentPlan, Plan
@@ -36,7 +35,7 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 
 @dataclass(frozen=True)
-class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
+class PlanOptions(RunOptions, ModelOptions):
     """Find how a model runs in fp16 without overflow.
 
     Computes bounds from the weights that hold for every prompt, and runs nothing. With --measure, or with
@@ -66,7 +65,7 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     ] = ()
     steps: Annotated[
         int | None, typer.Option(help="Denoising steps of each measured run. By default 4.")
-    ] = None
+    ] = field(default=None, kw_only=True)
     precision: Annotated[
         str,
         typer.Option(
@@ -109,7 +108,6 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     device: Annotated[
         str | None, typer.Option(help="Device to measure on: cuda, cuda:1, mps or cpu.")
     ] = None
-    guidance: GuidanceOption = None
     certify: Annotated[bool, typer.Option("--certify", hidden=True)] = False
     """Refused: bounds are what a plan rests on without an option."""
     memory: Annotated[str | None, typer.Option(hidden=True)] = None
@@ -118,10 +116,10 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     @property
     def measures(self) -> bool:
         """Whether runs are measured: that was asked for, or something that only runs have."""
-        runs = (self.steps, self.ranges, self.device, self.guidance)
-        sizes = (self.frames, self.height, self.width)
-        given = any(x is not None for x in (*runs, *sizes))
-        return self.measure or given or bool(self.prompt or self.call)
+        fields = (x for x in FIELDS if x.name not in ("prompt", "strength", *MEDIA))
+        is_asked = any(getattr(self, x.name) != x.default for x in fields)
+        others = (self.measure, is_asked, self.prompt, self.call)
+        return any(others) or self.ranges is not None or self.device is not None
 
 
 def main(options: PlanOptions) -> int:
@@ -169,7 +167,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
                 device=options.device,
                 prompts=[*options.prompt, *map(read_call, options.call)],
                 residual=options.residual,
-                request=dataclasses.replace(request, steps=options.steps or STEPS),
+                request=dataclasses.replace(request, steps=request.steps or STEPS),
                 progress=display.progress,
             )
         if others:

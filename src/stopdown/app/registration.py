@@ -62,10 +62,8 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
 def list_options(record: type) -> list[dataclasses.Field[Any]]:
     """The fields of a command's record, its own first, those of all commands last."""
     levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
-    return sorted(
-        dataclasses.fields(record),
-        key=lambda entry: [entry.name in level for level in levels].index(True),
-    )
+    places = list(dict.fromkeys(name for level in levels for name in level))
+    return sorted(dataclasses.fields(record), key=lambda entry: places.index(entry.name))
 
 
 def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> str:

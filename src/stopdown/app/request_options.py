@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from stopdown.app.display import Display
-from stopdown.app.flags import SourceOptions
 from stopdown.devices.device_profiles import find_profile, is_profile
 from stopdown.devices.environment import is_device_name
 from stopdown.errors import OptionError
@@ -15,64 +15,24 @@ from stopdown.frames.media import read_image, read_video
 from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import Request
+from stopdown.pipelines.requests import FIELDS, MEDIA, Request, check_values
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.sources.sources import Source, refuse_ignored
 
-LARGEST_SEED = 2**63 - 1
-
-
-class RequestOptions(SourceOptions):
-    """What options of several commands ask of a pipeline; None leaves the model's own default.
-
-    The dataclass of a command is a subclass, and has those that it takes as fields, in the order of its
-    help. What it does not take stays as it is here.
-    """
-
-    source: str
-    device: str | None
-    image: Path | None = None
-    video: Path | None = None
-    mask: Path | None = None
-    control_image: Path | None = None
-    strength: float | None = None
-    steps: int | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance: float | None = None
-    revision: str | None = None
-    config: str | None = None
-    precision: str = "auto"
-    memory: str | None = None
-    allow: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()
-    scheduler: str | None = None
-
 
 def read_request(
-    options: RequestOptions,
-    *,
-    prompt: str | None = None,
-    negative: str | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    largest_seed: int = LARGEST_SEED,
-    takes_profile: bool = False,
+    options: Any, *, prompt: str | None = None, takes_profile: bool = False
 ) -> Request:
-    """The request, refused before anything heavy is done.
+    """Return what a command asks of a pipeline, refused before anything heavy is done.
 
     Args:
-        options: a command's.
-        prompt, negative: texts.
-        steps: of the runs, where `options.steps` are theirs; None leaves the model's own.
-        seed, largest_seed: of the noise.
+        options: of a command that has `RunOptions`.
         takes_profile: nothing is run, so the device may be one that is not here.
 
     Raises:
-        OptionError: a number is out of range, both a picture and a video were given, the device is a
-            profile, or an option would be ignored with this source.
+        OptionError: a number is out of range, two options contradict, the device is a profile, or an
+            option would be ignored with this source.
         InputError: a file cannot be read.
     """
     refuse_ignored(options.source, options.revision, options.config)
@@ -81,32 +41,102 @@ def read_request(
     parse_request(options.precision)
     if (plan := find_plan_path(options.precision)) is not None:
         read_plan(plan)
-    check_counts(options)
-    check_number("--guidance", options.guidance)
-    _check_strength(options.strength)
-    _check_seed(seed, largest_seed)
-    if options.image is not None and options.video is not None:
+    check_pairs(options)
+    values = {x.name: getattr(options, x.name) for x in FIELDS if x.name != "prompt"}
+    check_values(values)
+    for name in MEDIA:
+        if (place := values[name]) is not None:
+            is_video = name == "video"
+            values[name] = read_video(place, options.frames) if is_video else read_image(place)
+    return Request(prompt=prompt, **values)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two options that do not go together, or of which the first needs the second.
+
+    Attributes:
+        option, other: names of fields of a command.
+        expected: why.
+        remedy: what to type.
+        needed: the first one needs the other.
+        value: of the other one with which they contradict; None for any that is given.
+    """
+
+    option: str
+    other: str
+    expected: str
+    remedy: str
+    needed: bool = False
+    value: object = None
+
+
+PAIRS = (
+    Pair("image", "video", "", "Give the one to start from."),
+    Pair(
+        "num",
+        "journal",
+        "A journal belongs to a single run.",
+        "Leave one of them out.",
+    ),
+    Pair(
+        "allow",
+        "memory",
+        "It says what may change the picture so that a run stays within a limit.",
+        "Give a limit: --memory 8GiB --allow smaller.",
+        value="none",
+    ),
+    Pair(
+        "cpus_per_worker",
+        "ray",
+        "It says how many CPUs each worker takes on a Ray cluster.",
+        "Add --ray local, or use --workers.",
+        needed=True,
+    ),
+    Pair(
+        "output",
+        "fix",
+        "It names the folder for the repaired model.",
+        "Add --fix, or leave -o out.",
+        needed=True,
+    ),
+)
+"""Every pair of options that is refused; one applies to the commands that have both."""
+
+
+def check_pairs(options: Any) -> None:
+    """Refuse options that contradict each other, or that have no meaning without another one.
+
+    Raises:
+        OptionError: naming both.
+    """
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(options)}
+    for pair in PAIRS:
+        if not {pair.option, pair.other} <= defaults.keys():
+            continue
+        value, other = getattr(options, pair.option), getattr(options, pair.other)
+        if value == defaults[pair.option]:
+            continue
+        is_given = other != defaults[pair.other] if pair.value is None else other == pair.value
+        if is_given is pair.needed:
+            continue
+        preposition = "without" if pair.needed else "with"
+        shown = "" if pair.value is None else f" {pair.value}"
         raise OptionError(
-            "--image and --video were both given.", remedy="Give the one to start from."
+            f"{_name_flag(pair.option, value)} was given {preposition} {_name_flag(pair.other)}{shown}.",
+            expected=pair.expected,
+            remedy=pair.remedy,
         )
-    return Request(
-        prompt=prompt,
-        negative=negative,
-        image=read_image(options.image) if options.image else None,
-        video=read_video(options.video, options.frames) if options.video else None,
-        frames=options.frames,
-        height=options.height,
-        width=options.width,
-        steps=steps,
-        guidance=options.guidance,
-        seed=seed,
-        mask=read_image(options.mask) if options.mask else None,
-        control_image=read_image(options.control_image) if options.control_image else None,
-        strength=options.strength,
-    )
 
 
-def find_source(options: RequestOptions, display: Display, *, with_weights: bool = True) -> Source:
+def _name_flag(name: str, value: object = None) -> str:
+    flag = "-o" if name == "output" else f"--{name.replace('_', '-')}"
+    first = value[0] if isinstance(value, tuple) and value else value
+    has_value = isinstance(first, (int, str)) and not isinstance(first, bool)
+    return f"{flag} {first}" if has_value and name != "output" else flag
+
+
+def find_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
     """The model that a command names, with its variant, LoRAs and scheduler; nothing is loaded.
 
     Raises:
@@ -124,11 +154,11 @@ ALLOWABLE = {"smaller": "fewer frames or a smaller picture"}
 """What `--allow` lets change the picture."""
 
 
-def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
+def read_allowed(allow: Sequence[str]) -> tuple[str, ...]:
     """What may change the picture, each once.
 
     Raises:
-        OptionError: it is unknown, or there is no limit that it could help to keep.
+        OptionError: it is unknown.
     """
     for name in allow:
         if name not in ALLOWABLE:
@@ -138,12 +168,6 @@ def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
                 expected=f"Known: {known}.",
                 remedy=f"Use --allow {next(iter(ALLOWABLE))}.",
             )
-    if allow and memory == "none":
-        raise OptionError(
-            f"--allow {allow[0]} was given with --memory none.",
-            expected="It says what may change the picture so that a run stays within a limit.",
-            remedy=f"Give a limit: --memory 8GiB --allow {allow[0]}.",
-        )
     return tuple(dict.fromkeys(allow))
 
 
@@ -185,16 +209,6 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
     )
 
 
-def check_number(flag: str, value: float | None) -> None:
-    """Refuse NaN and Inf.
-
-    Raises:
-        OptionError: it is one of them.
-    """
-    if value is not None and not math.isfinite(value):
-        raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
-
-
 _MOST_FPS = 1000.0
 
 
@@ -207,37 +221,4 @@ def check_rate(fps: float) -> None:
     if not 0 < fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
             f"--fps {fps:g} is not above 0 and up to {_MOST_FPS:g}.", remedy="Use --fps 8."
-        )
-
-
-def _check_strength(value: float | None) -> None:
-    if value is not None and not 0 < value <= 1:
-        raise OptionError(
-            f"--strength {value} is not above 0 and up to 1.",
-            expected="It is the share of the denoising steps that are run.",
-            remedy="Use --strength 0.8.",
-        )
-
-
-def check_counts(options: object) -> None:
-    """Refuse counts below 1.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    for name in ("steps", "frames", "height", "width"):
-        value = getattr(options, name, None)
-        if value is not None and value < 1:
-            raise OptionError(
-                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
-            )
-
-
-def _check_seed(seed: int, largest: int) -> None:
-    if not 0 <= seed <= largest:
-        power = (largest + 1).bit_length() - 1
-        raise OptionError(
-            f"--seed {seed} is not a seed.",
-            expected=f"A seed is a whole number from 0 to 2**{power} - 1.",
-            remedy="Use --seed 0.",
         )

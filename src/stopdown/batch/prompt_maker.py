@@ -23,7 +23,6 @@ from stopdown.batch.settings import Settings
 from stopdown.batch.stores import open_store
 from stopdown.batch.worker import Worker
 from stopdown.errors import InputError
-from stopdown.pipelines.requests import Request
 
 _COLUMNS = ("item", "status", "output", "error", "elapsed_s", "plan")
 
@@ -61,7 +60,7 @@ class PromptMaker:
             StopdownError: the model cannot be loaded, or the output not be written.
         """
         item = _read_item({**self._defaults, **fields})
-        request = make_request(item)
+        request = item.make_request()
         if self._prepared is None or self._worker is None:
             open_store(self._settings.output).check()
             self._prepared = prepare(self._settings, item, request)
@@ -87,17 +86,3 @@ def _read_item(fields: Mapping[str, Any]) -> Item:
         return msgspec.convert({"line": 1, **plain}, Item)
     except msgspec.ValidationError as error:
         raise InputError(f"The item {plain!r:.200} is wrong: {error}.") from error
-
-
-def make_request(item: Item) -> Request:
-    """What an item asks of the pipeline, without its picture."""
-    return Request(
-        prompt=item.prompt,
-        negative=item.negative,
-        frames=item.frames,
-        height=item.height,
-        width=item.width,
-        steps=item.steps,
-        guidance=item.guidance,
-        seed=item.seed or 0,
-    )

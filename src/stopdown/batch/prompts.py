@@ -22,45 +22,47 @@ import msgspec
 from stopdown.batch.records import MOST_ITEMS
 from stopdown.errors import InputError, take_first_line
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
-from stopdown.pipelines.requests import MEDIA
+from stopdown.pipelines.requests import FIELDS, MEDIA, Request
 
 LONGEST = 4096
 """Characters of a prompt; T5 with 512 tokens reads about 2,000."""
 
 
+_KINDS = {x.name: str if x.name in MEDIA else x.metadata["kind"] for x in FIELDS}
+
+_Asked: Any = dataclasses.make_dataclass(
+    "_Asked", [("line", int), *((x, kind | None, None) for x, kind in _KINDS.items())], frozen=True
+)
+"""Every field of a request; a picture or video is a file or URL."""
+
+
 @dataclass(frozen=True)
-class Item:
+class Item(_Asked):
     """One prompt, as its file says it; None takes what the command says.
 
     Attributes:
         line: where it stands in the file, from 1.
-        prompt, negative: texts.
         name: of its output, without suffix; None takes words of the prompt and its hash.
-        seed: of the noise.
-        frames, height, width, steps, guidance: as for `Request`.
-        image, video, mask, control_image: file or URL, as for `Request`; a relative path begins at the
-            prompts file.
+
+    The other fields are those of `Request`. A relative path begins at the prompts file.
     """
 
-    line: int
-    prompt: str | None = None
-    negative: str | None = None
     name: str | None = None
-    seed: int | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    image: str | None = None
-    video: str | None = None
-    mask: str | None = None
-    control_image: str | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What it says of the request."""
+        said = {x.name: getattr(self, x.name) for x in FIELDS}
+        return {name: value for name, value in said.items() if value is not None}
 
     @property
     def media(self) -> dict[str, str]:
         """The pictures and videos that it names, by field."""
-        return {name: place for name in MEDIA if (place := getattr(self, name)) is not None}
+        return {name: place for name, place in self.values.items() if name in MEDIA}
+
+    def make_request(self) -> Request:
+        """Return what it asks of the pipeline, without pictures and videos."""
+        return Request(**{k: v for k, v in self.values.items() if k not in MEDIA})
 
 
 _MOST_BYTES = 2**28

@@ -129,9 +129,9 @@ class Worker:
 
     def _fit(self, request: Request, loaded: Loaded, notes: list[str]) -> Fitted:
         """What keeps items of these sizes within the limit: it stays on until other sizes come."""
-        names = ("frames", "height", "width", "steps", "guidance")
+        plain = dataclasses.replace(request, prompt=None, negative=None, seed=0)
         media = [getattr(getattr(request, name), "shape", None) for name in MEDIA]
-        sizes = str([*(getattr(request, name) for name in names), *media])
+        sizes = str([describe_request(plain), *media])
         if self._fitted is None or self._fitted[0] != sizes:
             self._forget_fit()
             if sizes in self._misfits:

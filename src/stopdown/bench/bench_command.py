@@ -14,13 +14,13 @@ import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import DeviceOption, ForceOption, SizeOptions
-from stopdown.app.request_options import check_counts, refuse_unknown_device
+from stopdown.app.request_options import refuse_unknown_device
 from stopdown.bench.records import Benchmark, render
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.files.outputs import check_suffix, check_target, written_beside
 from stopdown.number_formats import parse_bytes
-from stopdown.pipelines.requests import Request, list_needed_fields, name_arguments
+from stopdown.pipelines.requests import Request, check_values, list_needed_fields, name_arguments
 from stopdown.records import describe_other, read_record, to_json
 from stopdown.sources.sources import resolve_source, verify_source
 
@@ -132,7 +132,7 @@ def _list_sizes(options: BenchOptions) -> dict[str, Any]:
 
 def _check_options(options: BenchOptions) -> None:
     refuse_unknown_device(options.device)
-    check_counts(options)
+    check_values(vars(options))
     if options.size not in ("auto", "none"):
         parse_bytes(options.size)
     if options.steps < 1 or not 0 < options.minutes < 1e6:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
@@ -30,23 +31,6 @@ PROMPTS = (
 """What is measured when no prompt is given: short, long, still and moving."""
 
 
-_NAMES = {
-    "prompt": ("prompt",),
-    "negative": ("negative_prompt",),
-    "image": ("image", "images"),
-    "video": ("video", "control_video"),
-    "mask": ("mask_image", "control_mask", "mask"),
-    "control_image": ("control_image",),
-    "strength": ("strength",),
-    "steps": ("num_inference_steps",),
-    "frames": ("num_frames", "video_length"),
-    "height": ("height",),
-    "width": ("width",),
-    "guidance": ("guidance_scale", "max_guidance_scale"),
-}
-MEDIA = ("image", "video", "mask", "control_image")
-"""Attributes of a request that are arrays of pixels."""
-
 _ALWAYS = ("mask_image", "control_image", "control_mask", "control_video")
 """Arguments that have None as default, and without which no pipeline that takes them runs."""
 _INPUT = re.compile(
@@ -54,6 +38,59 @@ _INPUT = re.compile(
     r"|strength|mode|crop|attention|num_|_start|_end|per_prompt))"
 )
 """Names of arguments that are pictures, masks and the like."""
+
+
+def _check_count(name: str, value: int) -> None:
+    if value < 1:
+        raise OptionError(f"{name}={value} is less than 1.", remedy=f"Use {name}=1 or more.")
+
+
+def _check_number(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise OptionError(f"{name}={value} is not a number.", remedy=f"Use {name}=6.")
+
+
+def _check_strength(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise OptionError(
+            f"{name}={value} is not above 0 and up to 1.",
+            expected="It is the share of the denoising steps that are run.",
+            remedy=f"Use {name}=0.8.",
+        )
+
+
+LARGEST_SEED = 2**63 - 1
+
+
+def check_seed(name: str, value: int, largest: int = LARGEST_SEED) -> None:
+    """Refuse a number that is no seed.
+
+    Raises:
+        OptionError: it is below 0 or above the largest.
+    """
+    if not 0 <= value <= largest:
+        power = (largest + 1).bit_length() - 1
+        raise OptionError(
+            f"{name}={value} is not a seed.",
+            expected=f"A seed is a whole number from 0 to 2**{power} - 1.",
+            remedy=f"Use {name}=0.",
+        )
+
+
+def _say(
+    kind: type, text: str, *names: str, check: Callable[[str, Any], None] | None = None
+) -> dict[str, Any]:
+    """Describe a field of `Request`: the only place to change for a new one.
+
+    Commands, items of a batch, journals, signatures and refusals iterate over these fields.
+
+    Args:
+        kind: of its value on the command line and in JSON: a picture or a video is a `Path`.
+        text: help of its option.
+        names: what pipelines call it, the likeliest first.
+        check: refuses a value, given the field's name and the value.
+    """
+    return {"kind": kind, "help": text, "names": names, "check": check}
 
 
 @dataclass(frozen=True)
@@ -78,38 +115,95 @@ class Request:
             stand above what the others say.
     """
 
-    prompt: str | None = None
-    negative: str | None = None
-    image: np.ndarray[Any, Any] | None = None
-    video: np.ndarray[Any, Any] | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    mask: np.ndarray[Any, Any] | None = None
-    control_image: np.ndarray[Any, Any] | None = None
-    strength: float | None = None
+    prompt: str | None = field(
+        default=None, metadata=_say(str, "What the picture or video shows.", "prompt")
+    )
+    negative: str | None = field(
+        default=None,
+        metadata=_say(str, "What the picture or video should not show.", "negative_prompt"),
+    )
+    image: np.ndarray[Any, Any] | None = field(
+        default=None, metadata=_say(Path, "Picture to start from.", "image", "images")
+    )
+    video: np.ndarray[Any, Any] | None = field(
+        default=None, metadata=_say(Path, "Video to start from.", "video", "control_video")
+    )
+    frames: int | None = field(
+        default=None,
+        metadata=_say(
+            int, "Frames of the video.", "num_frames", "video_length", check=_check_count
+        ),
+    )
+    height: int | None = field(
+        default=None, metadata=_say(int, "Height in pixels.", "height", check=_check_count)
+    )
+    width: int | None = field(
+        default=None, metadata=_say(int, "Width in pixels.", "width", check=_check_count)
+    )
+    steps: int | None = field(
+        default=None,
+        metadata=_say(int, "Denoising steps.", "num_inference_steps", check=_check_count),
+    )
+    guidance: float | None = field(
+        default=None,
+        metadata=_say(
+            float, "Guidance scale.", "guidance_scale", "max_guidance_scale", check=_check_number
+        ),
+    )
+    seed: int = field(default=0, metadata=_say(int, "Seed of the noise.", check=check_seed))
+    mask: np.ndarray[Any, Any] | None = field(
+        default=None,
+        metadata=_say(
+            Path, "Mask of --image: white areas are replaced.", "mask_image", "control_mask", "mask"
+        ),
+    )
+    control_image: np.ndarray[Any, Any] | None = field(
+        default=None,
+        metadata=_say(
+            Path, "Picture for a ControlNet to follow: edges, depth or a pose.", "control_image"
+        ),
+    )
+    strength: float | None = field(
+        default=None,
+        metadata=_say(
+            float,
+            "How much of --image is changed: above 0, up to 1.",
+            "strength",
+            check=_check_strength,
+        ),
+    )
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("prompt", "negative"), str),
-    **dict.fromkeys(("frames", "height", "width", "steps", "seed"), Integral),
-    **dict.fromkeys(("strength", "guidance"), Real),
-    "arguments": Mapping,
+FIELDS = tuple(x for x in fields(Request) if x.metadata)
+"""What is asked of a pipeline: one entry for each field, with `kind`, `help`, `names` and `check`."""
+
+MEDIA = tuple(x.name for x in FIELDS if x.metadata["kind"] is Path)
+"""Attributes of a request that are arrays of pixels."""
+
+_NAMES = {x.name: x.metadata["names"] for x in FIELDS if x.metadata["names"]}
+
+_IN_WORDS: dict[type, tuple[type, str]] = {
+    str: (str, "a text"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
 }
-_IN_WORDS: dict[type, str] = {
-    str: "a text",
-    Integral: "a whole number",
-    Real: "a number",
-    Mapping: "a mapping",
-}
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuse values of fields of a request that are out of range.
+
+    Raises:
+        OptionError: naming the first of them.
+    """
+    for entry in FIELDS:
+        value, check = values.get(entry.name), entry.metadata["check"]
+        if value is not None and check is not None:
+            check(entry.name, value)
 
 
 def check_request(function: str, given: Request | None) -> Request | None:
-    """Refuse what is no request, and one whose attributes have other types than they should.
+    """Refuse what is no request, and one whose attributes have a wrong type or are out of range.
 
     Args:
         function: that it was given to.
@@ -121,8 +215,11 @@ def check_request(function: str, given: Request | None) -> Request | None:
         "It is a stopdown.Request.",
         "Use request=stopdown.Request(steps=4, height=512, width=512).",
     )
-    for name, kind in _TYPES.items() if given is not None else ():
-        words = _IN_WORDS[kind]
+    if given is None:
+        return None
+    table = (Mapping, "a mapping")
+    kinds = {x.name: _IN_WORDS.get(x.metadata["kind"]) for x in FIELDS} | {"arguments": table}
+    for name, (kind, words) in ((x, y) for x, y in kinds.items() if y is not None):
         check_type(
             f"Request({name}=...)",
             getattr(given, name),
@@ -130,6 +227,7 @@ def check_request(function: str, given: Request | None) -> Request | None:
             f"It is {words}.",
             f"Give {words}, or leave `{name}` out.",
         )
+    check_values(vars(given))
     return given
 
 
