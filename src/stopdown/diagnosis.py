@@ -169,18 +169,21 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
             tables.setdefault(kind, []).extend(entries)
     symptoms = {entry["name"]: entry for entry in tables.get("symptom", [])}
     causes = [_expand_cause(entry, symptoms) for entry in tables.get("cause", [])]
+
+    def compile_all(kind: str, key: str) -> tuple[re.Pattern[str], ...]:
+        return tuple(_compile(str, x) for entry in tables.get(kind, []) for x in entry.get(key, []))
+
     return Knowledge(
         msgspec.convert(causes, tuple[Cause, ...], dec_hook=_compile),
         msgspec.convert(tables.get("sign", []), tuple[Sign, ...], dec_hook=_compile),
         {entry["name"]: entry["says"] for entry in tables.get("fault", [])},
-        *(
-            tuple(
-                _compile(str, line) for entry in tables.get(kind, []) for line in entry.get(key, [])
-            )
-            for kind, key in (("routine", "lines"), ("advice", "lines"), ("symptom", "beside"))
+        routine=compile_all("routine", "lines"),
+        advice=compile_all("advice", "lines"),
+        beside=compile_all("symptom", "beside"),
+        facts=msgspec.convert(tables.get("fact", []), tuple[Fact, ...], dec_hook=_compile),
+        generations=msgspec.convert(
+            tables.get("generation", []), tuple[Generation, ...], dec_hook=_compile
         ),
-        msgspec.convert(tables.get("fact", []), tuple[Fact, ...], dec_hook=_compile),
-        msgspec.convert(tables.get("generation", []), tuple[Generation, ...], dec_hook=_compile),
     )
 
 
