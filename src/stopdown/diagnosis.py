@@ -598,7 +598,7 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
         found = dataclasses.replace(
             found,
             fault="repaired" if found.fault == NONE else found.fault,
-            title=f"{found.title} The run that made it met {count}, listed below.",
+            title=f"{found.title} The run that made it had {count}, listed below.",
             evidence=(*_list_repairs(run), *found.evidence),
         )
     made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")

@@ -152,7 +152,7 @@ def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
 
 
 class WaitingParameter(torch.nn.Parameter):
-    """A parameter whose values wait elsewhere now and then: it is printed without them.
+    """A parameter whose values are stored elsewhere now and then: it is printed without them.
 
     PyTorch reads past the end of memory there.
     """
@@ -160,7 +160,7 @@ class WaitingParameter(torch.nn.Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         if self.untyped_storage().nbytes() or not self.numel():
             return super().__repr__()
-        return f"Parameter of {name_dtype(self.dtype)} {[*self.shape]}, whose values wait elsewhere"
+        return f"Parameter of {name_dtype(self.dtype)} {[*self.shape]}, whose values are stored elsewhere"
 
 
 def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:

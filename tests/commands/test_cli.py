@@ -285,7 +285,7 @@ def test_remote_code(refuse: Any, damaged: Path) -> None:
     content = {**json.loads(path.read_text()), "auto_map": {"AutoModel": "evil.Model"}}
     path.write_text(json.dumps(content))
     message = refuse(damaged, "a")
-    assert message.startswith(f"{path} asks for classes of its own (auto_map), which is code")
+    assert message.startswith(f"{path} requires classes of its own (auto_map), which is code")
     assert "Nothing that comes with a model is executed." in message
 
 
@@ -299,7 +299,7 @@ def test_remote_code_in_the_configs_of_a_single_file(
     file = tmp_path / "single.safetensors"
     shutil.copy(damaged / TRANSFORMER, file)
     message = refuse(file, "a", "--config", damaged)
-    assert message.startswith(f"{index} asks for a pipeline class of its own, which is code")
+    assert message.startswith(f"{index} requires a pipeline class of its own, which is code")
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_remote_code_in_the_configs_of_a_single_file(
         ),
         (
             ["--config", "elsewhere"],
-            "is a Diffusers folder. It names the configs of a single .safetensors file; others bring "
-            "their own. Leave --config out.",
+            "is a Diffusers folder. It names the configs of a single .safetensors file; other "
+            "sources have their own. Leave --config out.",
         ),
         (
             ["--device", "tpu"],

@@ -170,7 +170,7 @@ def test_two_comparisons_do_not_share_a_page(run: Any, tmp_path: Path) -> None:
     assert err == (
         "stopdown: Another comparison is keeping its cells in .page.html.cells just now. It removes "
         "this folder when it is "
-        "done. Wait for it, or name another page with -o.\n"
+        "done. Wait until it ends, or name another page with -o.\n"
     )
     assert cells.is_dir()
 

@@ -75,7 +75,7 @@ def test_faults_are_prevented(
     assert record.exit_code == 0
     assert record.runs[0].repairs == ()
     assert record.findings == ()
-    assert "loaded in fp16 by a plan that was certified from its weights" in " ".join(said)
+    assert "loaded in fp16 with a plan that was certified from its weights" in " ".join(said)
     wide, _ = run(PAINT + RUN, folder, "float32", tmp_path / "wide.npy")
     assert wide.remarks == ()
     found, wanted = (np.load(tmp_path / f"{name}.npy") for name in ("planned", "wide"))
@@ -119,7 +119,7 @@ def test_a_card_with_fast_bf16_leaves_loads_alone(
 def test_one_model_of_a_pipeline_gets_a_plan(
     run: Run, save_tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`subfolder=` says which pipeline it belongs to; a model by itself is loaded as the script asks."""
+    """`subfolder=` says which pipeline it belongs to; a lone model is loaded as the script requests."""
     folder = save_tiny("cogview3plus", overflow="transformer")
     text = (
         "import sys, torch\nfrom diffusers import CogView3PlusTransformer2DModel as Model\n"
@@ -150,4 +150,4 @@ def test_what_cannot_have_a_plan_is_loaded_as_asked(
     monkeypatch.setattr(script_loading, "quantization", refuse)
     _, said = run(PAINT, save_tiny("cogview3plus"), "float16")
     assert capsys.readouterr().out == "None\n"
-    assert "is loaded as the script asks. No plan can be made." in said[0]
+    assert "is loaded as the script requests. No plan can be made." in said[0]

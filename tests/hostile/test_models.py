@@ -281,7 +281,7 @@ CLASSES = grow_rows(
         (
             "a pipeline of its own",
             fields(INDEX, _class_name=["pipeline", "Mine"]),
-            "MODEL/model_index.json asks for a pipeline class of its own, which is code",
+            "MODEL/model_index.json requires a pipeline class of its own, which is code",
         ),
     ]
 )

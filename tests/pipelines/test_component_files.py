@@ -310,7 +310,7 @@ def test_a_component_folder_describes_a_part(save: Callable[[str], Source], fold
     plan = measure_plan(source, prompts=[make_call()])
     assert plan.components[0].precision == "fp16"
     with pytest.raises(
-        SourceError, match="is that of a component, and nothing tells how a pipeline"
+        SourceError, match="is that of a component, and does not say how a pipeline"
     ):
         certify_plan(source)
 

@@ -137,7 +137,7 @@ def test_a_card_says_which_calls_the_files_are_for(
     assert unet.signatures == ("forward(encoder_hidden_states[3d], sample[4d], timestep[1d])",)
     assert {"down_block_additional_residuals", "added_cond_kwargs"} < set(unet.not_for)
     assert not {"sample", "return_dict", "timestep"} & set(unet.not_for)
-    assert "Nothing watches the calls of converted weights." in card
+    assert "Converted weights run without Stopdown, so nothing watches their calls." in card
     (row,) = (x for x in card.splitlines() if x.startswith("| unet | `forward("))
     assert "`down_block_additional_residuals`" in row.split("|")[3]
     assert all((x.component in card) for x in record.components if x.folded)

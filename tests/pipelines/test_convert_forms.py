@@ -170,7 +170,7 @@ def test_models_without_names_are_refused(
     with pytest.raises(OptionError) as caught:
         convert_made("cogvideox", folder, tmp_path / "out.safetensors", planned[1])
     assert str(caught.value) == (
-        "No program is known that reads a CogVideoXPipeline from one file: it would hold the "
+        "No known program reads a CogVideoXPipeline from one file: it would hold the "
         "text_encoder and transformer and vae beside the rest. Files for ComfyUI hold one component "
         'each. Give a folder as OUT, and use to="comfyui".'
     )

@@ -422,7 +422,7 @@ def test_why_a_run_ended_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComponentState, "leave", fail)
     with pytest.raises(ValueError, match="Provide either") as raised, guard(pipe):
         pipe()
-    assert any("could not be left as it was: out of memory" in x for x in raised.value.__notes__)
+    assert any("could not be restored: out of memory" in x for x in raised.value.__notes__)
     with pytest.raises(torch.OutOfMemoryError), guard(pipe):
         pass
 

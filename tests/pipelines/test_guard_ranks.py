@@ -239,8 +239,8 @@ def test_a_rank_dies_and_the_journal_goes_on(dying: int, tmp_path: Path) -> None
     outcomes = run_ranks(run_journal, 2, str(tmp_path), dying, roll_s=2)
     assert outcomes[dying].code == -signal.SIGKILL
     assert outcomes[1 - dying].result == {
-        "ended": f"Rank {dying} of 2 is gone: killed, or without memory or network. The others end with "
-        "it. Start the run again; with `journal` it continues where it stopped."
+        "ended": f"Rank {dying} of 2 is gone: killed, out of memory or disconnected. The other ranks were "
+        "stopped. Start the run again; with `journal` it continues where it stopped."
     }
     first, second = gather_results(run_ranks(run_journal, 2, str(tmp_path), None))
     assert first["is_planned"]

@@ -277,5 +277,5 @@ def test_remote_code_on_the_hub_is_refused_before_any_weight_comes(
     (folder / "model_index.json").write_text(json.dumps(index))
     hub.repos["maker/custom"] = folder
     message = client(hub.endpoint, "maker/custom")["error"]
-    assert "asks for a pipeline class of its own, which is code that comes with" in message
+    assert "requires a pipeline class of its own, which is code that comes with" in message
     assert hub.downloaded() == {"model_index.json"}

@@ -343,7 +343,7 @@ def test_a_foreign_folder_is_refused(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         Journal(folder)
     assert str(caught.value) == (
-        f"The folder {folder} is no journal: it holds thesis.txt. A journal has a folder of its own. "
+        f"The folder {folder} is no journal: it holds thesis.txt. A journal needs its own folder. "
         "Name a folder that is empty or new."
     )
 

@@ -161,5 +161,5 @@ def test_a_weight_that_waits_can_be_printed() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2), requires_grad=False)
     stored = StoredWeight(weight.detach().clone(), torch.float16)
     wait_(weight, stored)
-    assert repr(weight) == "Parameter of fp16 [3, 2], whose values wait elsewhere"
+    assert repr(weight) == "Parameter of fp16 [3, 2], whose values are stored elsewhere"
     assert "Parameter" in str(torch.nn.ParameterList([weight]))

@@ -235,7 +235,7 @@ def test_where_gradients_are_wanted_nothing_is_changed() -> None:
     assert handle.repairs == ()
     assert handle.record.unwatched == tuple(said)
     assert len(said) == 1
-    assert "Gradients of its parameters are wanted" in said[0]
+    assert "It is being trained" in said[0]
     del optimizer
 
 

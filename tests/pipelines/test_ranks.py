@@ -132,8 +132,8 @@ def test_a_rank_that_is_gone_is_named(how: str) -> None:
     said = {outcomes[rank].result[0] for rank in (0, 2)}
     assert len(said) == 1, said
     expected = {
-        "killed": "Rank 1 of 3 is gone: killed, or without memory or network.",
-        "failed": "Rank 1 of 3 failed, and the others end with it: ValueError: the prompt is too long.",
+        "killed": "Rank 1 of 3 is gone: killed, out of memory or disconnected.",
+        "failed": "Rank 1 of 3 failed, so the others were stopped: ValueError: the prompt is too long.",
     }
     assert said.pop().startswith(expected[how])
     assert [outcomes[rank].result[1] for rank in (0, 2)].count(True) == 1

@@ -69,7 +69,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
     pipe = make_pipeline()
     with (
         testing.assert_untouched(pipe),
-        pytest.raises(PlanError, match="transformer has other weights than those"),
+        pytest.raises(PlanError, match="transformer has weights other than those"),
     ):
         guard(pipe, other)
 

@@ -280,8 +280,8 @@ def test_without_a_device_the_script_is_told_of_the_option(run: Run, capsys: Any
     record, said = run("import torch\ntorch.ones(1).to('cuda')")
     assert record.exit_code == 1
     assert said == [
-        "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
-        "options of Stopdown go before the script."
+        "This machine has no such device. `stopdown run --device cpu SCRIPT` uses another "
+        "one. Options of Stopdown go before the script."
     ]
 
 
@@ -298,9 +298,9 @@ def test_a_device_takes_what_goes_to_cuda(run: Run, save_tiny: SaveTiny) -> None
     record, said = run(text, save_tiny("cogview3plus"), "float32", device="cpu")
     assert (record.exit_code, len(record.runs)) == (0, 1)
     assert said == [
-        "The script asks for a device_map; with --device there is none.",
-        "The script asks for cuda; it gets cpu, as --device says.",
-        "The script asks for cuda:0; it gets cpu, as --device says.",
+        "The script requests a device_map; --device overrides it.",
+        "The script requests cuda; it gets cpu, because of --device.",
+        "The script requests cuda:0; it gets cpu, because of --device.",
         *(
             f"The script calls {name}(), which needs an accelerator; on the CPU it is left out."
             for name in ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
@@ -329,7 +329,7 @@ def test_a_default_device_is_taken_as_well(run: Run, tmp_path: Path) -> None:
     )
     record, said = run(text, str(tmp_path / "ones.pt"), device="cpu")
     assert record.exit_code == 0
-    assert said == ["The script asks for cuda; it gets cpu, as --device says."]
+    assert said == ["The script requests cuda; it gets cpu, because of --device."]
 
 
 def test_a_default_device_works_after_a_redirection() -> None:
@@ -448,7 +448,7 @@ def test_a_plan_of_another_model_is_left_away(
     record, said = run(PAINT + "paint()\npaint()", folder, "bfloat16", precision=str(path))
     assert (record.exit_code, len(said)) == (0, 1)
     assert said[0].startswith("CogView3PlusPipeline runs without the plan. ")
-    assert "vae has other weights than those" in said[0]
+    assert "vae has weights other than those" in said[0]
 
 
 def test_repairs_are_not_kept_without_a_plan() -> None:

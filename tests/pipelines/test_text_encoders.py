@@ -305,7 +305,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
         "tensors that lack": (lacking, "lack"),
         "code of its own": (
             change("code", auto_map={"AutoModel": "x.Y"}),
-            "asks for code of its own",
+            "requires code of its own",
         ),
         "no class": (change("nothing", architectures=[]), "names no class"),
         "weights beyond all": (beyond, "cannot be written in fp16 for plain Transformers"),

@@ -42,7 +42,7 @@ def test_a_clip_of_a_run_with_faults_is_not_only_healthy(
     found = explain_file(clip)
     assert found.fault == "repaired"
     assert found.title == (
-        "clip.png looks healthy. The run that made it met 1 fault, listed below."
+        "clip.png looks healthy. The run that made it had 1 fault, listed below."
     )
     assert found.evidence[0].text == "`transformer` gave 3 NaN."
     assert found.evidence[0].meaning == f"{meaning}, transformer:blocks.1"

@@ -187,27 +187,27 @@ def test_an_unknown_pipeline_class_names_the_nearest(folder: Path) -> None:
         (
             "model_index.json",
             {"_class_name": ["my_pipeline", "MyPipeline"]},
-            "model_index.json asks for a pipeline class of its own, which is code that comes",
+            "model_index.json requires a pipeline class of its own, which is code that comes",
         ),
         (
             "model_index.json",
             {"trust_remote_code": True},
-            "model_index.json asks for a pipeline class of its own, which is code that comes",
+            "model_index.json requires a pipeline class of its own, which is code that comes",
         ),
         (
             "text_encoder/config.json",
             {"auto_map": {"AutoModel": "modeling.MyModel"}},
-            "text_encoder/config.json asks for classes of its own (auto_map), which is code",
+            "text_encoder/config.json requires classes of its own (auto_map), which is code",
         ),
         (
             "tokenizer/tokenizer_config.json",
             {"auto_map": {"AutoTokenizer": ["tokenization.MyTokenizer", None]}},
-            "tokenizer/tokenizer_config.json asks for classes of its own (auto_map), which is",
+            "tokenizer/tokenizer_config.json requires classes of its own (auto_map), which is",
         ),
         (
             "transformer/config.json",
             {"trust_remote_code": True},
-            "transformer/config.json asks for classes of its own (trust_remote_code), which is",
+            "transformer/config.json requires classes of its own (trust_remote_code), which is",
         ),
     ],
 )
@@ -261,7 +261,7 @@ def test_pickled_weights_are_refused_with_how_to_convert(folder: Path) -> None:
     assert read_error(lambda: verify(folder)) == (
         f"The weights transformer/diffusion_pytorch_model.bin of {folder} are stored as pickles. "
         "Only safetensors are read: loading a pickle can run any program in it. Ask its author "
-        "for safetensors, or, where you trust the file, convert it once with plain Diffusers: "
+        "for safetensors, or, if you trust the file, convert it once with plain Diffusers: "
         'python -c "from diffusers import DiffusionPipeline as P; '
         f"P.from_pretrained('{folder}', use_safetensors=False).save_pretrained('converted')\", "
         "and give the folder converted."

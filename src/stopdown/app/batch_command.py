@@ -123,8 +123,10 @@ class BatchOptions(RunOptions, ModelOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Make each worker stay within this much device memory, such as 8GiB. By default all "
-            "that its device has. none keeps all weights on the device."
+            help=(
+                "Make each worker stay within this much device memory, such as 8GiB. By "
+                "default, all of its device's memory. none keeps all weights on the device."
+            )
         ),
     ] = None
     allow: AllowOption = ()

@@ -94,8 +94,11 @@ class CompareOptions(RunOptions, ModelOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much device memory in each run, such as 15GiB; auto is all that the "
-            "device has. If the decoder has to work in tiles in one precision, it does in all."
+            help=(
+                "Stay within this much device memory in each run, such as 15GiB; auto uses "
+                "all of the device's memory. If the decoder needs tiles in one precision, it "
+                "uses them in all."
+            )
         ),
     ] = None
     min_psnr: Annotated[
@@ -216,7 +219,7 @@ def _held(folder: Path) -> Iterator[None]:
     busy = InputError(
         f"Another comparison is keeping its cells in {folder} just now.",
         expected="It removes this folder when it is done.",
-        remedy="Wait for it, or name another page with -o.",
+        remedy="Wait until it ends, or name another page with -o.",
     )
     try:
         with held_folder(folder, busy):

@@ -71,13 +71,15 @@ class FitOptions(RunOptions, ModelOptions):
     ] = None
     memory: Annotated[
         str,
-        typer.Option(help="Device memory, such as 15GiB; auto is all that the device has."),
+        typer.Option(help="Device memory, such as 15GiB; auto is all of the device's memory."),
     ] = "auto"
     host_memory: Annotated[
         str,
         typer.Option(
-            help="Host memory for weights that are not in use, such as 12GiB; auto is what is free here. "
-            "Those for which it is too small stay in files."
+            help=(
+                "Host memory for weights that are not in use, such as 12GiB; auto is what is "
+                "free now. Weights that do not fit stay in their files."
+            )
         ),
     ] = "auto"
     precision: Annotated[

@@ -129,8 +129,8 @@ class GenerateOptions(RunOptions, ModelOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much device memory, such as 8GiB. By default all that the device "
-            "has. Weights that are not in use are kept elsewhere, and work is split if "
+            help="Stay within this much device memory, such as 8GiB. By default, all of the "
+            "device's memory. Weights that are not in use are kept elsewhere, and work is split if "
             "necessary. A call that runs out of memory is run again with less. none keeps all "
             "weights on the device."
         ),
@@ -430,8 +430,8 @@ def _read_request(options: GenerateOptions) -> Request:
         raise OptionError(
             "The prompt is empty.",
             expected="An empty prompt often comes from a shell variable that is not set.",
-            remedy='Write what it shows, or leave it out where a model takes none; a space, " ", asks '
-            "for nothing in particular.",
+            remedy="Describe the picture, or leave the prompt out if the model takes none. A space, "
+            '" ", is an empty prompt.',
         )
     if options.keep_repairs and find_plan_path(options.precision) is None:
         raise OptionError(

@@ -196,7 +196,7 @@ def _refuse_memory(options: PlanOptions) -> None:
     if options.certify:
         raise OptionError(
             "--certify is no option.",
-            expected="A plan rests on bounds from the weights, unless it is measured.",
+            expected="A plan is based on bounds from the weights, unless it is measured.",
             remedy=f"Use stopdown plan {options.source}.",
         )
     if options.memory is not None:

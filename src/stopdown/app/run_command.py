@@ -84,8 +84,9 @@ class ScriptOptions(CommandOptions):
         typer.Option(
             "--precision",
             "--plan",
-            help="auto: as the script asks; on a device that is fast in fp16 and not in bf16, what the "
-            "script loads in a 16-bit format gets a plan. as-is: as the script asks, everywhere. "
+            help="auto: as the script requests; on a device that is fast in fp16 but not in bf16, "
+            "what the script loads in a 16-bit format gets a plan. as-is: as the script requests, on "
+            "every device. "
             "plan.json: apply this plan to the pipelines it was made for. fp16, bf16 or fp32: use "
             "this format for everything that the script loads in a 16-bit format.",
         ),
@@ -184,7 +185,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         else:
             stop_without_kernels(patches)
         if options.precision.strip() == "auto":
-            otherwise = f"--precision {AS_IS} loads it as the script asks."
+            otherwise = f"--precision {AS_IS} loads it as the script requests."
             plan_loads(options.device or "auto", remark, patches, otherwise)
         try:
             code = _execute(start, remark)
@@ -319,8 +320,8 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
         _print_traceback(error)
         if "CUDA" in str(error) or "accelerator" in str(error):
             remark(
-                "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
-                "options of Stopdown go before the script."
+                "This machine has no such device. `stopdown run --device cpu SCRIPT` uses "
+                "another one. Options of Stopdown go before the script."
             )
         return 1
     return 0

@@ -39,7 +39,7 @@ def joined_ranks(
     if settings is None and parallel != "auto":
         raise OptionError(
             f"--parallel {parallel} was given to one process.",
-            expected="Each device has a process of its own.",
+            expected="Each device needs its own process.",
             remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
         )
     if settings is None:

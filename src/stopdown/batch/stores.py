@@ -89,7 +89,7 @@ class Folder:
         """
         busy = InputError(
             f"Another batch is writing to {self.path} just now.",
-            remedy="Wait for it, or name another folder with -o.",
+            remedy="Wait until it ends, or name another folder with -o.",
         )
         is_new = not self.path.exists()
         try:

@@ -91,9 +91,10 @@ def _word_calls(record: Conversion) -> str:
         if x.signatures
     )
     return rows and (
-        "Nothing watches the calls of converted weights. The powers of two were found for calls with the "
-        "arguments below. With any other of its arguments a component may return wrong values without an "
-        "error. For such calls, use the original with a plan.\n\n"
+        "Converted weights run without Stopdown, so nothing watches their calls. The powers "
+        "of two were found for calls with the "
+        "arguments below. With other arguments, a component may return wrong values without "
+        "an error. For such calls, use the original with a plan.\n\n"
         f"| component | calls that it is for | arguments that it is not for |\n|---|---|---|\n{rows}\n"
     )
 

@@ -366,8 +366,10 @@ def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> 
         raise SourceError(
             f"The LoRA {path} does not fit the model: it has no layer for {list_some(strange, 4)} "
             f"({len(strange)} of {count}).",
-            expected="A LoRA is trained for one architecture, and named by its layers: as Diffusers names "
-            "them for a folder, as the file does for a single file.",
+            expected=(
+                "A LoRA fits one architecture, and its keys name that model's layers: in "
+                "Diffusers' names for a folder, in the file's names for a single file."
+            ),
             remedy="Look at which model it is for, and in which form that was converted.",
         )
     if problems:

@@ -88,7 +88,7 @@ def _refuse_unread(source: Source) -> None:
     missing = [name for name in names if name not in find_whole(source.pipeline_class).prefixes]
     if missing and len(names) > 1:
         raise OptionError(
-            f"No program is known that reads a {source.pipeline_class} from one file: it would hold the "
+            f"No known program reads a {source.pipeline_class} from one file: it would hold the "
             f"{' and '.join(missing)} beside the rest.",
             expected="Files for ComfyUI hold one component each.",
             remedy='Give a folder as OUT, and use to="comfyui".',

@@ -155,8 +155,11 @@ def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
     if config.get("auto_map") or not named:
         raise SourceError(
             f"{folder / 'config.json'} "
-            + ("asks for code of its own." if config.get("auto_map") else "names no class."),
-            expected="A class of Transformers stands in `architectures`; nothing of a model is run.",
+            + ("requires code of its own." if config.get("auto_map") else "names no class."),
+            expected=(
+                "`architectures` names a class of Transformers. Code that comes with a model "
+                "is not run."
+            ),
             remedy="Give a text encoder of Transformers, as save_pretrained writes it.",
         )
     _, files = find_weights(folder)
@@ -209,8 +212,7 @@ def convert_encoder(
         if kept := find_kept_fp32(type(module), "fp16"):
             reasons.append(
                 f"Its class holds {', '.join(kept)} in fp32 once loaded, which is no longer "
-                "necessary: .half() gives right results, "
-                "too."
+                "necessary: .half() gives correct results as well."
             )
         described = describe_component(encoder.name, module, found, reasons, fields=found.fields)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():

@@ -29,7 +29,7 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
         found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
         raise OptionError(
             f'precisions="{",".join(lists)}" is no list of precisions to compare: {found}.',
-            expected="A comparison has two or more, each once.",
+            expected="A comparison needs two or more precisions, each of them once.",
             remedy='Use precisions="fp32,bf16,fp16-plain,fp16".',
         )
     return names
@@ -46,8 +46,8 @@ def _split(text: str) -> list[str]:
     raise OptionError(
         f'precisions="{text}" can be read in two ways: {" and ".join(by_component)} may be one '
         "precision or more.",
-        expected="The commas of a list stand between precisions.",
-        remedy=f"For one write {'+'.join(by_component)}; for more give each as an entry of its own.",
+        expected="Commas separate the precisions of a list.",
+        remedy=f"For one write {'+'.join(by_component)}; for several, give each as its own entry.",
     )
 
 

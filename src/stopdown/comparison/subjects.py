@@ -355,7 +355,7 @@ def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
     if name not in FORMATS:
         raise OptionError(
             f"What is in memory cannot be compared in {precision}.",
-            expected="Known for it are fp32, bf16, fp16, fp16-plain, autocast, clamp, and a plan's file.",
+            expected="It accepts fp32, bf16, fp16, fp16-plain, autocast, clamp, and a plan's file.",
             remedy=remedy,
         )
     return FORMATS[name].torch_dtype
@@ -380,7 +380,7 @@ def _refuse_options(request: Request) -> None:
     if options != Request():
         raise OptionError(
             "A request with more than a seed was given for a program that is no pipeline.",
-            expected="Such a program is run by a function, which knows sizes and steps.",
+            expected="A function of yours runs such a program, and sets sizes and steps.",
             remedy="Set them in that function.",
         )
 

@@ -137,7 +137,7 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
 
     def redirect(value: Any) -> Any:
         if _is_cuda(value) and str(value) != target:
-            say_once(f"The script asks for {value}; it gets {target}, as --device says.")
+            say_once(f"The script requests {value}; it gets {target}, because of --device.")
             return torch.device(target)
         return value
 
@@ -253,7 +253,7 @@ def _drop_device_map(say: Callable[[str], None], patches: Patches) -> None:
     @functools.wraps(original)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         if kwargs.pop("device_map", None) is not None:
-            say("The script asks for a device_map; with --device there is none.")
+            say("The script requests a device_map; --device overrides it.")
         return original(cls, *args, **kwargs)
 
     patches.set_class_attribute(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))

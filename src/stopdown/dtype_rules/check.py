@@ -377,7 +377,7 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
     if not all(fact.stored for fact in facts):
         return "auto", False, "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
-        return "fp16", True, f"Checked in fp16, which auto uses with a plan of its own: {reason}."
+        return "fp16", True, f"Checked in fp16, which auto uses with its own plan: {reason}."
     decisions = decide(facts, profile.supports, "auto")
     return (
         ",".join(f"{one.component}={one.precision}" for one in decisions),

@@ -198,7 +198,7 @@ def _refuse(entry: ComponentPlan | None, form: Form) -> None:
         raise OptionError(
             f"The plan keeps parts of {entry.component} in fp32.",
             expected="OpenVINO runs all of an IR in the inference precision that it is compiled for.",
-            remedy='Export it to ONNX, whose casts stand in the graph: to="onnx".',
+            remedy='Export it to ONNX, where casts are part of the graph: to="onnx".',
         )
 
 

@@ -90,7 +90,8 @@ def _describe(plan: Plan) -> list[str]:
     return [
         f"Powers of two by layer, of the plan {plan.seal[:12]} for {plan.source}.",
         "Stored is the value times 2**exponent: of the input, the weight and the output of a layer.",
-        "scale is for weights as they were: input times scale, then output over scale in fp32.",
+        "scale is for the original weights: multiply the input by scale, and divide the "
+        "output by scale in fp32.",
     ]
 
 

@@ -380,7 +380,7 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
                 f"The clip {path} has more than {len(frames)} frames of "
                 f"{frame.shape[1]}x{frame.shape[0]}.",
                 expected=f"At most {MOST_CLIP_BYTES / 2**30:g} GiB of frames are read.",
-                remedy="Cut it or make it smaller first, or say by `frames` how many are wanted.",
+                remedy="Cut it or make it smaller first, or set `frames` to the number of frames to read.",
             )
         frames.append(frame)
     return np.stack(frames)

@@ -844,7 +844,7 @@ def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
     reason = take_first_line(error)
     return CaptureError(
         f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
-        expected="A capture needs code whose path does not depend on the values of tensors.",
+        expected="Capturing needs code whose control flow does not depend on the values of tensors.",
         remedy="Run it in bf16 or fp32, or keep the module at fault outside the captured call.",
     )
 

@@ -97,7 +97,7 @@ def run_capture(
         raise ScalingError(
             f"{len(tensors)} tensors were given to a call that was captured with "
             f"{len(capture.inputs)}.",
-            remedy="Capture each kind of call by itself.",
+            remedy="Capture each kind of call separately.",
         )
     runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
     runner.blocks, runner.kept_clamps, runner.known = blocks, kept_clamps, known or {}

@@ -43,7 +43,7 @@ def name_device(asked: str, settings: RankSettings) -> str:
         raise OptionError(
             f"This machine has {count} CUDA device{'s' * (count != 1)}, and at least "
             f"{settings.local + 1} processes were started.",
-            expected="Each process has a device of its own.",
+            expected="Each process needs its own device.",
             remedy=f'Use torchrun --nproc-per-node {max(1, count)}, or device="cpu".',
         )
     return f"cuda:{settings.local}"

@@ -202,7 +202,7 @@ class Ranks:
                 if self._store.check([f"failed/{number}"]):
                     text = self._store.get(f"failed/{number}").decode()
                     return (
-                        f"Rank {number} of {self.count} failed, and the others end with it: {text}."
+                        f"Rank {number} of {self.count} failed, so the others were stopped: {text}."
                     )
             missing = [number for number in others if not self._store.check([f"here/{number}"])]
         if not missing:
@@ -213,7 +213,9 @@ class Ranks:
             if missing[1:]
             else f"Rank {named} of {self.count} is"
         )
-        return f"{subject} gone: killed, or without memory or network. The others end with it."
+        return (
+            f"{subject} gone: killed, out of memory or disconnected. The other ranks were stopped."
+        )
 
 
 def is_lost(error: Exception) -> bool:

@@ -236,7 +236,7 @@ _SAVING = (
 def _refuse_saving(class_name: str, *_: object, **__: object) -> None:
     raise PlanError(
         f"{class_name} cannot be saved by save_pretrained under a plan or a repair.",
-        expected="The files would have the exponents and the dtypes of the plan, and would not say so.",
+        expected="The files would have the exponents and the dtypes of the plan, without a record of it.",
         remedy=_SAVING,
     )
 
@@ -426,7 +426,7 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
             found = type(modules[name]).__name__
             yield f"{name} was a {entry.class_name}, and the pipeline has a {found}"
         elif sample_weights(modules[name]) != entry.weights:
-            yield f"{name} has other weights than those that were measured, or adapters besides"
+            yield f"{name} has weights other than those that were measured, or additional adapters"
         elif entry.precision == "fp16":
             misfits = list_misfits(modules[name], entry.in_force)
             yield from (f"{name} does not fit its exponents: {x}" for x in misfits)

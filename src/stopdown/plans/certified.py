@@ -253,8 +253,8 @@ def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
     if residual != "native" or 2.0**lowest >= FORMATS["fp16"].smallest_normal:
         return ()
     return (
-        f"Bounds scale values down by as much as 2^{-lowest}, to where fp16 has few digits. For a plan "
-        'that is run, and not written into a file, residual="fp32" is more precise.',
+        f"Bounds scale values down by up to 2^{-lowest}, where fp16 has few digits. For a plan "
+        'that is run and not written to a file, residual="fp32" is more precise.',
     )
 
 

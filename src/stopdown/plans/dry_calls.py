@@ -52,8 +52,8 @@ def list_source_calls(
     """
     if not source.pipeline_class:
         raise SourceError(
-            f"The configuration {source.described} is that of a component, and nothing tells how a "
-            "pipeline calls it.",
+            f"The configuration {source.described} is that of a component, and does not say "
+            "how a pipeline calls it.",
             expected="Calls come from the pipeline's own code, which its configurations describe.",
             remedy="Give the folder of the whole pipeline as config (its weights are not read).",
         )

@@ -119,7 +119,7 @@ def read_carried_plan(content: Mapping[str, Any]) -> Plan:
     if plan.kind != "plan" or plan.seal != _compute_carried_seal(content):
         raise PlanError(
             f"{place} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
-            expected="A plan is used as it was made, because each exponent rests on all others.",
+            expected="A plan cannot be edited, because each exponent depends on all others.",
             remedy=remedy,
         )
     if faults := list(list_faults(plan)):
@@ -176,7 +176,7 @@ def read_plan(path: str | Path) -> Plan:
     if plan.kind != "plan" or plan.seal != _compute_seal(text):
         raise PlanError(
             f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
-            expected="A plan is used as it was made, because each exponent rests on all others.",
+            expected="A plan cannot be edited, because each exponent depends on all others.",
             remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
         )
     faults = list(list_faults(plan))

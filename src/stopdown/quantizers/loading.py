@@ -274,8 +274,10 @@ class Loading:
         if not is_of_transformers(type(module)):
             raise SourceError(
                 f"{folder} is a {type(module).__name__} without its pipeline, and no plan was given.",
-                expected="How a component is called stands in the pipeline around it: model_index.json "
-                "and the configs beside it. Its weights are not needed.",
+                expected=(
+                    "How a component is called is read from the pipeline around it: "
+                    "model_index.json and the configs beside it. Its weights are not needed."
+                ),
                 remedy='Load it from there, from_pretrained(PIPELINE, subfolder="transformer"), or '
                 "give a plan: StopdownConfig(plan).",
             )
@@ -328,7 +330,7 @@ def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
 
 def _refuse_casting(*_: Any, **__: Any) -> None:
     raise OptionError(
-        "Layerwise casting was asked for on a model that was loaded by a StopdownConfig.",
+        "Layerwise casting was requested for a model that was loaded with a StopdownConfig.",
         expected="Its weights have exponents for fp16. In fp8, which holds far fewer sizes, many of them "
         "would vanish, and what is kept in fp32 would be cast as well.",
         remedy="Leave the quantization_config out, load the model in bf16, and cast that.",

@@ -100,11 +100,11 @@ class _Loads:
             made = load(*args, **kept, dtype=torch.float16, quantization_config=config)
         except Exception as error:  # whatever it is, the script may do without a plan
             told = str(error) if isinstance(error, StopdownError) else take_first_line(error)
-            self._announce(f"{args[0]} is loaded as the script asks. {told}")
+            self._announce(f"{args[0]} is loaded as the script requests. {told}")
             return load(*args, **options)
         self._announce(
-            f"{args[0]} is loaded in fp16 by a plan that was certified from its weights, because this "
-            f"device is fast in fp16 and not in bf16. {self._otherwise}".rstrip()
+            f"{args[0]} is loaded in fp16 with a plan that was certified from its weights, "
+            f"because this device is fast in fp16 but not in bf16. {self._otherwise}".rstrip()
         )
         parts = find_components(made).values() if issubclass(cls, DiffusionPipeline) else [made]
         for part in parts:

@@ -43,7 +43,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
     except UnreadableError as error:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
-            expected="generate and compare write one in JSON beside their output.",
+            expected="generate and compare write a JSON record next to their output.",
             remedy="Name it: of video.mp4 it is video.mp4.json, of report.html it is report.html.json.",
         ) from error
     kind = raw.get("kind")
@@ -51,7 +51,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
         raise InputError(
             f"The file {path} holds a record of the kind {ascii(kind)[:60]}, which has no report.",
             expected=f"There is a report of: {', '.join(_KINDS)}.",
-            remedy="Name the .json beside an output of generate, or of compare.",
+            remedy="Give the .json file next to an output of generate or compare.",
         )
     if kind == "run":
         return convert_record(raw, RunRecord)

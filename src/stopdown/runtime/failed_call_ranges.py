@@ -70,7 +70,7 @@ class Calibration:
 
     def _note_stream(self, found: ResidualStream) -> None:
         if self.stream not in (None, found):
-            raise ScalingError("Its residual stream is another one in other calls that failed.")
+            raise ScalingError("Other calls that failed have a different residual stream.")
         self.stream = found
 
     @property

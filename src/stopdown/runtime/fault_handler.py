@@ -152,9 +152,9 @@ class FaultHandler:
         if fault.is_tracked and self.on_fault != "raise":
             self.log.leave(
                 fault.component,
-                f"{name_fault(fault)} Gradients of its parameters are wanted: an optimizer has them, "
-                "or they have gradients. So nothing was changed. To have it repaired, call it under "
-                "torch.no_grad().",
+                f"{name_fault(fault)} It is being trained: an optimizer holds its parameters, "
+                "or they have gradients. So nothing was changed. To allow the repair, call it "
+                "under torch.no_grad().",
             )
             return fault.output
         if self._is_meant(fault, fault.output, fault.check):
@@ -222,8 +222,8 @@ class FaultHandler:
         notes.meant.update(check.clamped)
         self.log.leave(
             f"{fault.component}, {names}",
-            f"`{fault.component}`: {names} turned Inf into finite values; its results {found}. What these "
-            "operations hide there is not watched from now on.",
+            f"`{fault.component}`: {names} turned Inf into finite values; its results {found}. "
+            "From now on, what these operations hide there is not watched.",
             is_fault=not is_known,
         )
         return True

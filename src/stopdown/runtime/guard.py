@@ -600,7 +600,7 @@ class Guard:
         except Exception as failure:  # memory may have run out: why the run ended is what counts
             if error is None:
                 raise
-            add_note(error, f"The pipeline could not be left as it was: {take_first_line(failure)}")
+            add_note(error, f"The pipeline could not be restored: {take_first_line(failure)}")
 
     # The layers around a component call
 

@@ -45,7 +45,7 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
         if not args and not kwargs:
             raise OptionError(
                 f"fp16 was given a {type(program).__name__} and no example of its call.",
-                expected="Exponents are found for calls: without one there is nothing to measure.",
+                expected="Exponents are computed from calls, and no call was given.",
                 remedy="Give the arguments of a call: stopdown.fp16(model, x).",
             )
         call = functools.partial(program, *args, **kwargs)

@@ -472,7 +472,7 @@ def _refuse_foreign(folder: Path) -> None:
         if not is_own or not path.is_file():
             raise InputError(
                 f"The folder {folder} is no journal: it holds {path.name}.",
-                expected="A journal has a folder of its own.",
+                expected="A journal needs its own folder.",
                 remedy="Name a folder that is empty or new.",
             )
 
@@ -486,7 +486,7 @@ def _lock_folder(folder: Path) -> filelock.BaseFileLock:
     """
     busy = InputError(
         f"The journal {folder} is in use by another run.",
-        remedy="Wait for it, or name another folder for the journal.",
+        remedy="Wait until it ends, or name another folder for the journal.",
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

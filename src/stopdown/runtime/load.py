@@ -133,13 +133,13 @@ def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, s
         if isinstance(part, (str, int, float)):
             raise OptionError(
                 f"load({name}=...) was given {part!r:.60}, a {type(part).__name__}.",
-                expected="It is what stands in the pipeline: a scheduler, a tokenizer, or None.",
+                expected="It takes parts without weights: a scheduler, a tokenizer, or None.",
                 remedy=f"Make it with its class, or leave {name} out.",
             )
         if part is not None and has_weights(components.get(name, ("", name))[1]):
             raise OptionError(
-                f"load() takes no other {name}: it has weights, and its precision would be decided by "
-                "those that it stands in for.",
+                f"load() takes no other {name}: it has weights, and its precision would follow "
+                "from the weights that it replaces.",
                 expected="Parts without weights, and None for a part that is left out.",
                 remedy=f"Set it afterwards, in the dtype that it is to run in: pipe.{name} = ...",
             )

@@ -83,7 +83,7 @@ def make_frames(
     if sides and announce is not None:
         announce(
             f"{sides['height']}x{sides['width']} is made, the size of the model's configs: the default of "
-            f"{type(loaded.pipe).__name__} is far from it. Ask for another by height and width."
+            f"{type(loaded.pipe).__name__} is far from it. Set height and width for another size."
         )
     choose_format(output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)

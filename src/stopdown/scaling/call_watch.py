@@ -321,7 +321,7 @@ class CallWatch:
         self._verdicts[signature] = None
         self._options.announce(
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
-            f"exponents{', in fp32' if self._casts else ''}: right, and slower. {self._options.remedy}"
+            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {self._options.remedy}"
         )
 
     # On and off

@@ -22,8 +22,8 @@ from stopdown.numerics import bound_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
 
 _REMEDY = (
-    "Run it under the guard, stopdown.guard(pipe, plan), which repairs that, or make the plan of such "
-    "calls: make_plan(pipe, prompts=[{...}])."
+    "Run it under the guard, stopdown.guard(pipe, plan), which repairs that, or make the plan "
+    "from such calls: make_plan(pipe, prompts=[{...}])."
 )
 
 

@@ -97,7 +97,7 @@ def rescale_(
     if not given:
         raise OptionError(
             f"rescale_ was given a {type(module).__name__} and no call of it.",
-            expected="Exponents are found for calls: without one there is nothing to bring into range.",
+            expected="Exponents are computed from calls, and no call was given.",
             remedy="Give its arguments, rescale_(module, args, kwargs), or calls=[(module, args, kwargs)].",
         )
     stream, basis = check_residual(residual), check_ranges(ranges)

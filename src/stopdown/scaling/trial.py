@@ -118,8 +118,10 @@ def _refuse_kept_state(
     if not _are_equal(again, run.output):
         raise ScalingError(
             f"{describe_kept(module, names)} The same call gave other values the second time.",
-            expected="Exponents are found for calls whose result their arguments decide, and what a module "
-            "keeps would have to be rescaled with it.",
+            expected=(
+                "Exponents need calls whose result depends on their arguments alone: what a "
+                "module keeps between calls would have to be rescaled as well."
+            ),
             remedy="Run it in bf16 or fp32, or hand over what it keeps as an argument.",
         )
 

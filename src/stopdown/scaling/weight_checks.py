@@ -58,8 +58,8 @@ def refuse_quantised(module: torch.nn.Module) -> None:
             expected="Powers of two are folded into weights that are stored as floats of 16 bits "
             "or more. What a product gives has the exponent of its weight: norms and biases alone bring "
             "nothing into range.",
-            remedy="Convert its file, whose scales take them, and load that: stopdown convert FILE OUT. Or "
-            "load it without quantisation, or keep it out of the rescaling.",
+            remedy="Convert its file, whose scales can hold them, and load the result: stopdown "
+            "convert FILE OUT. Or load it without quantisation, or keep it out of the rescaling.",
         )
 
 

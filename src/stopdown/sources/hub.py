@@ -359,7 +359,7 @@ def explain_conversion(place: str) -> str:
         f"P.from_pretrained({place!r}, use_safetensors=False).save_pretrained('converted')"
     )
     return (
-        "Ask its author for safetensors, or, where you trust the file, convert it once with plain "
+        "Ask its author for safetensors, or, if you trust the file, convert it once with plain "
         f'Diffusers: python -c "{script}", and give the folder converted.'
     )
 

@@ -244,7 +244,7 @@ def refuse_ignored(
     if config is not None and kind != "file":
         raise OptionError(
             f'config="{config}" was given, and {text_of(source)} is {KINDS[kind]}.',
-            expected="It names the configs of a single .safetensors file; others bring their own.",
+            expected="It names the configs of a single .safetensors file; other sources have their own.",
             remedy="Leave `config` out.",
         )
 
@@ -384,7 +384,7 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
     index = source.path / "model_index.json"
     content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
-        yield make_problem("code", what=f"{index} asks for a pipeline class of its own")
+        yield make_problem("code", what=f"{index} requires a pipeline class of its own")
     elif source.pipeline_class not in list_pipeline_classes():
         known = list_pipeline_classes()
         near = difflib.get_close_matches(source.pipeline_class, known, n=1, cutoff=0.0)
@@ -492,7 +492,7 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
     if "config" not in path.name:
         return  # vocabularies name tokens, not choices
     for where in find_code(content):
-        yield make_problem("code", what=f"{path} asks for classes of its own ({where})")
+        yield make_problem("code", what=f"{path} requires classes of its own ({where})")
     for where in find_kernels(content):
         yield make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
     for what, most in find_excess(content):
