@@ -341,7 +341,10 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
         name = entry.component
         _tell(progress, "write", name, number, len(work.plan.components))
         if not _is_left(work, entry):
-            _write_component(work, name, part / name)
+            module = _fold(work, name)
+            entries = _list_entries(work, [name], work.expressed[name].scaling.exponents)
+            write_component(module, part / name, entries, _list_fields(work, name))
+            del module  # its fp32 weights go before the next component's come
         elif work.source.kind != "file":
             copy_weights(work.source.path / name, part / name, work.source.variant)
         else:
@@ -352,14 +355,6 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
             edit_config(part / name / "config.json", {"quantization_config": method})
     _tell(progress, "write", "done", len(work.plan.components), len(work.plan.components))
     return ()
-
-
-def _write_component(work: _Work, name: str, folder: Path) -> None:
-    """Fold, cast and write one component, and let its fp32 weights go."""
-    module = _fold(work, name)
-    exponents = work.expressed[name].scaling.exponents
-    entries = _list_entries(work, [name], exponents)
-    write_component(module, folder, entries, _list_fields(work, name))
 
 
 def _fold(work: _Work, name: str) -> Any:

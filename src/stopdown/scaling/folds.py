@@ -191,7 +191,8 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
         follow_adapters(module, scaling, named, patches)
         _scale_all_eps(module, scaling.eps, patches)
         for path, exponent in scaling.multiplies.items():
-            _hook_multiply(_find_module(module, path), exponent, patches)
+            multiply = partial(_multiply_output, 2.0**exponent)
+            patches.defer(_find_module(module, path).register_forward_hook(multiply).remove)
         if scaling.outputs:
             hook = partial(widen_outputs, dict(scaling.outputs))
             patches.defer(module.register_forward_hook(hook).remove)
@@ -537,12 +538,6 @@ def _scale_all_eps(module: torch.nn.Module, exponents: Mapping[str, int], patche
             )
     for path, factors in clamps.items():
         scale_clamps(_find_module(module, path), factors, patches)
-
-
-def _hook_multiply(module: torch.nn.Module, exponent: int, patches: Patches) -> None:
-    factor = 2.0**exponent
-    handle = module.register_forward_hook(partial(_multiply_output, factor))
-    patches.defer(handle.remove)
 
 
 def _multiply_output(

@@ -19,6 +19,7 @@ a module: their operands, and all that is summed into them, stay in fp16.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -148,7 +149,11 @@ def demand_agreement(plain: Capture, streamed: Capture) -> None:
 def measure_wide_flops(capture: Capture) -> float:
     """Share of a call's matmul FLOPs whose operands are fp32 or wider; 0 when there are none."""
     flops = {node: count_flops(node) for node in capture.graph.graph.nodes}
-    wide = sum(size for node, size in flops.items() if size and _is_wide(node))
+    wide = sum(
+        size
+        for node, size in flops.items()
+        if size and node.meta["val"].dtype in (torch.float32, torch.float64)
+    )
     return wide / (sum(flops.values()) or 1.0)
 
 
@@ -175,7 +180,9 @@ class _Reader:
         self.writers = {own[n] for n in own if self._is_writer(n)} & capture.single_outputs
         parameters = {n: name for n, name in self._list_parameters() if n.users}
         self.narrow = {name for n, name in parameters.items() if self._stays_narrow(n)}
-        self.beside = {name for n, name in parameters.items() if _is_small(n)}
+        self.beside = {
+            name for n, name in parameters.items() if math.prod(shape_of(n)) <= LARGEST_KEPT
+        }
 
     def norms(self, kept: set[str]) -> set[str]:
         """Paths of the modules that normalise with parameters that are kept in fp32."""
@@ -275,17 +282,6 @@ def _sums(node: Node) -> bool:
 def _is_pinned(node: Node) -> bool:
     found = find_operation(operation(node))
     return found is not None and found.exponent == "pinned"
-
-
-def _is_small(node: Node) -> bool:
-    size = 1
-    for length in shape_of(node):
-        size *= length
-    return size <= LARGEST_KEPT
-
-
-def _is_wide(node: Node) -> bool:
-    return bool(node.meta["val"].dtype in (torch.float32, torch.float64))
 
 
 def _first(module: torch.nn.Module) -> set[str]:

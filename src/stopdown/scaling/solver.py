@@ -97,7 +97,8 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
     """
     program = _Program()
     representatives = _add_unknowns(program, problem)
-    _add_equations(program, problem)
+    for row in problem.system.equations:
+        program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
     lifts = _add_fp32_modules(program, problem) if fp32_modules else {}
     for limit in problem.limits:
         _add_limit(program, problem, limit, hard_top_bits, lifts)
@@ -225,11 +226,6 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
         bound = 4 * WIDEST if root in widest else 2 * WIDEST
         program.columns[root] = program.add(-bound, bound, whole=True)
     return [ZERO, *roots]
-
-
-def _add_equations(program: _Program, problem: Problem) -> None:
-    for row in problem.system.equations:
-        program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
 
 
 def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:

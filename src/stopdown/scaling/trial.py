@@ -330,7 +330,8 @@ def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference
         else:
             errors.append(measure_error(output, run.output))
             bf16_errors += [] if run.bf16_rel_err is None else [run.bf16_rel_err]
-            _demand_near(errors[-1], run)
+            if why := describe_excess(errors[-1], run.bf16_rel_err):
+                raise _refuse(f"its output is not that of fp32: {why}")
     is_bf16 = bool(errors) and len(bf16_errors) == len(errors)
     return Trial(
         done,
@@ -362,12 +363,6 @@ def _demand_alike(output: Any, run: Run) -> None:
 
 def _outline(spec: Any) -> str:
     return " ".join(str(spec).split())[:200]
-
-
-def _demand_near(error: float, run: Run) -> None:
-    """No further from fp32 than bf16, or than rounding an output once to fp16 brings it."""
-    if why := describe_excess(error, run.bf16_rel_err):
-        raise _refuse(f"its output is not that of fp32: {why}")
 
 
 def describe_excess(error: float, bf16_error: float | None) -> str:
