@@ -24,9 +24,6 @@ class Dispatch:
     """The items of a batch while they are given out.
 
     Attributes:
-        pool: the workers.
-        versions: of the plan.
-        note: told of what a person should hear.
         tries: how often an item is begun at most.
     """
 

@@ -72,7 +72,6 @@ class Slot:
         worker: the process or actor.
         channel: where its answers come from.
         deaths: of those before it in its place, in a row, that had not begun.
-        known: seals of the plans that it has.
     """
 
     worker: Any
@@ -90,9 +89,6 @@ class Workers(abc.ABC):
     Args:
         count: of the workers.
         store: where whoever gives the tasks looks for what workers write.
-
-    Attributes:
-        devices: what each worker computes on, by its name.
     """
 
     def __init__(self, count: int, store: Store) -> None:
@@ -279,7 +275,6 @@ def _serve(
 
     Args:
         share: how many processes there are, and how many on this device.
-        variables: the environment of whoever gives them.
     """
     import torch
 

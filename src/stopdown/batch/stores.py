@@ -35,9 +35,6 @@ class Folder:
 
     Args:
         path: made when it is missing.
-
-    Attributes:
-        place: as workers open it again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +236,6 @@ def check_probe(store: Store, name: str, worker: str) -> None:
     """Refuse a worker whose files do not come to where they are looked for.
 
     Args:
-        name: of the file that the worker wrote.
         worker: in words.
     """
     if name not in store.list_names():

@@ -46,7 +46,6 @@ class Answer:
     """What a worker gives back for a task.
 
     Attributes:
-        result: of the item.
         updated: the plan with the repairs of this item in it; None when there were none, or no plan.
         notes: what a person should hear, in whole sentences.
     """
@@ -225,11 +224,7 @@ class Worker:
 
 
 def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None:
-    """The record of an item that is whole; None when it has to be made.
-
-    Args:
-        names: of the files in the store.
-    """
+    """The record of an item that is whole; None when it has to be made."""
     for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name

@@ -159,8 +159,6 @@ def go_on(
     Args:
         made: from `begin`, or as an earlier start left it.
         minutes: of this start; a row that has begun is finished.
-        keep: told of each row that is done.
-        progress: told of stage, what, done and total.
     """
     started, before = time.monotonic(), made.elapsed_s
     done = {(row.subject, row.way) for row in made.rows}

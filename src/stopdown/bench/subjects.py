@@ -31,10 +31,8 @@ class Subject:
     """A model to measure.
 
     Attributes:
-        name: of the subject.
         meaning: what it is, in words without a path.
         build: its pipeline in fp32 on the device, each time the same.
-        request: of a run.
     """
 
     name: str

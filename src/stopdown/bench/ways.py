@@ -29,11 +29,9 @@ class Way:
     """How a model is run.
 
     Attributes:
-        precision: format of the weights.
         residual: of the plan that brings it into the range of fp16; "" for no plan.
         placement: where weights wait.
         guarded: with the guard around it, which repairs nothing where there is nothing to repair.
-        compiled: the denoiser is compiled.
         sums_in_fp16: PyTorch's switch for sums of fp16 products; None leaves it.
     """
 
@@ -75,7 +73,6 @@ def running(
 
     Args:
         build: its pipeline in fp32 on the device.
-        find_plan: the plan with a kind of residual stream.
         predict: what a strategy is predicted to take, and which weights stray.
     """
     plan = find_plan(way.residual) if way.residual else None

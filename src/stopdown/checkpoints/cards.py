@@ -50,7 +50,6 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
 
     Args:
         said: by their metadata; "" for weights as they were.
-        otherwise: what the remedy ends with.
     """
     if said:
         raise OptionError(

@@ -46,8 +46,6 @@ def write_component(
     """Write the weights of a component in fp16, and what changes in its configuration.
 
     Args:
-        folder: with its descriptions.
-        entries: of the metadata of its files.
         fields: of `config.json`, with their new values.
     """
     write_weights(module, folder, entries)

@@ -111,10 +111,8 @@ class _Work:
     Attributes:
         source: complete, with its class, its components and the folder of its configurations.
         pipe: the pipeline in fp32.
-        plan: what belongs to it.
         leave: components that are written as they are stored.
         form: what it becomes: `diffusers`, `single` or `comfyui`.
-        quantised_rows: of a single file of codes and scales.
         expressed: component to its exponents as files hold them.
         problems: component to why it cannot be written.
         carried: component to why its plan goes into its configuration.

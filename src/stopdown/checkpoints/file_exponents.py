@@ -61,8 +61,6 @@ class Expressed:
     """Exponents of a component as files hold them.
 
     Attributes:
-        scaling: folds, and the eps that fields set.
-        fields: field of the configuration to its new value.
         left: eps that no field reaches: place to the exponent that it should have.
         effect: relative L2 change of the outputs because of them, the worst of all calls.
         calls: how many calls it was measured on; 0 when nothing is left.
@@ -88,7 +86,6 @@ def express_component(
 
     Args:
         module: in fp32; left as it was.
-        entry: what the plan says of it.
         record: gives the calls that a pipeline makes of it; called when they are needed.
         has_config: there will be a configuration beside the weights.
 
@@ -166,8 +163,6 @@ class _Search:
 
     Attributes:
         module: in fp32; left as it was.
-        calls: recorded ones.
-        fields: those of its configuration that set eps.
         narrow: classes of modules that readers run in fp16, and Diffusers in fp32.
     """
 

@@ -84,8 +84,6 @@ class Encoder:
 
     Attributes:
         folder: with its `config.json` and weights.
-        name: of the folder.
-        class_name: in Transformers.
         config: what `config.json` says.
     """
 
@@ -105,7 +103,6 @@ def find_encoder(
 
     Args:
         source: folder or Hub id.
-        component: of a Diffusers folder.
         revision: branch, tag or commit of a Hub id.
 
     Returns:
@@ -256,7 +253,6 @@ def list_calls(
     """Calls of a text encoder: tokens of the whole vocabulary, with a mask.
 
     Args:
-        states: its hidden states are returned as well.
         lengths: in tokens; no longer than the model takes.
     """
     config = module.config.get_text_config()

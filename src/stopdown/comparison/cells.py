@@ -39,8 +39,6 @@ class Outcome:
         cell: what is known without a reference.
         frames: `[T, H, W, 3]` fp32 in [0, 1]; of a program that gives no pictures its values, `[N]` fp32;
             None when it failed.
-        trace: what the probes read.
-        peak_source: how memory was read.
     """
 
     cell: Cell
@@ -64,7 +62,6 @@ def run_cell(
     Nothing is repaired: what is not finite is said, and the run goes on with the bad value.
 
     Args:
-        run: what runs a program that is no pipeline.
         names_culprit: run a call that gives NaN or Inf once more to find where they begin.
     """
     begun = time.perf_counter()

@@ -48,7 +48,6 @@ class Trace:
         samples: the same places to values of the first call there, fp32 on the CPU.
         outputs: component and step of each call to what it returned, in its own dtype on the CPU.
         latents: after each step, in their own dtype on the CPU.
-        non_finite, saturated, clamped: values.
         probe_s: stage to seconds spent in probing during its calls.
         order: paths of the blocks of each component, in the order of the module.
     """

@@ -84,7 +84,6 @@ class Opened:
     Attributes:
         loaded: the pipeline on its device, with what is taken off when it is closed.
         load_s: seconds that it took.
-        weights_bytes: of its parameters and buffers.
         offloader: keeps it within a limit of memory; None without one.
     """
 
@@ -104,11 +103,7 @@ class Subject:
     """What is compared, and how it is opened.
 
     Attributes:
-        name: of the model.
-        fingerprint: of its files, empty in memory.
-        pipeline: class of the pipeline.
         device: where it runs.
-        classes: class names of its components.
         scheduler: class in the place of the model's own; "" for that.
         keeps_one: it is in one precision at a time: in memory and not copied, or within a limit.
         memory: the limit that its runs stay within, in bytes; "" for none.
@@ -185,7 +180,6 @@ def describe_subject(
     Args:
         given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
             folder, single safetensors file, bundled model, or `Source`.
-        request: of the runs.
         runs: what runs a program that is no pipeline, one function a row.
         limit: what each run of a checkpoint is to stay within.
         names: the precisions that are compared: if one has to decode in tiles within the limit, all do,

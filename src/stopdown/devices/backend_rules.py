@@ -31,7 +31,6 @@ class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Formats that an operation is not implemented in.
 
     Attributes:
-        formats: names of the formats.
         message: what is raised, or a sentence; for people.
         source: where that is said.
         before_capability: only below this CUDA compute capability.
@@ -94,7 +93,6 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: `flash`, `efficient`, `cudnn` or `math`.
         backend: `cpu`, `cuda` or `mps`.
-        formats: which it takes.
         source: where that is said.
         from_capability: the first CUDA compute capability that has it in these formats.
         note: a sentence for people.
@@ -114,9 +112,7 @@ class VersionFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         package: `torch`, `diffusers`, `transformers`, `macos`.
         versions: as in a requirement: `>=2.4,<2.4.1`.
-        what: one sentence.
         remedy: what to type or do.
-        source: who reported it.
         backends: where it shows; empty for everywhere.
         formats: in which formats; empty for all.
         operations: in which operations, by name; empty for unknown.

@@ -86,8 +86,6 @@ class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that is known to go wrong on the device.
 
     Attributes:
-        what: one sentence.
-        source: who reported it.
         formats: in which formats; empty for all.
         operations: in which operations, by their names in `backends`; empty for all.
         remedy: what to type or do.
@@ -107,16 +105,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: what `--device` takes: `v100`.
-        title: the maker's name.
         kind: `cuda` (AMD's as well, as in PyTorch), `mps` or `cpu`.
-        formats: facts by name of the format.
         matches: pattern of the names that the system gives such a device; "" matches none.
         aliases: other names that `--device` takes.
         architecture: `sm70`, `gfx1100`, `M1`, `avx512`.
         capability: None unless it is NVIDIA's.
         macos: version of macOS that the facts hold for, on mps.
         memory: None when it differs from machine to machine.
-        faults: what is known to go wrong.
         instructions: of a CPU, the instruction sets that `knowledge/rules/instructions.toml` names;
             None when they are not known.
         onednn: of a CPU, formats whose convolutions PyTorch gives to oneDNN, where PyTorch was asked.
@@ -319,7 +314,6 @@ def parse_profile(text: str, name: str) -> Profile:
     """The profile that a TOML text holds.
 
     Args:
-        text: the file's text.
         name: the file's name, for messages.
     """
     try:

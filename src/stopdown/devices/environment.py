@@ -86,7 +86,6 @@ class RankSettings:
 
     Attributes:
         number: among all of them, from 0.
-        count: of all of them.
         local: among those of this machine, from 0; the index of its device.
     """
 
@@ -202,8 +201,6 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
     """Refuse what needs a package that is not here.
 
     Args:
-        package: as it is imported.
-        extra: of Stopdown, that brings it.
         what: needs it: `A LoRA`.
         otherwise: what the remedy ends with: ` or leave it out`.
     """
@@ -277,10 +274,8 @@ class Device:
     Attributes:
         type: `cuda`, `mps`, `cpu`, or what PyTorch calls another accelerator: `xpu`.
         index: which of several, from 0.
-        name: the maker's name.
         capability: CUDA compute capability, such as (7, 0); None elsewhere.
         memory_bytes: memory of the device, or what this process may use of the machine's.
-        reason: why this device was chosen, one sentence.
         missing: why this build of PyTorch cannot compute on it; None when it can.
     """
 
@@ -361,11 +356,7 @@ def read_macos() -> tuple[int, ...]:
 
 
 def name_device(function: str, given: Any) -> str | None:
-    """Return the name of a device that is given by its name or as a `torch.device`; None for none.
-
-    Args:
-        function: that it was given to.
-    """
+    """Return the name of a device that is given by its name or as a `torch.device`; None for none."""
     import torch
 
     check_type(
@@ -443,7 +434,6 @@ class Verdict:
 
     Attributes:
         native: the device's arithmetic units compute in it, and no fault of theirs is known.
-        reason: one sentence, with the source.
     """
 
     native: bool
@@ -719,8 +709,6 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     """What is known and what was measured, as one answer.
 
     Args:
-        name: the format.
-        verdict: what the maker says.
         timing: measured in this format.
         reference: measured in fp32.
     """

@@ -13,11 +13,6 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a class of models needs.
 
     Attributes:
-        begins: how the names of its classes begin.
-        refused: formats that it is wrong in.
-        reason: why.
-        source: who says so.
-        remedy: what to type.
         keeps_clamps: its clamp at fp16's maximum is part of the model.
     """
 

@@ -51,7 +51,6 @@ class MissingKernels:
 
     Attributes:
         what: with the device named as `{device}`.
-        expected: which builds can.
         remedy: what to type or do.
     """
 
@@ -144,7 +143,6 @@ def find_missing_system(version: str, macos: tuple[int, ...]) -> MissingKernels 
     """Why a build has no MPS under a macOS; None when it has.
 
     Args:
-        version: of PyTorch.
         macos: such as (13, 7, 4).
     """
     from packaging.specifiers import SpecifierSet

@@ -75,7 +75,6 @@ class Checked:
     Attributes:
         findings: worst first.
         seen: what one run without weights showed.
-        profile: the device that was judged for.
         precisions: component → format that it was judged in, or call → format where the methods of a
             component differ; empty for a live pipeline as it stands.
         callees: of a program in memory, each call that was or can be made.

@@ -123,7 +123,6 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
     """Findings about components stored in bf16 that are to run in fp16 without a plan.
 
     Args:
-        seen: what was seen.
         stored: component → format of most of its weights on disk.
     """
     names = [

@@ -24,7 +24,6 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         severity: see `Finding`.
-        why: what it leads to.
         remedy: what to type; `{component}`, `{path}`, `{argument}`, `{dtype}` are filled in.
         evidence: what was seen, filled in with the facts of an observation; "" where code words it.
         is_fault: False where it says what a model is, and not that anything is wrong with it.

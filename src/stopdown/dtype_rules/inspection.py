@@ -55,10 +55,8 @@ class Seen:
     Attributes:
         component_name: `transformer`, `vae`.
         name: of the call: `transformer`, `vae.decode`.
-        kind: class of the module.
         main: dtype of most of its weights in that call; None without any.
         times: what each call got as its timestep.
-        force_upcast: what its config says.
         is_rescaled: a plan made it fit fp16.
     """
 
@@ -97,7 +95,6 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
-        place: whose rules hold.
         arguments: of the pipeline's call, instead of its defaults.
     """
     refuse_unknown(type(skeleton), arguments or {})
@@ -118,7 +115,6 @@ def examine_program(
 
     Args:
         program: as `guard` takes it.
-        place: whose rules hold.
         run: runs it; its components are answered by copies without weights.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so.
     """

@@ -51,11 +51,7 @@ class _Case:
 
     Attributes:
         pipe: a Diffusers pipeline or another program.
-        name: of the component.
-        path: of the module in it.
-        callees: its calls; none of a scheduler.
         widening: module paths of modules that cast their input to fp32 themselves.
-        done: what was done before.
         patches: where the changes are put.
     """
 
@@ -77,7 +73,6 @@ class Mending:
     """What was mended on a pipeline; `undo` takes it off and restores every bit.
 
     Attributes:
-        done: what was done, in whole sentences.
         remaining: what is left to find, worst first.
     """
 

@@ -40,12 +40,9 @@ class Observation:
     """One thing that is wrong at one place.
 
     Attributes:
-        kind: of the finding that it becomes.
         call: `transformer`, `vae.decode`, or `pipeline` for the code around them.
         component: the call without its method.
         path: dotted path of the module in it; "" for the component itself.
-        operation: name of the operation.
-        facts: what the sentence is made of.
     """
 
     kind: str
@@ -66,7 +63,6 @@ class Case:
     """What a judge has to know of a component.
 
     Attributes:
-        call: its name.
         component: without the method.
         main: dtype of most of its weights; None without any.
         place: where it would run.
@@ -90,7 +86,6 @@ class Judge:
     """Judges the steps of one call, and keeps what it finds.
 
     Attributes:
-        found: what is wrong.
         operations: (operation, format) → the path of its first use.
         widening: paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
     """

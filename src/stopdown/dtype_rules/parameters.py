@@ -44,7 +44,6 @@ def find_widening(
     made so.
 
     Args:
-        name: of the component.
         module_paths: where a run has seen it, as in `Examination.widening`.
     """
     parts = dict(module.named_modules())
@@ -170,7 +169,6 @@ def check_values(
     """Findings about the values of live components' weights, as they are in a precision.
 
     Args:
-        components: by name.
         precisions: component → format that it is to be cast to; absent ones stay.
 
     Cost: a few passes over every weight that is in memory.

@@ -63,8 +63,6 @@ def check_sums(
     Args:
         pipe: a pipeline or another program with its weights; it is left as it was.
         narrow: components that are to run in fp16.
-        profile: the device that they are to run on.
-        run: runs it once.
 
     Cost: that run in fp32, with a product for each group of 16 values; memory for fp32.
     """

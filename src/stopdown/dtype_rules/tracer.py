@@ -45,7 +45,6 @@ class Origin:
     Attributes:
         kind: `argument`, `parameter`, `output`, `cast`, `made` or `mixed`.
         name: of the argument or parameter, or of the operation.
-        path: module whose code it is.
         parameter: name of the parameter that brought the dtype in, "" when none did.
         before: for an argument, where the caller got it from.
     """
@@ -83,7 +82,6 @@ class Step:
         operands: the floating ones, in the order of its arguments.
         known: argument name to its values, where they are known.
         arguments: everything by name, as far as names are known.
-        autocast: device types whose autocast is on here.
     """
 
     path: str

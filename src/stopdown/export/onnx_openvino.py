@@ -86,7 +86,6 @@ def export_plan(
     """Write the components of a plan, one file for each call that its pipeline makes of them.
 
     Args:
-        source: the model that the plan is for.
         output: folder that does not exist or is empty.
         components: by name; none for all that run in fp16.
         request: sizes, which the graphs have; small ones where it has none.

@@ -26,7 +26,6 @@ class LayerScale:
 
     Attributes:
         layer: module path; `path[0:64]` for a block of its outputs, `path[:,0:64]` of its inputs.
-        input, weight, output: exponents.
     """
 
     layer: str

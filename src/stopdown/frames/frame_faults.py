@@ -51,9 +51,6 @@ class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of `knowledge/rules/frames.toml`.
 
     Attributes:
-        fault: the class of failures that it most often is.
-        says: what is seen.
-        why: what it can come from.
         remedy: what to type or do.
         elsewhere: other classes of failures to the precision to try for each.
     """

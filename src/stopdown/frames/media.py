@@ -41,7 +41,6 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
 
     Args:
         path: the output path as it was typed.
-        frames: how many frames will be written.
 
     Raises:
         OptionError: the suffix is unknown, or is .png for several frames.
@@ -84,7 +83,6 @@ def check_output(
 
     Args:
         path: the output path as it was typed.
-        frames: how many frames will be written.
         force: whether a file that is there is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace.
 
@@ -365,7 +363,6 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
 
     Args:
         path: a video file, a gif, a picture (one frame), or a folder of png files.
-        limit: read at most so many frames.
 
     Raises:
         InputError: the file is missing, holds no video, is damaged, or has more than

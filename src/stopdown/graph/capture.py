@@ -78,7 +78,6 @@ class Capture:
             generator of random numbers that it was given.
         inputs: placeholder names of the call's tensors, in the order of `flatten_call`.
         kept_buffers: buffers that the capture left in their own dtype.
-        component: name of the module's class.
         single_outputs: paths of the modules that return one tensor in every call of theirs.
         method: what was called of the module: `decode`; "" for the module itself.
         answers: what its code asked tensors for, and got, where that decides the path.
@@ -122,7 +121,6 @@ def capture_call(
         call: a module, or a bound method of one. Its weights may be real, fake or on `meta`.
         args, kwargs: as the call takes them. Floating tensors of the module's dtype are taken as
             given in `dtype`; only shapes and dtypes of tensors matter.
-        dtype: a floating dtype.
         wide: names of parameters and buffers that are fp32 there.
         answers: to what the code asks tensors for; None notes them here when they are needed.
         operands: what is cast or kept in fp32 because the code mixes dtypes; None finds it here.
@@ -302,7 +300,6 @@ class _Attempt:
     """One way to capture a call; what is not named here is as `capture_call` takes it.
 
     Attributes:
-        is_real: with real weights.
         keeps_buffers: buffers outside the checkpoint stay in their own dtype.
     """
 

@@ -59,9 +59,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         views: what changes no value, or tells of a tensor without one.
         asks: what turns a tensor's values into numbers of Python.
         makes: what makes a tensor of numbers.
-        called: other names, to that of the operation.
         arguments: names of arguments in order, where a signature does not tell them.
-        renamed: arguments that a signature names otherwise.
     """
 
     views: frozenset[str]

@@ -139,7 +139,6 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
     """The largest sums inside a call of a module, largest first: those that do not fit would be Inf.
 
     Args:
-        module: whose submodules give the places.
         call: makes the call; in fp32, so that nothing overflows while it is looked at.
 
     Cost: two host reads for each product, and a product for each group of 16.

@@ -38,7 +38,6 @@ class StorageTracker(TorchDispatchMode):
     """Counts, while it is entered, the storages that operations make.
 
     Attributes:
-        live_bytes: of storages that are alive.
         peak_bytes: the most since the start or the last `restart`.
         flops: of matrix products, convolutions and attention, since the start.
         on_operation: told of each operation's positional arguments before it runs.

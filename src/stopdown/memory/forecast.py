@@ -62,8 +62,6 @@ def predict_all(
 
     Args:
         pipe: from `skeletons`.
-        arguments: of the pipeline's call.
-        steps: denoising steps of the real run.
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.

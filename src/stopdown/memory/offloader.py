@@ -52,7 +52,6 @@ class Offloader:
     """What stands at the component calls of a pipeline; a context manager that leaves it as it was.
 
     Attributes:
-        taken: the prediction of the strategy that is on.
         steps_down: what was done about calls that ran out of memory.
     """
 
@@ -70,12 +69,9 @@ class Offloader:
         """
         Args:
             pipe: a pipeline whose weights are in host memory, or on the device already.
-            taken: what to begin with.
             others: what may be tried after it; those with a smaller peak are.
-            strays: of the dry run.
             device: where calls run.
             store: folder for weights that wait; None keeps them in host memory.
-            announce: told of each step down.
         """
         self.pipe, self.taken = pipe, taken
         self.steps_down: list[StepDown] = []
@@ -157,8 +153,6 @@ def predict_run(
     """A dry run of a pipeline: what every strategy takes, those that cost the least time first.
 
     Args:
-        arguments: of the pipeline's call.
-        steps: denoising steps.
         fused: whether attention runs in a kernel that keeps no score matrix.
         speed: of the device; without it strategies are in the order of what they usually cost.
         device: where calls run.
@@ -184,12 +178,7 @@ def make_offloader(
     store: Path | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Offloader:
-    """Choose the strategy that costs the least time within a limit.
-
-    Args:
-        fit: of the run.
-        limit_bytes: of weights and values together.
-    """
+    """Choose the strategy that costs the least time within a limit."""
     chosen = choose(fit, limit_bytes)
     if chosen is None:
         raise _describe_misfit(fit, limit_bytes)
@@ -235,9 +224,6 @@ def put_placement(
 
     Every call of a component has to go through `WeightStore.stand`. What an earlier strategy left on the
     store stays there.
-
-    Args:
-        strays: of the pipeline's dry run.
     """
     store.clear()
     for name, module in find_components(pipe).items():

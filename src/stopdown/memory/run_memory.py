@@ -54,7 +54,6 @@ class CallMemory:
             the innermost one that runs, counted from the start of the run.
         flops: of its matrix products, convolutions and attention.
         entries: module path → how often it was entered.
-        shapes: of the tensors that came back.
         strays: path of a module → modules that used its weights while it did not run.
     """
 
@@ -84,7 +83,6 @@ class RunMemory:
         strays: component → path of a module → modules that used its weights while it did not run.
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
-        steps: that were run dry.
     """
 
     calls: tuple[CallMemory, ...]
@@ -110,7 +108,6 @@ def listen_to_run(
 
     Args:
         pipe: from `skeletons`, with what makes calls smaller already on it.
-        arguments: of the pipeline's call.
         listener: what is known of the device and of what is on the pipeline; None for a CPU and nothing.
         answers: of runs that were heard before, for pipelines of the same configuration.
 
@@ -147,7 +144,6 @@ class MemoryListener(Listener):
         """
         Args:
             fused: whether attention runs in a kernel that keeps no score matrix.
-            on_cpu: whether the run is to be on the CPU.
             sign: what was put on a component that changes this call.
         """
         self._fused, self._on_cpu, self._sign = fused, on_cpu, sign

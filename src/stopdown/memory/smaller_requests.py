@@ -81,7 +81,6 @@ def find_largest(
 
     Args:
         sizes: the largest first.
-        predict: what every strategy takes at a size.
 
     Cost: about two predictions for four sizes, three for eight.
     """
@@ -122,9 +121,6 @@ def choose_size(
 
     Args:
         pipe: a pipeline with its weights, which are not read; it is left alone.
-        arguments: of its call.
-        memory_bytes: what the device has.
-        on_cpu: whether it runs on the CPU.
         has_weights: all of them are there in fp32; False where a layer's are at a time.
 
     Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.

@@ -36,8 +36,6 @@ class Strategy:
     """One way to run a pipeline.
 
     Attributes:
-        placement: which weights are there at a time.
-        slicing: the autoencoder works picture by picture.
         tiling: the autoencoder works tile by tile; the result differs a little at the seams.
         pieces: feed-forward layers of the denoiser work on this many pieces of the sequence.
         split: attention works on a few queries at a time, where no kernel does without all scores.
@@ -84,12 +82,10 @@ class Prediction:
     """What a strategy takes.
 
     Attributes:
-        strategy: which.
         peak_bytes: most bytes on the device at a time.
         component: whose call that is; "" between calls.
         moved_bytes: weights that are brought to the device in one run of `steps`.
         stored_bytes: weights that wait in host memory or on disk.
-        flops: of the run.
         seconds: estimated for the run; None where no speed is known.
     """
 
@@ -108,7 +104,6 @@ def list_strategies(
     """All that are tried, those that cost the least time first.
 
     Args:
-        has_tiling, has_slicing: what the autoencoder offers.
         has_chunks: the pipeline can decode a few frames at a time.
         fused: whether attention runs in a kernel that keeps no score matrix.
     """
@@ -131,7 +126,6 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
 
     Args:
         run: with the strategy's `variant` put on.
-        steps: denoising steps of the real run.
     """
     fixed = sum(buffers for _, buffers in run.totals.values())
     weights = {name: run.weigh(name) for name in run.weights}
@@ -164,7 +158,6 @@ def group_weights(
 
     Args:
         weights: paths of the modules with parameters directly in them.
-        blocks: paths of the blocks.
         strays: as in `RunMemory`; such weights are loaded for the whole call, under "".
     """
     if placement == "resident":

@@ -25,7 +25,6 @@ class Selection:
 
     Attributes:
         source: its pipeline class is the one that was chosen.
-        configs: of its components, by name.
     """
 
     source: Source

@@ -52,7 +52,6 @@ def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
     """The components that a file holds; () for a whole checkpoint.
 
     Args:
-        path: single file.
         described: with the classes and configurations of its pipeline.
 
     Cost: each component built once without weights, unless the file is whole.

@@ -22,7 +22,6 @@ def draw_inputs(
 
     Args:
         sides: height and width of what is drawn, in pixels.
-        frames: of a video.
     """
     needed = list_needed_fields(type(pipe))
     missing = [name for name in _DRAWN if name in needed and getattr(request, name) is None]

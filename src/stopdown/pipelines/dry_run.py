@@ -48,7 +48,6 @@ class DryCall:
     """One component call of a dry run, and what came of it.
 
     Attributes:
-        call: as the pipeline makes it.
         fakes: `id` of a tensor among them → the fake one that the component's code gets; empty for a
             call that is answered at once.
         kept: what listeners noted while its code ran, by names of their own; all calls that are answered
@@ -102,12 +101,7 @@ class Listener:
 
 
 class ComponentFailed(Exception):
-    """A component's code did not run without values; its error is the cause.
-
-    Attributes:
-        callee: whose code.
-        error: what it raised.
-    """
+    """A component's code did not run without values; its error is the cause."""
 
     def __init__(self, callee: Callee, error: Exception) -> None:
         super().__init__(f"{callee.name}: {error}")
@@ -166,7 +160,6 @@ def dry_run_program(
 
     Args:
         program: as `guard` takes it. It is left as it was, but for what its own code changes.
-        start: runs it.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
             are as they stand.
 

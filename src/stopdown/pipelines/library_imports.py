@@ -17,7 +17,6 @@ def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = Tru
     What they make stays, so garbage is not looked for among it: that took a quarter of a command's start.
 
     Args:
-        report: told the name of each before.
         has_pipelines: a pipeline will be made, which needs Diffusers' models and Transformers, too.
 
     Raises:

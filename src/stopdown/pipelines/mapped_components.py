@@ -36,9 +36,7 @@ def map_component(
     """Build a component with mapped weights; None if its class has to load it.
 
     Args:
-        config: folder of its configuration.
         dtype: of its weights; its authors may keep some in fp32. None leaves each as it is stored.
-        stored: of each of its files, what the header says.
         folder: for the temporary files; None maps those of the checkpoint.
     """
     from accelerate import init_empty_weights

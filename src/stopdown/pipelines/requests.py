@@ -232,11 +232,7 @@ def check_request(function: str, given: Request | None) -> Request | None:
 
 
 def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
-    """Return prompts one by one: a text or a table of arguments alone is one prompt.
-
-    Args:
-        function: that they were given to.
-    """
+    """Return prompts one by one: a text or a table of arguments alone is one prompt."""
     expected = "A prompt is a text, or a table of arguments of the pipeline's call."
     remedy = f'Use {function}(..., prompts=["a red circle"]).'
     if isinstance(given, (str, Mapping)):
@@ -291,10 +287,6 @@ _WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze
 def refuse_missing_prompt(class_name: str, components: Iterable[str], request: Request) -> None:
     """Refuse a request without a prompt by the description of a pipeline alone: whatever has a tokenizer
     needs one.
-
-    Args:
-        class_name: of the pipeline.
-        components: names of what it has.
     """
     if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
         return

@@ -160,7 +160,6 @@ def spread_exponents(
     Args:
         exponents: component to be written in fp16, parameter name (`name[0:64]` for a block of rows),
             exponent.
-        left: components whose tensors stay as they are.
 
     Raises:
         ScalingError: two parameters want the same row differently, or a parameter that is folded
@@ -262,10 +261,7 @@ def write_single_file(
     first, as safetensors wants them aligned. One tensor after the other is in memory.
 
     Args:
-        source: file to read.
-        target: file to write.
         exponents: tensor name to `[rows]` exponents.
-        metadata: entries beside those that the source has.
         columns: tensor name to what its columns add, `[columns]`.
 
     Raises:
@@ -300,9 +296,6 @@ def write_single_file(
 
 def put_file_bounds(source: Source, program: Any) -> Rows | None:
     """Let the components of a program carry what the scales of its quantised file hold of a fold.
-
-    Args:
-        source: completed; the program was loaded from it.
 
     Returns:
         The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.

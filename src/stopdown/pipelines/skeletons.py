@@ -66,7 +66,6 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
     """A live pipeline without its weights; nothing that runs on it touches the original.
 
     Args:
-        pipe: a Diffusers pipeline.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
             are as they stand, parameter by parameter.
     """
@@ -199,7 +198,6 @@ class _Memo:
     Attributes:
         below: only layers below this rank are copied; None for all.
         keeps_device: fake parameters are where the real ones are, and not on the CPU.
-        mode: of the fake parameters.
         copies: what `copy.deepcopy` knows.
     """
 

@@ -61,8 +61,6 @@ def inspect_file(
     """What a file holds, and findings about it.
 
     Args:
-        file: opened.
-        source: as it was named.
         device: what it is judged for; None for all that are known.
 
     Cost: every byte of the file is read once.

@@ -82,11 +82,7 @@ def read_texts(reader: Any) -> dict[str, str]:
 
 
 def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
-    """The values of a tensor in fp32, some rows at a time; nothing where the package cannot unpack it.
-
-    Args:
-        tensor: of a reader.
-    """
+    """The values of a tensor in fp32, some rows at a time; nothing where the package cannot unpack it."""
     gguf = require_gguf()
     name, data = tensor.tensor_type.name, tensor.data
     if not data.size:

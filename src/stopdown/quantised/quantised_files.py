@@ -41,9 +41,6 @@ from stopdown.sources.weight_files import FileWeight, WeightFile, open_weight_fi
 def put_file_bounds(source: Source, program: Any) -> Rows | None:
     """Let the components of a program carry what the file that they come from holds of a fold.
 
-    Args:
-        source: completed; the program was loaded from it.
-
     Returns:
         The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.
 
@@ -129,11 +126,9 @@ def fold_file(
 
     Args:
         source: safetensors or GGUF; left as it is.
-        target: file to write.
         folds: without a weight, it stays as it is.
         inputs: weight to the exponent of the values that it multiplies, for layers that divide them by a
             scale before they quantise them.
-        metadata: entries beside those that the source has.
 
     Raises:
         OptionError: the file is already rescaled.

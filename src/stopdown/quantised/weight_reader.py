@@ -150,9 +150,7 @@ class QuantisedWeight:
         layout: for people: `scaled fp8`, `int8 by rows`.
         codes: tensor with the codes.
         scale: tensor that the weight is proportional to; "" where it is missing.
-        others: further tensors of the weight.
         input_scale: tensor that the layer's input is divided by; "" for none.
-        divisor: the weight is codes times scales over this.
     """
 
     name: str
@@ -170,7 +168,6 @@ def find_quantised_weights(
     """Every quantised weight of a file, in its order.
 
     Args:
-        tensors: the file's header.
         methods: layer to the method that the file names for it.
     """
     found = []
@@ -220,7 +217,6 @@ def read_methods(
     """Layer to the method that a file names for it.
 
     Args:
-        metadata: of the file.
         marks: contents of its `comfy_quant` tensors.
     """
     said: dict[str, str] = {}

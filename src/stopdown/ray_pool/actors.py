@@ -122,11 +122,7 @@ def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int |
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster, and what each worker takes of it.
-
-    Attributes:
-        described: the same as a sentence.
-    """
+    """A Ray cluster, and what each worker takes of it."""
 
     ray: Any
     workers: int

@@ -60,8 +60,6 @@ class Line:
     """One precision's error over the steps.
 
     Attributes:
-        name: of the precision.
-        colour: its number.
         values: median over prompts after each step; None where it was not finite.
         path: of an SVG, "" without a point.
         end: where the line ends, in the picture's units.
@@ -83,10 +81,7 @@ class Chart:
     """A picture with a logarithmic axis of errors over steps.
 
     Attributes:
-        low, high: powers of ten at the ends of the axis.
-        count: steps.
         lines: one for each precision.
-        width, height, left, right, top, bottom: of the picture and its axes, in its units.
     """
 
     low: int
@@ -193,8 +188,6 @@ class HeatMap:
     """Headroom of one component by block and step, under every precision side by side.
 
     Attributes:
-        component: its name.
-        heats: by precision.
         rows: module paths in the order of the rows; empty for the order of the blocks.
     """
 

@@ -262,7 +262,6 @@ def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
 
     Args:
         path: of a new file or of another page of Stopdown.
-        text: HTML.
         companions: as for `write_numbered`.
         numbered: replace nothing: take the first free name instead.
     """

@@ -337,7 +337,6 @@ def find_part_exponents(
     """Find the exponents of an adapter's tensors in one layer, by role; zeros are left out.
 
     Args:
-        parts: of one adapter in one layer.
         rows: `[out]` integers, exponents of the rows of the weight.
         bias: those of the layer's bias, None where it has none.
         columns: `[in]` integers, what exponents of columns add to those of rows; None for nothing.

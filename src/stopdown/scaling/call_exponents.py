@@ -41,7 +41,6 @@ class CallEnds:
         inputs: number of a tensor among its arguments, as `flatten_call` has them, to the exponent that it
             is multiplied with.
         outputs: number of a tensor that it returns to the exponent that is taken off.
-        given, returned: how many there are of each.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
@@ -66,7 +65,6 @@ def find_ends(
 
     Args:
         module: as it was before exponents were folded in; its weights may be on `meta`.
-        capture: of the call with these arguments.
 
     Cost: the equations of one graph; no value is read.
     """

@@ -112,7 +112,6 @@ class CallWatch:
         """
         Args:
             module: as it is without the exponents.
-            put: folds the exponents in and casts.
             casts: the module is cast as well, so it runs in fp32 without its exponents.
         """
         self.module, self.scaling, self._put, self._options = module, scaling, put, options

@@ -61,7 +61,6 @@ class _Seen:
 
     Attributes:
         matrices: path to what it reached; only those that were called.
-        outputs: what each call returned.
         flops: of all calls, products of two values included.
     """
 

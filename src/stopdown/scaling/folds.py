@@ -308,11 +308,7 @@ def require_module(given: object, function: str) -> None:
 
 
 def read_dtype(function: str, given: object) -> torch.dtype:
-    """Return a floating-point dtype that is given as itself or by its name.
-
-    Args:
-        function: that it was given to.
-    """
+    """Return a floating-point dtype that is given as itself or by its name."""
     if isinstance(given, str):
         return FORMATS[parse_precision(given)].torch_dtype
     if isinstance(given, torch.dtype) and given.is_floating_point:

@@ -59,9 +59,7 @@ class Limit:
     """One value or parameter that must stay in range.
 
     Attributes:
-        unknown: its exponent.
         range: what was measured.
-        dtype: what it is held in.
         place: `component:dotted.path (operation)`, or a parameter's name.
         weight: 0 for a value; for a parameter how much its fold should be avoided.
         interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.

@@ -42,7 +42,6 @@ class RangeNotes:
     Attributes:
         name: of the component, for messages.
         scaling: knows what the measured calls reached, and the headroom.
-        announce: told of each argument, and of outputs, once.
     """
 
     name: str

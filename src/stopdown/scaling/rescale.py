@@ -154,13 +154,7 @@ def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> 
 
 
 def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
-    """Say so if a call that was given as an example fails as it is, before anything is changed.
-
-    Args:
-        function: that it was given to.
-        call: makes it.
-        error: with which the function failed.
-    """
+    """Say so if a call that was given as an example fails as it is, before anything is changed."""
     try:
         with torch.no_grad():
             call()

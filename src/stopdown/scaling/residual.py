@@ -98,7 +98,6 @@ def open_fp32_modules(
     fp32 module has such modules inside.
 
     Args:
-        stream: that the module has in any case.
         captures: its calls, in the dtype that its matrices are to have.
     """
     matrices = {path for capture in captures for path in _Reader(capture).matrices}
@@ -166,7 +165,6 @@ class _Reader:
         inner: those of `matrices` whose output functional attention reads.
         writers: those of them whose output reaches a sum or a norm.
         narrow: parameters that are matrices, or that functional attention reads.
-        beside: small parameters that are neither.
     """
 
     def __init__(self, capture: Capture) -> None:

@@ -100,7 +100,6 @@ class Strategy(Generic[Found]):
     """Something to try.
 
     Attributes:
-        find: gives what was found.
         does: whether that is taken at once; what is not may still be the cheapest in the end.
     """
 

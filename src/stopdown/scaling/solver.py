@@ -80,7 +80,6 @@ class Solution:
     Attributes:
         exponents: representative of an unknown to its exponent.
         fp32_modules: paths of the modules that stay in fp32.
-        cost: what the program minimised.
     """
 
     exponents: Mapping[int, int]

@@ -54,9 +54,6 @@ class Run:
     """One call of a module as it was found.
 
     Attributes:
-        output: what it returned.
-        draws: it drew random numbers.
-        flops: of its linears and convolutions.
         bf16_rel_err: of the same call in bf16; None where that does not run.
     """
 

@@ -73,8 +73,6 @@ class StoredTensor:
 
     Attributes:
         dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's own name when it is none of ours.
-        shape: as stored.
-        size_bytes: length of its values.
         start: where they begin, behind the header.
     """
 

@@ -274,7 +274,6 @@ def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str
     Each header is fetched by an HTTP range.
 
     Args:
-        folders: the components that have weights.
         variant: of the weights, where a component has it.
     """
     import huggingface_hub

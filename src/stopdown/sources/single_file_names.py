@@ -50,9 +50,7 @@ class Whole(msgspec.Struct, frozen=True):
     """What stands before the names of each component in one file with all of a pipeline.
 
     Attributes:
-        pipeline: its class.
         source: where that is known from.
-        prefixes: component to prefix.
         layouts: component to the table that stands in for its class's.
     """
 
@@ -66,8 +64,6 @@ class Piece(msgspec.Struct, frozen=True, order=True):
     """A tensor of a component, or what of it a tensor in a file has.
 
     Attributes:
-        order: its place among the parts of a fused tensor.
-        name: in the component.
         change: `swap`, `1x1`, `1x1x1`, `T`, or nothing.
     """
 

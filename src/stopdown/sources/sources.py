@@ -62,7 +62,6 @@ class Part:
     """A component that a single file holds without the rest of its pipeline.
 
     Attributes:
-        name: of the component.
         prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
         seen_as: what Diffusers' converter of this class wants there instead.
         laid_out: `single_file_names` has its names, so no converter is asked.

@@ -26,13 +26,9 @@ class FileWeight:
     """One weight of a file.
 
     Attributes:
-        name: as in the file.
-        shape: of its values.
         stored: how: `bf16`, `scaled fp8`, `GGUF Q8_0`.
-        size_bytes: its scales included.
         read: gives its values in fp32 piece by piece; nothing where they cannot be unpacked.
         read_scales: gives its scales; None where it has none.
-        is_scaled: it is codes that need a scale.
         quantised: the tensors that it is made of in a safetensors file, a `QuantisedWeight`; None for one
             that is one tensor.
     """
@@ -66,10 +62,7 @@ class WeightFile:
     """A file as a list of weights, in the order of their bytes.
 
     Attributes:
-        path: of the file.
         kind: `safetensors`, or `GGUF` with its architecture.
-        metadata: the texts that it says of itself.
-        weights: all of them.
     """
 
     path: Path
