@@ -13,12 +13,14 @@ that the pipeline does not call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,6 +34,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_component, load_program
+from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.pipelines.skeletons import build_component, build_empty_component
@@ -45,7 +48,7 @@ from stopdown.plans.precision import (
     leave_component,
     parse_fp16,
 )
-from stopdown.plans.weight_fingerprints import sample_tensors
+from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
@@ -69,7 +72,7 @@ _UNTRIED = Trial(
 
 
 def load_stored(
-    files: Mapping[str, Path | torch.Tensor],
+    held: Mapping[str, Any],
     aliases: Mapping[str, tuple[str, ...]],
     make_buffers: Callable[[], Mapping[str, torch.Tensor]],
     name: str,
@@ -77,7 +80,7 @@ def load_stored(
     """A tensor of a component as it is stored; one is in memory at a time.
 
     Args:
-        files: name of a stored tensor to its file, or to itself where it is loaded.
+        held: name of a stored tensor to its opened file, or to itself where it is loaded.
         aliases: name of a parameter to the names that the same tensor has.
         make_buffers: gives what is on no disk: tables that the code makes for itself.
 
@@ -85,8 +88,9 @@ def load_stored(
         SourceError: there is none of this name.
     """
     for known in (name, *aliases.get(name, ())):
-        if known in files:
-            return _read(files[known], known)
+        if known in held:
+            found: torch.Tensor = held[known]
+            return found if isinstance(found, torch.Tensor) else found.get_tensor(known)
     made = make_buffers()
     if name not in made or made[name].is_meta:
         raise SourceError(
@@ -95,14 +99,6 @@ def load_stored(
             remedy="Download or save the model again.",
         )
     return made[name]
-
-
-def _read(held: Path | torch.Tensor, name: str) -> torch.Tensor:
-    if isinstance(held, torch.Tensor):
-        return held
-    with safe_open(held, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-    return tensor
 
 
 def certify_plan(
@@ -162,17 +158,14 @@ def certify_plan(
     put_file_bounds(source, SimpleNamespace(**modules))
     recorded = [call for made in calls.values() for call in made]
     hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
-    components = [
-        _plan_component(
-            _Context(source, others, stream, device, unseen, progress),
-            name,
-            module,
-            _open(source, name, module, loaded.get(name)),
-            calls.get(name, []),
-            hands_over=hands_over,
-        )
-        for name, module in modules.items()
-    ]
+    context = _Context(source, others, stream, device, unseen, progress)
+    components = []
+    for name, module in modules.items():
+        with _open(source, name, module, loaded.get(name)) as load:
+            made = calls.get(name, [])
+            components.append(
+                _plan_component(context, name, module, load, made, hands_over=hands_over)
+            )
     made = Plan(
         source=source.name,
         fingerprint=fingerprint(source),
@@ -230,15 +223,28 @@ def _plan_component(
     *,
     hands_over: bool,
 ) -> ComponentPlan:
-    digest = sample_tensors((key, load(key)) for key in sorted(module.state_dict()))
-    bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
+    reading = _Reading(load, name, module, context.progress)
+    bare = ComponentPlan(name, type(module).__name__, "", "fp32")
     if name in context.others:
-        return leave_component(bare, context.others[name])
-    if not made:
-        return _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
+        planned = leave_component(bare, context.others[name])
+    elif not made:
+        planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
+    else:
+        planned = _scale(context, bare, module, reading, made, hands_over=hands_over)
+    return dataclasses.replace(planned, weights=reading.hash_samples())
+
+
+def _scale(
+    context: _Context,
+    bare: ComponentPlan,
+    module: torch.nn.Module,
+    load: Load,
+    made: list[RecordedCall],
+    *,
+    hands_over: bool,
+) -> ComponentPlan:
     try:
-        counted = _count(load, name, module, context.progress)
-        scaling = scale_component(module, made, context.residual, counted, hands_over=hands_over)
+        scaling = scale_component(module, made, context.residual, load, hands_over=hands_over)
     except (CaptureError, ScalingError) as error:
         return _fall_back(context, bare, error.what)
     if "" in scaling.fp32_modules:
@@ -258,21 +264,37 @@ def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
     )
 
 
+@contextlib.contextmanager
 def _open(
     source: Source,
     name: str,
     module: torch.nn.Module,
     loaded: Mapping[str, torch.Tensor] | None,
-) -> Load:
-    files: dict[str, Path | torch.Tensor] = dict(loaded or {})
-    for path in list_weight_files(source)[name] if loaded is None else ():
-        with safe_open(path, framework="pt") as file:
-            files.update(dict.fromkeys(file.keys(), path))
+) -> Iterator[Load]:
+    """What loads a component's tensors; the system reads those in files in the order of the module."""
+    held: dict[str, Any] = dict(loaded or {})
+    parts: dict[str, FilePart] = {}
     buffers = functools.cache(lambda: _make(source, name))
     aliases = _find_aliases(module)
-    if loaded is None and not all(files.keys() & {key, *aliases[key]} for key in aliases):
-        files = dict(name_parameters(load_component(source, name)))  # named otherwise in the file
-    return functools.partial(load_stored, files, aliases, buffers)
+    with contextlib.ExitStack() as stack:
+        for path in list_weight_files(source)[name] if loaded is None else ():
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            held.update(dict.fromkeys(file.keys(), file))
+            parts.update(list_parts(path))
+        if loaded is None and not all(held.keys() & {key, *aliases[key]} for key in aliases):
+            held = dict(
+                name_parameters(load_component(source, name))
+            )  # named otherwise in the file
+            parts = {}
+        order = [parts.pop(key) for names in aliases.values() for key in names if key in parts]
+        ahead = stack.enter_context(ReadAhead(order))
+
+        def load(key: str) -> torch.Tensor:
+            tensor = load_stored(held, aliases, buffers, key)
+            ahead.note_used(tensor.nbytes)
+            return tensor
+
+        yield load
 
 
 def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -292,17 +314,31 @@ def _make(source: Source, name: str) -> dict[str, torch.Tensor]:
     return name_parameters(module)
 
 
-def _count(load: Load, name: str, module: torch.nn.Module, progress: Progress | None) -> Load:
-    """The same, reporting how many of the component's tensors were read."""
-    names, read = {*module.state_dict()}, set[str]()
+class _Reading:
+    """Loads tensors of a component, keeps samples of each for its hash, and tells how many were read."""
 
-    def counted(tensor: str) -> torch.Tensor:
-        read.update({tensor} & names)
-        if progress is not None:
-            progress("certify", name, len(read), len(names))
-        return load(tensor)
+    def __init__(
+        self, load: Load, name: str, module: torch.nn.Module, progress: Progress | None
+    ) -> None:
+        self._load, self._component, self._progress = load, name, progress
+        self._names = sorted(module.state_dict())
+        self._wanted = {*self._names}
+        self._samples: dict[str, tuple[tuple[int, ...], torch.Tensor | None]] = {}
 
-    return counted
+    def __call__(self, name: str) -> torch.Tensor:
+        tensor = self._load(name)
+        if name in self._wanted and name not in self._samples:
+            self._samples[name] = take_samples(tensor)
+            if self._progress is not None:
+                self._progress("certify", self._component, len(self._samples), len(self._names))
+        return tensor
+
+    def hash_samples(self) -> str:
+        """The hash of the component's weights (`sample_weights`); what was not asked for is read now."""
+        for name in self._names:
+            if name not in self._samples:
+                self(name)
+        return join_samples((name, *self._samples[name]) for name in self._names)
 
 
 def scale_component(
