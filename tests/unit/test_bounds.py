@@ -568,11 +568,20 @@ def test_a_row_is_no_longer_than_a_matrix_makes_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(96, 24), (24, 96), (64, 64)])
+def test_a_small_weight_has_its_largest_singular_value(shape: tuple[int, int]) -> None:
+    """The bound for small matrices is above the singular value, by 0.1 % at most, at any size of values."""
+    for size in (1e-30, 1.0, 1e30):
+        weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        exact = float(torch.linalg.matrix_norm(weight.double(), 2))
+        assert exact <= singular_values.measure_sigma(weight) <= 1.001 * exact
+
+
+@pytest.mark.parametrize("shape", [(96, 24), (24, 96), (64, 64)])
 def test_a_gram_matrix_gives_the_largest_singular_value(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound for large matrices is above the singular value, by less than 1 %, at any size of values."""
-    monkeypatch.setattr(singular_values, "DECOMPOSED", 0)
+    monkeypatch.setattr(singular_values, "SMALL", 0)
     for size in (1e-30, 1.0, 1e30):
         weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
         exact = float(torch.linalg.matrix_norm(weight.double(), 2))
@@ -581,7 +590,7 @@ def test_a_gram_matrix_gives_the_largest_singular_value(
 
 def test_a_matrix_that_is_taken_apart_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of columns are bounded together: above the singular value, below the root of their number."""
-    monkeypatch.setattr(singular_values, "DECOMPOSED", 0)
+    monkeypatch.setattr(singular_values, "SMALL", 0)
     monkeypatch.setattr(singular_values, "MOST_COLUMNS", 12)
     weight = torch.randn((96, 24), generator=torch.Generator().manual_seed(1))
     exact = float(torch.linalg.matrix_norm(weight.double(), 2))

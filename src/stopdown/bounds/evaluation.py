@@ -199,9 +199,8 @@ def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 def _is_held(value: Interval, dtype: torch.dtype) -> bool:
     """True when the value is known without error and a dtype has a number for it."""
-    return not bool(value.radius.any()) and torch.equal(
-        value.center.to(dtype).to(value.center.dtype), value.center
-    )
+    center = drop_repeated(value.center) if value.batched else value.center
+    return not bool(value.radius.any()) and torch.equal(center.to(dtype).to(center.dtype), center)
 
 
 def _apply_smooth(node: Node, values: Mapping[Node, Interval]) -> Any:

@@ -113,9 +113,9 @@ def drop_repeated(center: torch.Tensor) -> torch.Tensor:
 
 
 def find_repeated(center: torch.Tensor) -> torch.Tensor:
-    """The same, where the values were copied: they are compared."""
+    """The same, where the values were copied: they are compared, and the copies are let go."""
     for dim in range(1, center.dim() - 1):
         first = center.narrow(dim, 0, 1)
         if center.shape[dim] > 1 and torch.equal(first.expand_as(center), center):
-            center = first
+            center = first.clone()
     return center

@@ -22,7 +22,7 @@ from stopdown.bounds.row_sums import (
     multiply_rows,
     sum_rows,
 )
-from stopdown.bounds.singular_values import DECOMPOSED, MOST_WORK, count_work, measure_sigma
+from stopdown.bounds.singular_values import MOST_WORK, SMALL, count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, largest_over, norm_over, uniform
 from stopdown.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
 
@@ -79,7 +79,7 @@ def _is_worth_its_length(weight: torch.Tensor) -> bool:
     Behind those the elements of a row are many, and its norm is far below what each of them allows.
     """
     work = count_work(weight)
-    return work <= DECOMPOSED or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
+    return work <= SMALL or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
 
 
 def _bound_length(
@@ -90,7 +90,7 @@ def _bound_length(
     rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
     longest = (sigma + rounded) * norm
     found = op.known.affine_rows(op.given["input"])
-    if found and count_work(weight) <= DECOMPOSED:
+    if found and count_work(weight) <= SMALL:
         wide = weight.double()
         longest = longest.clamp(
             max=max(_bound_affine_length(wide, x, sigma, rounded) for x in found)

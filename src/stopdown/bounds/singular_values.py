@@ -1,8 +1,8 @@
 """The largest singular value of a weight: how much longer a linear can make a row.
 
-Small matrices are decomposed. Of large ones the Gram matrix is made in parts, its largest eigenvalue is
-estimated, and a Cholesky decomposition shows that none lies above; what its making and that
-decomposition may round is added before the root is taken.
+The largest eigenvalue of the Gram matrix is estimated, and a Cholesky decomposition shows that none lies
+above; what its making and that decomposition may round is added before the root is taken. The Gram matrix
+of a small weight is made in float64, that of a large one in fp32 and in parts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from stopdown.bounds.row_sums import choose_scale, find_largest
 from stopdown.numerics import multiply_matrices
 
-DECOMPOSED = 1 << 27
-"""Matrices with `out * in * min(out, in)` up to this are decomposed."""
+SMALL = 1 << 27
+"""`out * in * min(out, in)` up to which a Gram matrix is made in float64."""
 
 MOST_WORK = 1 << 38
 """Beyond this a Gram matrix takes longer than its bound is worth (12288 x 3072: 2**36.8, 0.5 s)."""
@@ -48,14 +48,14 @@ def measure_sigma(weight: torch.Tensor) -> float:
     """The largest singular value of `[out, in]`, no smaller than it is.
 
     Of columns `A` and `B` side by side the square is at most the sum of the squares of each.
-    Cost: a decomposition in float64; or at most half of `count_work` in fp32, and Cholesky
+    Cost: `count_work` in float64 for a small weight, at most half of it in fp32 for a large one; Cholesky
     decompositions of squares of `MOST_COLUMNS`.
     """
-    if count_work(weight) <= DECOMPOSED:
-        return float(torch.linalg.matrix_norm(weight.double(), 2)) * MARGIN
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    count = math.ceil(tall.shape[1] / MOST_COLUMNS)
     scale = choose_scale(find_largest(weight))  # squares stay in range
+    if count_work(weight) <= SMALL:
+        return math.sqrt(_bound_small_gram(tall.double() * scale)) / scale * MARGIN
+    count = math.ceil(tall.shape[1] / MOST_COLUMNS)
     tops = [_bound_gram(part, scale) for part in tall.chunk(count, dim=1)]
     return math.sqrt(sum(tops)) / scale * MARGIN
 
@@ -71,6 +71,12 @@ def estimate_sigma(weight: torch.Tensor) -> float:
     for _ in range(8):
         vector = weight.T @ (weight @ (vector / vector.norm().clamp(min=1e-30)))
     return math.sqrt(float(vector.norm()))
+
+
+def _bound_small_gram(weight: torch.Tensor) -> float:
+    """The largest eigenvalue of `W^T W` for `W` in float64, with the errors of its sums."""
+    gram = weight.T @ weight
+    return bound_top(gram) + 1.01 * len(weight) * 2.0**-53 * float(gram.trace())
 
 
 def _bound_gram(weight: torch.Tensor, scale: float) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from stopdown.pipelines.headers import read_header
+from stopdown.sources.headers import read_header
 
 AHEAD_BYTES = 1 << 29
 """No more than this is read beyond what was used."""
