@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,46 @@ def test_a_bound_needs_no_headroom_where_no_work_is_in_fp32(ranges: str) -> None
     assert not rescaling.fp32_modules
     assert rescaling.certified == (rescaling.headroom_bits < 1) == (ranges == "bound")
     rescaling.undo()
+
+
+class Exponential(nn.Module):
+    """A value in its own code that nothing scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.out(hidden_states.exp())
+
+
+def count_solutions(monkeypatch: pytest.MonkeyPatch, *, hopeless: bool | None) -> int:
+    """How many programs are solved until it is known that nothing brings a value of 8.9e6 into fp16."""
+    asked = list[float]()
+    solve = search.solve_problem
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["hard_top_bits"])
+        return solve(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(search, "solve_problem", count)
+        if hopeless is not None:
+            patched.setattr(search, "is_hopeless", lambda *_, **__: hopeless)
+        module = Exponential().eval().requires_grad_(False)
+        measured = measure_call(module, (torch.full((2, 8), 16.0),))
+        with pytest.raises(ScalingError, match="No exponents keep every value in range"):
+            find_scaling(module, [measured], fp32_modules=False)
+    return len(asked)
+
+
+def test_what_nothing_keeps_in_range_is_known_after_one_relaxation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One linear program ends the search; without it every relaxation is solved."""
+    assert count_solutions(monkeypatch, hopeless=None) == count_solutions(
+        monkeypatch, hopeless=True
+    )
+    assert count_solutions(monkeypatch, hopeless=None) < count_solutions(
+        monkeypatch, hopeless=False
+    )

@@ -54,6 +54,7 @@ from stopdown.scaling.solver import (
     HARDLY_BITS,
     Solution,
     explain_failure,
+    is_hopeless,
     solve_problem,
 )
 from stopdown.scaling.symmetry import (
@@ -200,7 +201,13 @@ def find_scaling(
     def solve(bits: float) -> Solution | None:
         return solve_problem(state(multiplies=True), hard_top_bits=bits, fp32_modules=True)
 
+    @cache
+    def ends() -> bool:
+        return is_hopeless(state(multiplies=True), fp32_modules=fp32_modules)
+
     def find(relaxation: Relaxation) -> Scaling:
+        if relaxation != RELAXATIONS[0] and ends():  # as loose bounds often do
+            raise explain_failure(state(multiplies=True))
         if not relaxation.fp32_flops:
             return _find_cheaply(module, state, relaxation.headroom_bits)
         scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits))

@@ -54,6 +54,9 @@ MOST_NODES = {"folds": 100, "fp32_modules": 100_000}
 """Branches after which the best exponents found so far are taken. A count ends a search at the same
 place on every machine, which seconds do not."""
 
+INFEASIBLE = 2
+"""The status that `milp` gives for a program without a solution."""
+
 LOW_BITS, LOWEST_BITS = -11.0, -14.0
 """Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
 
@@ -87,6 +90,18 @@ class Solution:
     cost: float
 
 
+def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
+    """Whether no exponents, whole or not, keep the values in range with hardly any headroom.
+
+    Args:
+        fp32_modules: allow modules to stay in fp32.
+
+    Cost: a linear program without a price.
+    """
+    program, _, _ = _state_program(problem, HARDLY_BITS, fp32_modules)
+    return program.is_infeasible()
+
+
 def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
     """The cheapest exponents, None when there are none.
 
@@ -94,6 +109,25 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
         hard_top_bits: headroom that every 16-bit value must keep.
         fp32_modules: allow modules to stay in fp32.
     """
+    program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_modules)
+    for unknown, _, bound in problem.bounds:
+        if (root := problem.system.find(unknown)) != ZERO:
+            _price_beyond(program, root, bound.wanted, math.inf, Prices().lowest)
+    _price_folds(program, problem)
+    _price_sizes(program, problem)
+    result = program.solve("fp32_modules" if fp32_modules else "folds")
+    if result is None:
+        return None
+    values, cost = result
+    exponents = {root: round(values[program.column(root)]) for root in representatives}
+    chosen = tuple(path for path, column in lifts.items() if values[column] > 0.5)
+    return Solution(exponents, tuple(sorted(list_outermost(chosen))), cost)
+
+
+def _state_program(
+    problem: Problem, hard_top_bits: float, fp32_modules: bool
+) -> tuple[_Program, list[int], dict[str, int]]:
+    """What exponents have to be, without what they cost; the unknowns, and the columns of fp32 modules."""
     program = _Program()
     representatives = _add_unknowns(program, problem)
     for row in problem.system.equations:
@@ -107,16 +141,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
     for unknown, _, bound in problem.bounds:
         if (root := problem.system.find(unknown)) != ZERO:
             program.demand({root: 1.0}, low=bound.low, high=bound.high)
-            _price_beyond(program, root, bound.wanted, math.inf, Prices().lowest)
-    _price_folds(program, problem)
-    _price_sizes(program, problem)
-    result = program.solve("fp32_modules" if fp32_modules else "folds")
-    if result is None:
-        return None
-    values, cost = result
-    exponents = {root: round(values[program.column(root)]) for root in representatives}
-    chosen = tuple(path for path, column in lifts.items() if values[column] > 0.5)
-    return Solution(exponents, tuple(sorted(list_outermost(chosen))), cost)
+    return program, representatives, lifts
 
 
 def explain_failure(problem: Problem) -> ScalingError:
@@ -199,22 +224,31 @@ class _Program:
         Args:
             search: a key of `LONGEST_S`.
         """
-        counts = np.array([len(row) for row, _, _ in self.rows], int)
-        rows = np.repeat(np.arange(len(self.rows)), counts)
-        columns = np.array([column for row, _, _ in self.rows for column in row], int)
-        factors = np.array([x for row, _, _ in self.rows for x in row.values()], float)
-        shape = (len(self.rows), len(self.costs))
-        matrix = csr_array((factors, (rows, columns)), shape=shape)
-        limits = LinearConstraint(matrix, [x[1] for x in self.rows], [x[2] for x in self.rows])
         options = {"time_limit": LONGEST_S[search], "node_limit": MOST_NODES[search]}
         result = milp(
             self.costs,
             integrality=self.whole,
             bounds=Bounds(self.lows, self.highs),
-            constraints=limits if self.rows else None,
+            constraints=self._list_limits(),
             options={**options, "mip_rel_gap": 0.02},
         )
         return (result.x, float(result.fun)) if result.x is not None else None
+
+    def is_infeasible(self) -> bool:
+        """True when no numbers, whole or not, satisfy all rows."""
+        nothing = np.zeros(len(self.costs))
+        bounds = Bounds(self.lows, self.highs)
+        result = milp(nothing, bounds=bounds, constraints=self._list_limits())
+        return bool(result.status == INFEASIBLE)
+
+    def _list_limits(self) -> LinearConstraint | None:
+        counts = np.array([len(row) for row, _, _ in self.rows], int)
+        rows = np.repeat(np.arange(len(self.rows)), counts)
+        columns = np.array([column for row, _, _ in self.rows for column in row], int)
+        factors = np.array([x for row, _, _ in self.rows for x in row.values()], float)
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self.rows), len(self.costs)))
+        lows, highs = ([x[end] for x in self.rows] for end in (1, 2))
+        return LinearConstraint(matrix, lows, highs) if self.rows else None
 
 
 def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
