@@ -17,7 +17,7 @@ from torch import nn
 import stopdown
 from models.bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from models.rescaling_models import EXAMPLES
-from stopdown.bounds import evaluation, product_rules, singular_values
+from stopdown.bounds import evaluation, product_rules, singular_values, values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
 from stopdown.bounds.evaluation import evaluate
@@ -741,3 +741,38 @@ def test_a_product_of_sizes_is_no_written_norm() -> None:
         case.capture, load, case.limits, blocks, ["inner.weight"], case.bounds
     )
     assert set(again.ranges) == set(case.bounds.ranges)
+
+
+def test_what_is_collapsed_at_once_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller of two bounds, by channel and by row, is what it is entry by entry and then collapsed."""
+    monkeypatch.setattr(values, "MOST_ENTRIES", 64)
+    drawn, made = torch.Generator().manual_seed(0), set[bool]()
+    for _ in range(300):
+        shape = tuple(torch.randint(1, 9, (4,), generator=drawn).tolist())
+        cuts = torch.randint(0, 2, (2, 4), generator=drawn).tolist()
+        pair = [
+            torch.rand(
+                [n if cut else 1 for n, cut in zip(shape, one, strict=True)], generator=drawn
+            )
+            for one in cuts
+        ]
+        right = values.collapse(torch.minimum(*pair), shape)
+        assert torch.equal(values._take_smaller(*pair, shape), right)
+        made.add(torch.minimum(*pair).numel() > values.MOST_ENTRIES)
+    assert made == {True, False}
+
+
+def test_a_bound_by_row_and_channel_takes_no_room_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and channels that are 2^24 together are bounded without an entry for each pair."""
+    largest = list[int]()
+    collapse = values.collapse
+
+    def watch(bound: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        largest.append(bound.numel())
+        return collapse(bound, shape)
+
+    monkeypatch.setattr(values, "collapse", watch)
+    shape = (1 << 14, 1 << 10)
+    peak, norm = torch.rand(1, 1 << 10), torch.rand(1 << 14, 1)
+    values.make_bound(peak, shape, typical=1.0, norm=norm, rows=(1,))
+    assert max(largest) <= values.MOST_ENTRIES

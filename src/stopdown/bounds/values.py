@@ -115,7 +115,7 @@ def make_bound(
     else:
         norm = torch.minimum(collapse(norm.double(), shape), derived)
         norm = largest_over(norm, dims)
-        peak = collapse(torch.minimum(peak, norm), shape)
+        peak = _take_smaller(peak, norm, shape)
     return Bound(peak, norm, dims, min(typical, float(peak.max()) if peak.numel() else 0.0))
 
 
@@ -127,13 +127,31 @@ def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bou
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
     """The same bound with fewer entries: the largest of tokens, frames or rows, not of channels."""
-    channel = len(shape) - 1
     while bound.numel() > MOST_ENTRIES:
-        sizes = [(size, -abs(dim - channel), dim) for dim, size in enumerate(bound.shape)]
-        others = [x for x in sizes if x[2] != channel and x[0] > 1]
-        dim = max(others)[2] if others else channel
-        bound = bound.amax(dim, keepdim=True)
+        bound = bound.amax(_choose_collapsed(bound.shape, len(shape) - 1), keepdim=True)
     return bound
+
+
+def _choose_collapsed(sizes: Sequence[int], channel: int) -> int:
+    others = [
+        (size, -abs(dim - channel), dim)
+        for dim, size in enumerate(sizes)
+        if dim != channel and size > 1
+    ]
+    return max(others)[2] if others else channel
+
+
+def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """`collapse(torch.minimum(first, other))`, without entries that are collapsed at once.
+
+    Where one of two does not vary the largest of the smaller is the smaller of the largest.
+    """
+    while math.prod(sizes := torch.broadcast_shapes(first.shape, other.shape)) > MOST_ENTRIES:
+        dim = _choose_collapsed(sizes, len(shape) - 1)
+        if first.shape[dim] > 1 and other.shape[dim] > 1:
+            break
+        first, other = (x.amax(dim, keepdim=True) for x in (first, other))
+    return collapse(torch.minimum(first, other), shape)
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:

@@ -239,7 +239,7 @@ def _scale(
     bare: ComponentPlan,
     module: torch.nn.Module,
     load: Load,
-    made: list[RecordedCall],
+    made: list[ComponentCall],
     *,
     hands_over: bool,
 ) -> ComponentPlan:
