@@ -147,14 +147,19 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
         "reference": "the reference itself",
     }
     said = [f"{counts[w]} {words[w]}" for w in reversed(WORST_FIRST) if counts[w]]
-    yield f"Of {count} prompt{'s' * (count != 1)}: {', '.join(said)}."
+    yield (
+        f"Of {count} prompts: {', '.join(said)}."
+        if count > 1
+        else f"{words[verdict].capitalize()}."
+    )
     measured = [cell.measures for cell in cells if cell.measures and cell.verdict != "reference"]
     known = [m.psnr_db for m in measured if m.psnr_db is not None]
     if known:
-        yield f"PSNR {statistics.median(known):.1f} dB in the median, {min(known):.1f} in the worst."
+        worst_db = f", at worst {min(known):.1f} dB" if len(known) > 1 else ""
+        yield f"PSNR {statistics.median(known):.1f} dB{' in the median' * bool(worst_db)}{worst_db}."
     worst = next(cell for cell in cells if cell.verdict == verdict)
     if verdict in ("failed", "broken", "other"):
-        yield f"First such: {worst.reasons[0]}"
+        yield worst.reasons[0] if count == 1 else f"First such prompt: {worst.reasons[0]}"
 
 
 def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
