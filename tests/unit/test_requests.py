@@ -129,8 +129,8 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "svd",
             Request(prompt="a ball", image=PICTURE),
-            "StableVideoDiffusionPipeline does not take `prompt`. It takes `image`, `steps`, "
-            "`frames`, `height`, `width`, `guidance`. Leave `prompt` out, or use a model that takes "
+            "StableVideoDiffusionPipeline does not take `prompt`. It takes `image`, `frames`, "
+            "`height`, `width`, `steps`, `guidance`. Leave `prompt` out, or use a model that takes "
             "it.",
         ),
         (
@@ -147,13 +147,13 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
             "sd",
             Request(prompt="a ball", frames=9),
             "StableDiffusionPipeline does not take `frames`. It takes `prompt`, `negative`, "
-            "`steps`, `height`, `width`, `guidance`. Leave `frames` out, or use a model that takes it.",
+            "`height`, `width`, `steps`, `guidance`. Leave `frames` out, or use a model that takes it.",
         ),
         (
             "cogvideox",
             Request(prompt="a ball", image=PICTURE),
-            "CogVideoXPipeline does not take `image`. It takes `prompt`, `negative`, `steps`, "
-            "`frames`, `height`, `width`, `guidance`. Leave `image` out, or use a model that "
+            "CogVideoXPipeline does not take `image`. It takes `prompt`, `negative`, `frames`, "
+            "`height`, `width`, `steps`, `guidance`. Leave `image` out, or use a model that "
             "takes it.",
         ),
     ],

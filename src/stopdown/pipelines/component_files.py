@@ -30,7 +30,8 @@ from stopdown.sources.component_classes import (
     find_class,
     limited_building,
 )
-from stopdown.sources.single_file_names import measure, split_prefix, take_apart
+from stopdown.sources.lora_names import split_prefix
+from stopdown.sources.single_file_names import measure, take_apart
 from stopdown.sources.sources import Part, Source, has_weights
 from stopdown.sources.weight_files import read_shapes
 

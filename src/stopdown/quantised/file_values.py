@@ -23,9 +23,8 @@ from stopdown.number_formats import FP16, format_bytes, list_some
 from stopdown.records import FileCheck, FilePart, Finding
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.hub import Progress
-from stopdown.sources.lora_names import OTHER_KINDS
+from stopdown.sources.lora_names import DENOISER, OTHER_KINDS, split_prefix
 from stopdown.sources.lora_names import split_name as split_lora_name
-from stopdown.sources.single_file_names import DENOISER, split_prefix
 from stopdown.sources.weight_files import FileWeight, WeightFile
 
 ZERO_TAIL = 4096
