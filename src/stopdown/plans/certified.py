@@ -162,9 +162,9 @@ def certify_plan(
     components = []
     for name, module in modules.items():
         with _open(source, name, module, loaded.get(name)) as load:
-            made = calls.get(name, [])
+            called = calls.get(name, [])
             components.append(
-                _plan_component(context, name, module, load, made, hands_over=hands_over)
+                _plan_component(context, name, module, load, called, hands_over=hands_over)
             )
     made = Plan(
         source=source.name,
