@@ -237,7 +237,9 @@ def put_placement(
         for group in _make_groups(module, strategy.placement, own, store):
             store.keep(name, group, strategy.placement)
             if group.path:
-                _hook_group(group, patches)
+                patches.defer(group.module.register_forward_pre_hook(group.on_enter).remove)
+                leave = group.module.register_forward_hook(group.on_leave, always_call=True)
+                patches.defer(leave.remove)
 
 
 def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches) -> None:
@@ -252,12 +254,6 @@ def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches)
         return plain(*args, **kwargs)
 
     patches.set_attribute(module, "to", to)
-
-
-def _hook_group(group: WeightGroup, patches: Patches) -> None:
-    patches.defer(group.module.register_forward_pre_hook(group.on_enter).remove)
-    hook = group.module.register_forward_hook(group.on_leave, always_call=True)
-    patches.defer(hook.remove)
 
 
 def _make_groups(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +215,9 @@ class WeightStore:
     def clear(self) -> None:
         """Forget who is loaded when, before another strategy: everything that waits waits again."""
         self._forget()
-        for tensor, _ in self._list_waiting():
-            self.drop(tensor)
+        for key, (tensor, _) in self._owners.items():
+            if key in self._kept:
+                self.drop(tensor)
 
     def close(self) -> None:
         """Give every parameter its values back, where it was; a second call does nothing.
@@ -226,13 +227,11 @@ class WeightStore:
         self.clear()
         for key, (tensor, home) in list(self._owners.items()):
             self._bring_home(tensor, self._kept.get(key), home)
-            self._discard(key)
+            for table in (self._kept, self._owners, self._sizes):
+                table.pop(key, None)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-    def _list_waiting(self) -> Iterable[tuple[torch.Tensor, torch.device]]:
-        return (owner for key, owner in self._owners.items() if key in self._kept)
 
     def _bring_home(
         self, tensor: torch.Tensor, kept: StoredWeight | None, home: torch.device
@@ -246,10 +245,6 @@ class WeightStore:
             tensor.data = kept.read(home)
         else:  # its strides come back, too
             tensor.data = torch.empty_like(tensor.data, device=home).copy_(kept.read())
-
-    def _discard(self, key: int) -> None:
-        for table in (self._kept, self._owners, self._sizes):
-            table.pop(key, None)
 
     def _move(self, tensor: torch.Tensor) -> None:
         if (stored := find_stored(tensor)) is not None:

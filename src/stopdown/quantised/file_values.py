@@ -115,13 +115,10 @@ def _add_piece(found: _Values, piece: torch.Tensor) -> None:
     if float(flat[-1]) == 0:
         used = flat.nonzero()
         is_blank = not len(used)
-        found.zero_tail = flat.numel() + found.zero_tail if is_blank else _count_after(flat, used)
+        after = found.zero_tail if is_blank else -1 - int(used[-1])
+        found.zero_tail = flat.numel() + after
     else:
         found.zero_tail = 0
-
-
-def _count_after(flat: torch.Tensor, used: torch.Tensor) -> int:
-    return flat.numel() - 1 - int(used[-1])
 
 
 def _check_values(weight: FileWeight, found: _Values) -> Iterator[Finding]:
