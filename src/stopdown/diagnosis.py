@@ -52,7 +52,7 @@ MOST_CHARACTERS = 200_000
 """Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
 
 LONGEST_LINE = 1_000
-"""Characters of a line that are searched; a message stands at its beginning."""
+"""Characters of a line that are searched; a message is at its beginning."""
 
 MOST_BYTES = 8_000_000
 """Of a longer text, file or stream the first and the last half of this are read."""
@@ -404,7 +404,7 @@ def _describe_known(
     best = weighed[0]
     values = _read_values(best.match)
     shown = [(best.match, "the message")]
-    shown += [(best.need, "what stands beside it")] if best.need else []
+    shown += [(best.need, "what is beside it")] if best.need else []
     shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
     clues = [_point(text, numbers, match, says) for match, says in shown]
     run = read_run(known, text)

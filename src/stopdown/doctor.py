@@ -6,7 +6,7 @@ decided by the same functions that decide in a run.
 
 **Catches** formats that are emulated, slow or missing; attention kernels that refuse a format;
 switches that let sums be taken in 16 bits; versions and devices with known faults.
-**Does not catch** faults that nobody reported, and memory that others use on the device.
+**Does not catch** faults that were never reported, and memory that others use on the device.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ _PASSED = ("stopdown", "torch", "diffusers", "transformers", "accelerate", "peft
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line that called the libraries: whoever reads the warning wrote that one.
+    """Warn at the line that called the libraries: that line was written by the reader of the warning.
 
     Waits while another thread has the warnings of the process ignored.
     """

@@ -223,7 +223,7 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A mapped copy of a tensor.
 
-    The file is gone when nobody maps it any more, also after a kill; other systems than POSIX keep it as
+    The file is gone when it is no longer mapped, also after a kill; other systems than POSIX keep it as
     long as the folder.
 
     Raises:

@@ -86,7 +86,7 @@ def _format_value(value: Any) -> str:
 
 
 def _is_digest(value: Any) -> bool:
-    """Return whether a value is a hash, which tells nobody anything."""
+    """Return whether a value is a hash, which means nothing to a reader."""
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 

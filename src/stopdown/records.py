@@ -419,7 +419,7 @@ class RunRecord(Displayed):
         decisions: how each component call ran, with the reason; without exponents.
         calls: what each component did.
         stages_s: seconds by stage: load, encode, denoise, decode, other, write.
-        peak_bytes: highest memory during the run; how it was read stands in `peak_source`.
+        peak_bytes: highest memory during the run; how it was read is in `peak_source`.
         own_s: seconds spent in Stopdown's own code around the calls.
         findings: what should be looked at.
         output: path of the result, None when there is none.
@@ -569,7 +569,7 @@ class Scaling(Displayed):
             where nothing was measured.
         tightest: the value with the least headroom.
         certified: True when the ranges are bounds; False when they were measured.
-        pinned: operation without a rule to the places where it stands.
+        pinned: operation without a rule to the places where it is.
         fp32_flops: share of the matmul FLOPs that is done in fp32 modules.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those
             that `find_kept_buffers` names.
@@ -585,7 +585,7 @@ class Scaling(Displayed):
             has to be as large in every dimension.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
-        trial: what the module gave when it was run once with all that; None where nobody tried.
+        trial: what the module gave when it was run once with all that; None if it was not tried.
         layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
             `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
             have none.
@@ -1019,7 +1019,7 @@ def _refuse(kind: type, error: Exception) -> InputError:
 
 
 def _check_header(raw: Any, kind: type) -> None:
-    """Refuse another schema, another kind of record, and fields that nobody would read."""
+    """Refuse another schema, another kind of record, and fields that would be ignored."""
     if not isinstance(raw, dict):
         return  # refused by its type
     fields = {entry.name: entry.default for entry in dataclasses.fields(kind)}

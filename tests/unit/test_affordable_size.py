@@ -1,4 +1,4 @@
-"""Sizes of runs that nobody gave a size for: those of the configs, and smaller where memory is short."""
+"""Sizes of runs without a requested size: those of the configs, and smaller where memory is short."""
 
 from __future__ import annotations
 

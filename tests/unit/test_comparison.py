@@ -96,7 +96,7 @@ def test_a_list_of_precisions_is_read() -> None:
     [
         ("fp32", "it has 1"),
         ("", "it has 0"),
-        ("fp16,half", "fp16 stands twice"),
+        ("fp16,half", "fp16 is listed twice"),
         (
             "fp32,fp17",
             "'fp17' is unknown. Known values are fp32, bf16, fp16, fp16-plain, autocast, clamp, auto",

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from stopdown.batch.settings import Settings
 
 SUMMARY, PAGE = "batch.json", "batch.html"
-"""What stands beside the outputs."""
+"""What is beside the outputs."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def _refuse_too_large(
         return (request.frames or 1) * (request.height or 0) * (request.width or 0)
 
     item, request = max(asked, key=count)
-    if item.media:  # they are read by whoever makes the item
+    if item.media:  # they are read by the process that makes the item
         return
     with naming_line(item, options.prompts, OptionError):
         refuse_too_large(
@@ -392,7 +392,7 @@ def _place(prompts: str, place: str) -> str:
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
-    own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by whoever makes the item
+    own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by the process that makes the item
     own |= {name: x for name, x in item.values.items() if name not in ("prompt", *MEDIA)}
     with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
         return read_request(dataclasses.replace(options, **own), prompt=item.prompt)

@@ -1,5 +1,5 @@
 """The command line. Exit 0 clean, 1 findings or a failed run, 2 usage, 130 after Ctrl-C, 143 after
-SIGTERM, 129 after SIGHUP, 141 when whoever read stdout has left.
+SIGTERM, 129 after SIGHUP, 141 if the reader of stdout has closed it.
 
 Signals are heard before anything else is imported.
 """

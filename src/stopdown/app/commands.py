@@ -82,7 +82,7 @@ def run(words: list[str]) -> int:
 
     Raises:
         StopdownError: a user's mistake, or whatever else has a message of its own.
-        ReaderGone: whoever read standard output has left.
+        ReaderGone: the reader of standard output has closed it.
     """
     streams.fill_streams()
     _refuse_bytes(words)

@@ -43,7 +43,7 @@ from stopdown.report.pages import check_page, render_comparison, write_page
 from stopdown.sources.sources import Source
 
 DEFAULT_OUTPUT = Path("report.html")
-"""Where the page goes when nobody says; it replaces nothing there."""
+"""Where the page goes without -o; it replaces nothing there."""
 
 _LARGEST_SEED = 2**62 - 1
 """Prompts have the seeds that follow the first."""
@@ -137,7 +137,7 @@ def main(options: CompareOptions) -> int:
 
 
 def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
-    """Run the comparison, and write its page and its record: the record, and where the page stands.
+    """Run the comparison, and write its page and its record: the record, and where the page is.
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
 

@@ -28,7 +28,7 @@ class Display:
         """Something that a person must hear now: a repair."""
 
     def detail(self, text: str) -> None:
-        """Something that is of use to whoever wants to know more."""
+        """Details, for verbose output."""
 
 
 def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:

@@ -1,6 +1,6 @@
 """`stopdown generate`, as a plain function: options in, a file and its record out.
 
-Heavy imports stand inside functions, so that `stopdown --help` is quick.
+Heavy imports are inside functions, so that `stopdown --help` is quick.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_OUTPUT = "stopdown.mp4"
-"""Where the output goes when nobody says; it replaces nothing there."""
+"""Where the output goes without -o; it replaces nothing there."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Run:
 
     Attributes:
         started: by the clock of `time.perf_counter`.
-        numbered: nobody named the output, so it gets a free number.
+        numbered: the output was not named, so it gets a free number.
         journal: what keeps its calls.
         ranks: that make it together; None for a process alone.
         kept: the model, for further runs.
@@ -490,7 +490,7 @@ def _run(
 def _write(
     options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
 ) -> tuple[str, tuple[Finding, ...]]:
-    """Write the file; where it stands, and what is wrong with the frames."""
+    """Write the file; where it is, and what is wrong with the frames."""
     from stopdown.runtime.runs import write_frames
 
     begun = time.perf_counter()

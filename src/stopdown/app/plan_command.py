@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_OUTPUT = Path("plan.json")
-"""Where a plan goes when nobody says; it replaces nothing there."""
+"""Where a plan goes without -o; it replaces nothing there."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PlanOptions(RunOptions, ModelOptions):
     certify: Annotated[bool, typer.Option("--certify", hidden=True)] = False
     """Refused: bounds are what a plan rests on without an option."""
     memory: Annotated[str | None, typer.Option(hidden=True)] = None
-    """Refused: whoever types it wants a forecast, which `fit` makes."""
+    """Refused: what it suggests is a forecast, which `fit` makes."""
 
     @property
     def measures(self) -> bool:
@@ -133,7 +133,7 @@ def main(options: PlanOptions) -> int:
 
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
-    """Make a plan and write it: the plan, and where it stands.
+    """Make a plan and write it: the plan, and where it is.
 
     Raises:
         StopdownError: anything that went wrong, with what to type; no file is left.

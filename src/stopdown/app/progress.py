@@ -55,7 +55,7 @@ STAGES = {
 class _PlainConsole(Console):
     """A console on which no text is obeyed: neither as markup nor as a control sequence.
 
-    Names of models, files and prompts are printed as they are, wherever they stand.
+    Names of models, files and prompts are printed as they are, wherever they are.
     """
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:

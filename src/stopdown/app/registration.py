@@ -2,7 +2,7 @@
 
 A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`;
 those of a class that it shares with others come after its own. A field of several values is a tuple; Typer
-hears of a list, and a list that nobody gave is the default. What a docstring has below `Examples:` is shown
+hears of a list, and a list not given is the default. What a docstring has below `Examples:` is shown
 line by line.
 """
 

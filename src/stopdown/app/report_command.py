@@ -116,7 +116,7 @@ def name_page(record: Path) -> Path:
 
 
 def _read_media(record: Path) -> tuple[str, str] | None:
-    """The output that a run's record stands beside, when a page can hold it."""
+    """The output that a run's record is beside, when a page can hold it."""
     output = record.with_suffix("")
     kind = mimetypes.guess_type(output)[0] if output.suffix in WRITERS else None
     if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:

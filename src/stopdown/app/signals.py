@@ -136,7 +136,7 @@ class SignalTrap:
         raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
     def _receive_lost(self, lost: Any) -> None:
-        """Raise again what was raised where nobody could catch it."""
+        """Raise again what was raised where it could not be caught."""
         if self.number and issubclass(lost.exc_type, KeyboardInterrupt | Stopped):
             self._waiting, self._since = signal.Signals(self.number), time.monotonic()
             signal.signal(self.number, self._receive)

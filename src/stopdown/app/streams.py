@@ -24,7 +24,7 @@ class StdoutError(StopdownError):
 
 
 class ReaderGone(SystemExit):
-    """Whoever read standard output has left; the code is that of SIGPIPE."""
+    """The reader of standard output has closed it; the code is that of SIGPIPE."""
 
     def __init__(self) -> None:
         super().__init__(141)
@@ -66,7 +66,7 @@ class CheckedStdout:
         """Write a text.
 
         Raises:
-            ReaderGone: nobody reads any more.
+            ReaderGone: the reader has closed the stream.
             StdoutError: the system refuses.
         """
         with self._explained():
@@ -79,7 +79,7 @@ class CheckedStdout:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        if self._failure is not None:  # whoever tried first (Typer, with an empty text) kept it
+        if self._failure is not None:  # the first attempt (by Typer, with an empty text) kept it
             raise self._failure
         try:
             yield

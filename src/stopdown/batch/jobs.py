@@ -42,7 +42,7 @@ class Task:
     Attributes:
         item: hash of what determines it.
         name: of its output, without suffix.
-        line: where it stands in the prompts file.
+        line: where it is in the prompts file.
         request: what is asked of the pipeline, without pictures and videos.
         media: file or URL of each of these, by field.
     """

@@ -88,7 +88,7 @@ class Workers(abc.ABC):
 
     Args:
         count: of the workers.
-        store: where whoever gives the tasks looks for what workers write.
+        store: where the process that gives the tasks looks for what workers write.
     """
 
     def __init__(self, count: int, store: Store) -> None:
@@ -271,7 +271,7 @@ def _choose_context(devices: list[str]) -> Any:
 def _serve(
     pipe: Any, job: Job, device: str, share: tuple[int, int], variables: dict[str, str]
 ) -> None:
-    """What a process does: one task after the other, until whoever gives them is gone.
+    """What a process does: one task after the other, until the process that gives them is gone.
 
     Args:
         share: how many processes there are, and how many on this device.
@@ -280,7 +280,9 @@ def _serve(
 
     put_variables(variables)
     torch.set_num_threads(max(1, torch.get_num_threads() // share[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is heard by whoever gives the tasks
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is handled by the process that gives the tasks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         worker = Worker(job, device, share[1])
@@ -293,7 +295,7 @@ def _serve(
             pipe.send(worker.make(task, plans[seal]))
     except StopdownError as error:
         pipe.send(error)
-    except (EOFError, BrokenPipeError):  # nobody gives tasks any more
+    except (EOFError, BrokenPipeError):  # no more tasks are given
         pass
 
 

@@ -41,7 +41,7 @@ class Item(_Asked):
     """One prompt, as its file says it; None takes what the command says.
 
     Attributes:
-        line: where it stands in the file, from 1.
+        line: where it is in the file, from 1.
         name: of its output, without suffix; None takes words of the prompt and its hash.
 
     The other fields are those of `Request`. A relative path begins at the prompts file.

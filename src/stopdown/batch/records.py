@@ -32,7 +32,7 @@ class ItemResult:
     Attributes:
         item: hash of what determines it.
         name: of its output, without suffix.
-        line: where it stands in the prompts file.
+        line: where it is in the prompts file.
         prompt: its text.
         status: `made`, `skipped` (it was finished before) or `failed`.
         output: name of its file in the folder; "" when it failed.

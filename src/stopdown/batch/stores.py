@@ -27,7 +27,7 @@ from stopdown.files.outputs import (
 _PROBE = ".stopdown-probe-"
 
 _STRAY_S = 3600.0
-"""Age at which a temporary file of another machine is taken for one that nobody writes any more."""
+"""Age at which a temporary file of another machine is taken for one that is no longer written."""
 
 
 class Folder:

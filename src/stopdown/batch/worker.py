@@ -94,13 +94,13 @@ class Worker:
         self.observer: Observer | None = None
 
     def write_probe(self) -> str:
-        """Write a small file among the outputs; its name, for whoever looks whether it came."""
+        """Write a small file among the outputs; its name, for the process that checks whether it came."""
         return write_probe(self.store)
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
         """Make one item, or find it made."""
         found = find_finished(self.store, task, self.store.list_names())
-        if found is not None:  # whoever made it died before it could say so
+        if found is not None:  # its maker died before it could report
             return Answer(describe_result(task, found, "made"))
         begun, notes = time.perf_counter(), list[str]()
         with quiet_libraries():

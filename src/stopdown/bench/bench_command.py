@@ -92,7 +92,7 @@ def main(options: BenchOptions) -> int:
 
 
 def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
-    """Measure, and write the record and its page after each row: the record, and where it stands."""
+    """Measure, and write the record and its page after each row: the record, and where it is."""
     _check_options(options)
     load_libraries(display)
     from stopdown.bench.session import begin, go_on

@@ -262,7 +262,7 @@ def _word_input(
     if placeholder in stated.fixed:
         return [f"{name} as measured"]
     size = stated.largest.get(placeholder)
-    if size is not None and "mask" not in name:  # zeros and ones: nobody has to be told
+    if size is not None and "mask" not in name:  # zeros and ones: no remark is needed
         largest[name] = max(largest.get(name, 0.0), size)
     return []
 

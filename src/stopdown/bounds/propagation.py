@@ -470,7 +470,7 @@ def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
-    """Node to the values that nobody needs after it."""
+    """Node to the values that are not needed after it."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:

@@ -394,7 +394,7 @@ def loosen_tokens(op: Operands) -> Bound:
 
 
 def repeat(op: Operands) -> Bound:
-    """`repeat` and its kin: what stands several times is no larger; where it does is not asked."""
+    """`repeat` and its kin: what is repeated is no larger, wherever it is."""
     added = len(op.shape) - len(op.before)
     if added < 0:  # flattened first
         return loosen(op)

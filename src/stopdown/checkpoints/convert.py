@@ -135,7 +135,7 @@ class _Work:
 
     @property
     def has_config(self) -> bool:
-        """Whether a configuration stands beside what is written."""
+        """Whether a configuration is beside what is written."""
         return self.form == "diffusers"
 
 

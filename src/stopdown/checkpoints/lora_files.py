@@ -130,7 +130,7 @@ def convert_lora(
 
 
 def _open(path: Path) -> dict[str, str]:
-    """The metadata of a LoRA that nobody scaled."""
+    """The metadata of a LoRA that was not scaled."""
     try:
         read_header(path)
         metadata = read_metadata(path)

@@ -26,7 +26,7 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
     names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))
     twice = {name for name in names if names.count(name) > 1}
     if twice or len(names) < 2:
-        found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
+        found = f"{', '.join(sorted(twice))} is listed twice" if twice else f"it has {len(names)}"
         raise OptionError(
             f'precisions="{",".join(lists)}" is no list of precisions to compare: {found}.',
             expected="A comparison needs two or more precisions, each of them once.",

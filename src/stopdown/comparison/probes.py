@@ -1,6 +1,6 @@
 """What is read while one run goes on: block maxima, samples of blocks, outputs of calls, latents.
 
-Hooks stand at the blocks of each component (members of its module lists, and what stands beside the
+Hooks stand at the blocks of each component (members of its module lists, and what is beside the
 lists). Each notes the smallest and largest value on the device, how many values stand at the end of
 fp16, and a few values at fixed places; they are read with one transfer at the end of the call. The
 outputs of calls and of the scheduler's steps are copied to the CPU, except for decoded pictures,
@@ -209,7 +209,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
 
 
 def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a component: members of module lists, and what stands beside them."""
+    """Paths of the blocks of a component: members of module lists, and what is beside them."""
     found = []
     for path, module in owner.named_modules():
         if not path or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):

@@ -369,7 +369,7 @@ def _decide(
 
 
 def _refuse_options(request: Request) -> None:
-    """Refuse options of a pipeline's call, which nobody would get."""
+    """Refuse options of a pipeline's call, which would reach nothing."""
     options = dataclasses.replace(request, prompt=None, seed=Request.seed)
     if options != Request():
         raise OptionError(

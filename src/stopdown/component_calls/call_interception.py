@@ -91,7 +91,7 @@ class _Stack:
 
 
 class _StackCall:
-    """What stands in the place of a method; a copy of the module has the method itself there, its own."""
+    """What is in the place of a method; a copy of the module has the method itself there, its own."""
 
     def __init__(self, stack: _Stack) -> None:
         functools.update_wrapper(self, stack.original)

@@ -44,7 +44,7 @@ DIFFUSERS_KEEPS = (
 """Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
 
 GENERAL_KEEPS = (*DIFFUSERS_KEEPS, "t", "ts", "times")
-"""The same where nobody knows the family."""
+"""The same if the family is unknown."""
 
 _ENCODERS = ("text_encoder", "image_encoder")
 _LAST = ("safety_checker",)
@@ -172,7 +172,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
         name: of the function that was called.
 
     Raises:
-        InputError: a program that is no pipeline has no `run`, or arguments that nobody would get; or the
+        InputError: a program that is no pipeline has no `run`, or unused arguments; or the
             other way round.
     """
     kind = type(program).__name__

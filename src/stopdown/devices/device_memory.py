@@ -14,7 +14,7 @@ from stopdown.errors import StopdownError, take_one_line
 
 
 def free_memory() -> None:
-    """Give back the memory of what nobody uses any more: a pipeline that is gone may hold itself."""
+    """Give back the memory of what is no longer used: a pipeline that is gone may hold itself."""
     import torch
 
     gc.collect()

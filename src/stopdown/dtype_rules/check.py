@@ -1,6 +1,6 @@
 """`check`: everything about dtypes that will go wrong, before a run and without needing the weights.
 
-A live pipeline is checked as it stands, a source as loading would make it: its code runs once on fake
+A live pipeline is checked as it is, a source as loading would make it: its code runs once on fake
 tensors and every operation is judged by the rules of the backend (`examining`); parameters, schedules,
 the device's formats and, where they are on this disk, the values of weights are looked at beside.
 
@@ -76,7 +76,7 @@ class Checked:
         findings: worst first.
         seen: what one run without weights showed.
         precisions: component → format that it was judged in, or call → format where the methods of a
-            component differ; empty for a live pipeline as it stands.
+            component differ; empty for a live pipeline as it is.
         callees: of a program in memory, each call that was or can be made.
     """
 
@@ -99,13 +99,13 @@ def check(
     """Everything about dtypes that will go wrong, worst first; empty for a healthy pipeline.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, as it stands; or
+        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, as it is; or
             a SOURCE, of which the configs are
             enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
             folder, or a bundled model.
         precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`: as if it were loaded so;
             `plan.json`, as if that plan were on it; dtypes as in `load`. None and `auto` for a live
-            pipeline as it stands, and for a source as it is stored.
+            pipeline as it is, and for a source as it is stored.
         device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
             pipeline is, and for what `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.

@@ -5,7 +5,7 @@ component call; inside of a component they are hooks at the module that refuses.
 
 **Catches** several dtypes in one component, fp32 that was lost, components that disagree, fp32 that comes
 out of a module kept in it, modules that cast their input to fp32 beside narrow parameters, autocast that
-overrides, `force_upcast` that nobody reads, tables of a scheduler.
+overrides, `force_upcast` that no code reads, tables of a scheduler.
 **Does not catch** damaged weights, positions made in 16 bits, models that need another precision: they
 remain in `remaining`. Bits that a cast has taken do not come back.
 """

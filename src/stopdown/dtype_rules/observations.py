@@ -300,7 +300,7 @@ def _is_lowest(value: Any) -> bool:
 def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
     """In how many items of a batch a mask lets nothing through, for any query.
 
-    Rows of padding that see nothing (left-padded prompts have them) harm nobody and are not counted.
+    Rows of padding that see nothing (left-padded prompts have them) do no harm and are not counted.
 
     Args:
         mask: `[..., queries, keys]` boolean (True lets through) or floating (added to scores).

@@ -2,7 +2,7 @@
 
 A product is a sum of many products. Where a kernel sums in fp16, a sum that passes 65504 on its way is
 Inf, even if its end would fit; scores of attention are summed before they are divided by the root of
-the width. Nobody sees these sums in a graph, and most hardware does not make them: they are looked at
+the width. These sums are not in the graph, and most hardware does not make them: they are looked at
 group after group while the pipeline runs once with its real weights.
 
 **Catches** linear layers, matrix products and attention of components that are to run in fp16.
@@ -113,7 +113,7 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
             kept[callee.component_name] = find_kept_fp32(type(callee.owner), "fp16")
             intercept(callee, look, layers, Rank.RECORD)
 
-    hushed = ignoring_warnings(RuntimeWarning)  # of the picture, which nobody gets
+    hushed = ignoring_warnings(RuntimeWarning)  # of the picture, which is thrown away
     with Patches() as patches, quiet_libraries(), torch.no_grad(), hushed:
         for module in find_components(pipe).values():
             put_precision(module, torch.float32, patches)

@@ -268,7 +268,7 @@ def name_function(func: Any) -> str:
 
 @functools.cache
 def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
-    """Names of a function's arguments, in order; empty when nobody tells."""
+    """Names of a function's arguments, in order; empty if they are unknown."""
     packet = getattr(torch.ops.aten, name.strip("_") or name, None)
     if inspect.isfunction(func):
         try:
@@ -385,7 +385,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception:
         raise error from None
     if not _direct_tensors(made):
-        raise error  # a number that depends on weights: nobody knows what the code does with it
+        raise error  # a number that depends on weights: what the code does with it is unknown
     mode = fakes[0].fake_mode
     return pytree.tree_map_only(torch.Tensor, mode.from_tensor, made)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import filelock
 
 Replaces = Callable[[Path], str]
-"""Why what stands at a path must stay, in words such as `a plan`; empty when it may be replaced."""
+"""Why what is at a path must stay, in words such as `a plan`; empty when it may be replaced."""
 
 LOCK = ".lock"
 """The file in a folder that says that a process holds it."""
@@ -244,7 +244,7 @@ def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What stands there
+# What is there
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
@@ -262,7 +262,7 @@ _KINDS = {
 
 
 def _find_kind(target: Path) -> str:
-    """What stands at a path; empty when nothing does."""
+    """What is at a path; empty for nothing."""
     try:
         return _KINDS[stat.S_IFMT(target.stat().st_mode)]
     except (FileNotFoundError, NotADirectoryError):
@@ -307,7 +307,7 @@ def _refuse_inputs(
 def _refuse_taken(
     shown: Path, noun: str, target: Path, option: str, replaces: Replaces | None
 ) -> None:
-    """Refuse what stands at the target and must stay."""
+    """Refuse what is at the target and must stay."""
     if target.is_dir() and replaces is None and any(target.iterdir()):
         raise OutputError(
             f"The {noun} folder {shown} is not empty.",
@@ -336,7 +336,7 @@ def _refuse_replacing(shown: Path, noun: str, option: str) -> None:
 
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
-    """A temporary path in the folder of a target; whatever stands there at the end is removed."""
+    """A temporary path in the folder of a target; whatever is there at the end is removed."""
     _sweep(target.parent)
     part = target.with_name(
         f".stopdown-{_name_machine()}-{os.getpid()}-{secrets.token_hex(4)}.part"
@@ -425,7 +425,9 @@ def _rename(part: Path, target: Path) -> None:
         except OSError:
             os.replace(old, target)
             raise
-        os.replace(old, part)  # removed by whoever made `part`, or when that is killed swept
+        os.replace(
+            old, part
+        )  # removed by the process that made `part`, or swept if that was killed
 
 
 def _rename_numbered(part: Path, shown: Path, *companions: str) -> Path:

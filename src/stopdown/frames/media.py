@@ -104,7 +104,7 @@ def write_media(
 ) -> Path:
     """Write a clip in the format that the path asks for, whole or not at all.
 
-    A file that stands there is replaced; a folder has to be new or empty.
+    A file that is there is replaced; a folder has to be new or empty.
 
     Args:
         path: a .mp4, .webm, .gif or .png file, or a folder (see `choose_format`).
@@ -165,7 +165,7 @@ def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
 
     codec, codec_options, options = _CODECS[kind]
     if codec == "libx264" and has_avx512():
-        # x264's code for AVX-512 reads memory that nobody wrote (MALLOC_PERTURB_ shows it), so that
+        # x264's code for AVX-512 reads memory that was never written (MALLOC_PERTURB_ shows it), so that
         # the same frames gave other bytes now and then; that for AVX2 gives the bytes of plain C.
         codec_options = {**codec_options, "x264-params": "asm=AVX2"}
     with av.open(str(part), "w", format=kind, options=options) as container:

@@ -58,7 +58,7 @@ _PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 _REGIONS = ("wrap", "tag_activation_checkpoint", "strict_mode")
-"""How the names of operators begin that run their one body as it stands, on the arguments behind it."""
+"""How the names of operators begin that run their one body as it is, on the arguments behind it."""
 
 _ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
@@ -248,7 +248,7 @@ def call_key(node: Node) -> str:
 
 
 def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by name; a tied one stands under its first name only."""
+    """Every parameter and buffer by name; a tied one is under its first name only."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     named.update(module.named_buffers())
     return named
@@ -515,7 +515,7 @@ class _Tracing:
 def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
     """Filled while the shadow runs: module path to whether each call returned one tensor.
 
-    A module that stands under several names (an activation that all layers share) is left out: what is
+    A module that has several names (an activation that all layers share) is left out: what is
     put on it acts at all of its places.
     """
     names = Counter(id(x) for _, x in shadow.named_modules(remove_duplicate=False))
@@ -891,7 +891,7 @@ def _alone_in_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _light_tracing() -> Iterator[None]:
-    """Tracing without what nobody reads of it, which is a third of its time (2026-11-21).
+    """Tracing without the parts that are never read, which is a third of its time (2026-11-21).
 
     That is a stack trace for each node, Python code for each graph, and a collector of garbage
     that visits every node again and again.

@@ -85,7 +85,7 @@ def read_operations() -> Mapping[str, Operation]:
         plain = {x for x in traits.split() if "=" not in x}
         plain |= {"unrounded"} if "rearranges" in plain else set()
         for name in names.split():
-            assert name not in found, f"{name} stands in two rows"
+            assert name not in found, f"{name} is in two rows"
             found[name] = Operation(
                 name, kind, exponent, bound, frozenset(plain), next(iter(slopes), None)
             )

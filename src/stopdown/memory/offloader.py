@@ -49,7 +49,7 @@ MOST_STEPS_DOWN = 4
 
 
 class Offloader:
-    """What stands at the component calls of a pipeline; a context manager that leaves it as it was.
+    """What is at the component calls of a pipeline; a context manager that leaves it as it was.
 
     Attributes:
         steps_down: what was done about calls that ran out of memory.

@@ -78,7 +78,7 @@ class RunMemory:
     Attributes:
         calls: in order.
         weights: component → module path → bytes of the parameters directly in it; a tied one counts
-            wherever it stands.
+            wherever it is.
         totals: component → bytes of its parameters, tied ones once, and of its buffers.
         strays: component → path of a module → modules that used its weights while it did not run.
         blocks: component → paths of the entries of its outermost lists of modules.

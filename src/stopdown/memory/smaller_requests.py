@@ -1,4 +1,4 @@
-"""The size of a run in fp32 that nobody gave a size for: one that suits the model and fits into memory.
+"""The size of a run in fp32 without a requested size: one that suits the model and fits into memory.
 
 A pipeline's own default is meant for the checkpoint of its authors. Where the configs of the components
 name a size that is far smaller (a small model, a test), that one is taken; then a dry run is made on
@@ -106,7 +106,7 @@ def _round_side(side: int, share: float, grid: Grid) -> int:
 
 
 SHARE = 0.8
-"""Of the memory that there is: what stands beside a run, and what a forecast misses, take the rest."""
+"""Of the memory that there is: what is beside a run, and what a forecast misses, take the rest."""
 
 
 def choose_size(

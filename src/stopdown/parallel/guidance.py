@@ -136,7 +136,7 @@ class _Branch:
         self.tensors: list[torch.Tensor] | None = None
 
     def find(self, number: int) -> torch.Tensor:
-        """A tensor of its output; the call is made when nobody else has made it."""
+        """A tensor of its output; the call is made unless it was made already."""
         if self.tensors is None:
             self._report()
             self.tensors = list(iterate_tensors(self.make()))

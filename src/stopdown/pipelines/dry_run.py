@@ -161,7 +161,7 @@ def dry_run_program(
     Args:
         program: as `guard` takes it. It is left as it was, but for what its own code changes.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
-            are as they stand.
+            are as they are.
 
     Raises:
         ComponentFailed: a component's code did not run.
@@ -208,7 +208,7 @@ class _DryRun:
         self.last: Callee | None = None
 
     def go(self, program: Any, start: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-        """Run a program, whose components may have no weights, until nobody needs what follows."""
+        """Run a program, whose components may have no weights, until what follows is not needed."""
         with (
             Patches() as patches,
             quiet_libraries(),

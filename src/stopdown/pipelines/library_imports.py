@@ -1,4 +1,4 @@
-"""PyTorch and Diffusers imported with a word before each: whoever waits knows for what."""
+"""PyTorch and Diffusers imported with a line before each, because both take seconds."""
 
 from __future__ import annotations
 

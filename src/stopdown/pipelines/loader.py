@@ -208,7 +208,7 @@ def load_component(
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
     module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
-        if _carries_plan(folder):  # whoever calls this has a plan, or wants none
+        if _carries_plan(folder):  # the caller has a plan, or needs none
             module = map_component(module_class, folder, None, stored)
             if module is None:
                 raise describe_misfit(

@@ -1,4 +1,4 @@
-"""What stands on a pipeline besides its components: LoRAs, and another scheduler.
+"""What is on a pipeline besides its components: LoRAs, and another scheduler.
 
 A LoRA is put on before anything is planned or cast, so a plan counts it in.
 """
@@ -29,7 +29,7 @@ from stopdown.sources.sources import (
 
 
 class NamedSource(Protocol):
-    """What names a model, and what stands on it: the options of a command, or the settings of a batch."""
+    """What names a model, and what is on it: the options of a command, or the settings of a batch."""
 
     @property
     def source(self) -> str: ...

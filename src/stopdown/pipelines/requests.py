@@ -1,7 +1,7 @@
 """From what a user asks for to the arguments of a pipeline's call, and from its output to frames.
 
-Arguments are found by name in the signature of the pipeline's `__call__`, so a pipeline that nobody
-here has heard of works too. Families differ in a few names only; those stand in tables.
+Arguments are found by name in the signature of the pipeline's `__call__`, so a pipeline that no one
+here has heard of works too. Families differ in a few names only; those are in tables.
 """
 
 from __future__ import annotations

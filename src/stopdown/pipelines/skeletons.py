@@ -67,7 +67,7 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
 
     Args:
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
-            are as they stand, parameter by parameter.
+            are as they are, parameter by parameter.
     """
     skeleton, memo = copy.copy(pipe), _Memo()
     for name, module in find_components(pipe).items():
@@ -83,7 +83,7 @@ def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> to
     """A live module without its weights, on its device, with the layers that lie beneath a recorder's.
 
     Args:
-        dtype: that it is to have as if it had been loaded so; None for each parameter as it stands.
+        dtype: that it is to have as if it had been loaded so; None for each parameter as it is.
     """
     return _copy_module(module, _Memo(below=Rank.RECORD, keeps_device=True), dtype)
 
@@ -295,7 +295,7 @@ def build_component(source: Source, name: str) -> torch.nn.Module:
 
 
 def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:
-    """The parameters below these names in fp32; nobody else holds this module yet."""
+    """The parameters below these names in fp32; no other code holds this module yet."""
     for name, parameter in list(module.named_parameters()):
         if parameter.is_floating_point() and any(part in kept for part in name.split(".")):
             path, _, leaf = name.rpartition(".")

@@ -3,7 +3,7 @@
 A plan scales weights; adapters that are loaded afterwards take the exponents of those by themselves
 (`scaling.adapters`). Other modules that add to what is scaled make a picture that is wrong without being
 black. So at each call of a planned component its modules are compared with those of the moment when the
-plan was put on: which classes stand there, which adapters each layer has, which of them are active, merged,
+plan was put on: which classes are there, which adapters each layer has, which of them are active, merged,
 and how strong. No weight is read.
 
 **Catches** an IP-Adapter that was loaded since, any layer replaced, an adapter that nothing scales;
@@ -99,7 +99,7 @@ def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> It
 def list_grown(
     module: torch.nn.Module, names: Collection[str], headroom_bits: float, certified: bool
 ) -> Iterator[str]:
-    """What adapters add to a component that nobody measured with them, where that is more than fits.
+    """What adapters add to a component that was not measured with them, if that is more than fits.
 
     Cost: for each of their layers a few products of its weight with a vector, and a host read.
     """

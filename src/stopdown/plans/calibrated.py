@@ -513,7 +513,7 @@ def describe_scaling(
         calls: how many were measured.
         notes: what else is to be said, in whole sentences.
     """
-    if not scaling.range_note:  # nobody asked for bounds: what is uncertain would be everything
+    if not scaling.range_note:  # no bounds were requested: everything would be uncertain
         scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=(), sums={})
     headroom = read_headroom(scaling)
     scaling = dataclasses.replace(

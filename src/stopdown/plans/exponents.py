@@ -66,7 +66,9 @@ def scale_component(
         return find(real), ()
     try:
         return find([*real, *made_up]), (_MADE_UP,)
-    except Exception as error:  # whatever a model's code does with a call that nobody made of it
+    except (
+        Exception
+    ) as error:  # a model's code may do anything with a call that its authors never made
         note = f"Encoding was not measured: {describe_failure(error)}"
         return find(real), (note,)
 

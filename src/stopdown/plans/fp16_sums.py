@@ -1,6 +1,6 @@
 """Which linear layers of a plan sum in fp16: those whose sums cannot leave it, and lose no more than bf16.
 
-Where fp16 sums are twice as fast (consumer cards), nobody says when they are safe. A bound of the
+Where fp16 sums are twice as fast (consumer cards), no source says when they are safe. A bound of the
 output of a linear layer is one of each of its partial sums, in any order; roundings on the way make them
 larger by a factor that depends on their number alone (`bound_rounded_sum`). What they lose grows
 with the length: m independent roundings of 2**-11 are off by their root, so 64 of them, `LONGEST` terms,

@@ -65,7 +65,7 @@ def _compute_seal(text: str | bytes) -> str:
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
-    """Write a plan as JSON, whole or not at all; where it stands comes back.
+    """Write a plan as JSON, whole or not at all; where it is comes back.
 
     Args:
         path: of a new file or of another plan.

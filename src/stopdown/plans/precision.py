@@ -292,7 +292,7 @@ def _accept(call: str, precision: str, supports: Mapping[str, Support]) -> tuple
 
 
 def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:
-    """The precision for a component that nobody asked for, and the reason as whole sentences."""
+    """The precision of a component for which none was requested, and the reason as whole sentences."""
     stored = facts.stored_mostly
     if stored is None:
         return (

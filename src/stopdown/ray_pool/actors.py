@@ -74,7 +74,7 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
 
 
 def _knock(address: str) -> None:
-    """Refuse an address where nobody listens: Ray itself would try for minutes."""
+    """Refuse an address without a listener: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         try:

@@ -27,7 +27,7 @@ WORDS = {
 """What a verdict is called on a page."""
 
 SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
-"""What stands before it, so that colour is not needed."""
+"""What is before it, so that colour is not needed."""
 
 STAGES = ("encode", "denoise", "decode", "all")
 
@@ -244,7 +244,7 @@ def check_page(output: Path, *, force: bool = True) -> None:
 
     Raises:
         OptionError: it does not end in .html.
-        OutputError: nothing can be written there, or what stands there must stay.
+        OutputError: nothing can be written there, or what is there must stay.
     """
     check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
     check_target(output, replaces=describe_no_page, force=force)

@@ -250,7 +250,7 @@ class _Tracer(TorchDispatchMode):
             yield self._find_maker(tensor)
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
-        """Who made a bad tensor: an operation, one that wrote into the same memory, or nobody here."""
+        """Who made a bad tensor: an operation, one that wrote into the same memory, or none of them."""
         if tensor in self._made:
             return self._made[tensor]
         named = self._names.get(tensor)

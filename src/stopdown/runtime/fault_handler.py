@@ -247,7 +247,7 @@ class FaultHandler:
             fault.guarded.component.notes.clear()
 
     def _announce_repair(self, fault: Fault) -> None:
-        """Tell before it begins what will take long, so that nobody takes it for a run that hangs."""
+        """Announce what will take long before it begins, so that it does not look like a run that hangs."""
         count = sum(x.numel() for x in fault.guarded.module.parameters())
         if count >= LARGE:
             text = (

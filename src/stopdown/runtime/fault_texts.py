@@ -30,7 +30,7 @@ class Fault:
         precision: of most of the component's weights.
         step: of the run, from 0; None outside of denoising.
         place: ` at step 1 of 2`, in words.
-        reason: why the precision was chosen; "" when nobody said.
+        reason: why the precision was chosen; "" if none was given.
         is_tracked: gradients of the component's parameters are wanted.
         found: what was found and where, when it was another rank that found it.
     """

@@ -77,7 +77,7 @@ _ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class _Entry:
-    """What stands beside the tensors of one call."""
+    """What is beside the tensors of one call."""
 
     run: str
     call: str
@@ -192,7 +192,7 @@ class Journal(_Layers):
         count_repairs: Callable[[], int],
         ranks: Ranks | None = None,
     ) -> None:
-        """Intercept the component calls of a pipeline, outside of what stands there already.
+        """Intercept the component calls of a pipeline, outside of what is there already.
 
         Args:
             count_repairs: how many calls were repaired so far.

@@ -64,7 +64,7 @@ def load(
         config: for a single file, a Diffusers folder or Hub id with its configs.
         revision: branch, tag or commit of a Hub id.
         variant: of the weights, where there are several: `"fp16"`.
-        **parts: what stands in the pipeline instead of its own scheduler, tokenizer or safety
+        **parts: what is in the pipeline instead of its own scheduler, tokenizer or safety
             checker, as in Diffusers: `scheduler=...`, `safety_checker=None`.
 
     Raises:
@@ -119,7 +119,7 @@ def _place(loaded: Loaded, source: Source, target: Device, limit: Limit) -> None
 
 
 def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse parts that the pipeline has no place for, and those whose precision nobody decided."""
+    """Refuse parts that the pipeline has no place for, and those without a precision."""
     words = {"dtype": "precision", "torch_dtype": "precision", "device_map": "device"}
     for name, part in parts.items():
         if name not in (*components, *OPTIONAL_COMPONENTS):

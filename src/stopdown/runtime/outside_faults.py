@@ -47,7 +47,7 @@ def find_origin(
         steps: of this run.
         repairs: of this run, in order.
         given: arguments of the pipeline's call, by name.
-        unwatched: components that nobody could look at, each as a sentence.
+        unwatched: components that could not be examined, each as a sentence.
 
     Cost: two host reads for each tensor that is looked at.
     """

@@ -125,7 +125,7 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
 def write_frames(
     output: str, frames: np.ndarray[Any, Any], fps: float, *, numbered: bool = False
 ) -> tuple[Path, tuple[Finding, ...]]:
-    """Write the file of a run: where it stands, and what is wrong with the frames.
+    """Write the file of a run: where it is, and what is wrong with the frames.
 
     A record of what was replaced is removed.
 
@@ -172,7 +172,7 @@ def write_record(record: RunRecord, output: str | Path) -> None:
     """Write the record of a run beside its output, whole or not at all.
 
     Raises:
-        OutputError: it cannot be written, or something else stands there.
+        OutputError: it cannot be written, or something else is there.
     """
     with written_beside(find_record_path(output), replaces=describe_no_run) as part:
         part.write_text(to_json(record), encoding="utf-8")

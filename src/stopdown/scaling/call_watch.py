@@ -73,7 +73,7 @@ class WatchOptions:
 
     Attributes:
         name: of the component, for messages; "" for the module's class.
-        extend: finds exponents for a further signature; None when nobody does.
+        extend: finds exponents for a further signature; None if nothing does.
         announce: told of each signature once that is run without exponents.
         changing: entered while the module is changed: no other thread computes with it.
         calling: entered around each call, with all hooks of the module: none changes it.
@@ -98,7 +98,7 @@ class ReplacedError(Exception):
 
 
 class CallWatch:
-    """What stands before the calls of a module while exponents are folded in."""
+    """What is before the calls of a module while exponents are folded in."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class CallWatch:
                 self._turn.notify_all()
 
     def _begin(self, *, is_on: bool) -> bool:
-        """Whether a call has begun: not while the exponents are to be switched, and nobody else calls."""
+        """Whether a call has begun: not while the exponents are to be switched, and no other calls."""
         with self._turn:
             while self._users and self._is_on != is_on and not self._is_removed:
                 self._turn.wait()
@@ -424,12 +424,12 @@ class _Weight:
     sample: torch.Tensor | None
 
     def has_moved(self) -> bool:
-        """Whether another tensor stands there, or something was written into it."""
+        """Whether another tensor is there, or something was written into it."""
         tensor = self.holder.get(self.key)
         return tensor is not self.tensor or tensor._version != self.version
 
     def accept(self) -> bool:
-        """Whether the tensor that stands there has the same values, or none here; it is known then.
+        """Whether the tensor that is there has the same values, or none here; it is known then.
 
         Cost: a host read.
         """

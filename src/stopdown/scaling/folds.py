@@ -78,7 +78,7 @@ class Rescaling:
 
     @property
     def pinned(self) -> Mapping[str, tuple[str, ...]]:
-        """Operations without a rule, kept at exponent 0, and the places where they stand."""
+        """Operations without a rule, kept at exponent 0, and the places where they are."""
         return self.scaling.pinned
 
     @property

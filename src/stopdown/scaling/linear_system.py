@@ -28,7 +28,7 @@ class System:
         return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
 
     def unknown(self, key: Hashable) -> int:
-        """The unknown that stands under a key, made when it is new."""
+        """The unknown that is under a key, made when it is new."""
         if key not in self.keys:
             self.keys[key] = len(self._parents)
             self._parents.append(self.keys[key])

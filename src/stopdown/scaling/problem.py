@@ -85,7 +85,7 @@ class Problem:
         clamps: (module path, number that its code clamps from below) to the unknown.
         multiplies: module path to the unknown that multiplies its output.
         floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
-        pinned: operation without a rule to the places where it stands.
+        pinned: operation without a rule to the places where it is.
         flops: module path to the share of the calls' matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
         operands: what the calls were captured with because their code mixes dtypes.
@@ -560,7 +560,7 @@ def _is_narrowing(node: Node) -> bool:
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
     """(module path, attribute) of an eps of this value at this place; None when there is none.
 
-    Where the code has the same number itself, it is not known which of the two stands there.
+    Where the code has the same number itself, it is not known which of the two is there.
     """
     try:
         owner = module.get_submodule(path)

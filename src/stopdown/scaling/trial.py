@@ -78,7 +78,7 @@ class Reference:
 
 
 def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
-    """Run calls of a module as it stands, and in fp32 those that are tried later in bf16 as well.
+    """Run calls of a module as it is, and in fp32 those that are tried later in bf16 as well.
 
     Raises:
         ScalingError: it does not run in fp32, or its result depends on what it keeps between calls.

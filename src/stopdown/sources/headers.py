@@ -115,7 +115,7 @@ def read_header_bytes(path: Path) -> bytes:
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """A header as it stands at the beginning of a file, its length included."""
+    """A header as it is at the beginning of a file, its length included."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Diffusers and Transformers without their progress bars and without remarks that help nobody.
+"""Diffusers and Transformers without their progress bars and without remarks that do not help.
 
 What is dropped is listed here, sentence by sentence; every other warning of theirs passes.
 """

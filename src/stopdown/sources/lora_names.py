@@ -89,7 +89,7 @@ class Layer:
     Attributes:
         component: name in the pipeline; "" in a file of one component.
         path: of its weight without `.weight`, as the model or its file names it.
-        stored: what stands before `weight` and `bias` in the file, where that is not the path and a dot.
+        stored: what is before `weight` and `bias` in the file, where that is not the path and a dot.
         part: which of how many equal blocks of rows of that tensor are its own.
     """
 

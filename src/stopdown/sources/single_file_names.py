@@ -47,7 +47,7 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What stands before the names of each component in one file with all of a pipeline.
+    """What is before the names of each component in one file with all of a pipeline.
 
     Attributes:
         source: where that is known from.
