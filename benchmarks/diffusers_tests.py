@@ -180,17 +180,18 @@ def make_qwen_tokenizer() -> Any:
     return Qwen2Tokenizer(vocab=vocab, merges=[])
 
 
-def run_way(path: str, way: str, only: Collection[str] = ()) -> dict[str, Any]:
+def run_way(path: str, way: str, chosen: str, only: Collection[str] = ()) -> dict[str, Any]:
     """Run a file of tests, or some tests of it, in one way, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
         nodes = [f"{path}::{test}" for test in only] or [path]
-        command = [sys.executable, __file__, "--run", way, str(result), folder, *nodes]
+        command = [sys.executable, __file__, "--choose", chosen, "--run", way, str(result), folder]
+        command += nodes
         subprocess.run(command, cwd=os.environ[CHECKOUT], check=False)
         return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
-def run_tests(way: str, result: Path, folder: Path, nodes: Collection[str]) -> int:
+def run_tests(way: str, result: Path, folder: Path, chosen: str, nodes: Collection[str]) -> int:
     """Run pytest in this process, with the plugin."""
     import warnings
 
@@ -208,26 +209,27 @@ def run_tests(way: str, result: Path, folder: Path, nodes: Collection[str]) -> i
         "-W",
         "ignore",
         "-k",
-        CHOSEN,
+        chosen,
     ]
     plugin = Recorder(way, result, folder)
     return int(pytest.main([*options, *(f"tests/pipelines/{x}" for x in nodes)], plugins=[plugin]))
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, chosen: str) -> dict[str, Any]:
     """Run the tests of one family, and those that fail once more as they are."""
     path = FAMILIES[name]
-    config, planned = run_way(path, "config"), run_way(path, "apply_plan")
+    config, planned = (run_way(path, way, chosen) for way in ("config", "apply_plan"))
     loaded = [x for x in config if config[x]["loaded"]]
     same = [
         x for x in loaded if all(config[x][key] == planned[x][key] for key in ("outcome", "calls"))
     ]
     failing = [x for x in loaded if "failed" in (config[x]["outcome"], planned[x]["outcome"])]
-    bare = run_way(path, "as it is", failing) if failing else {}
+    bare = run_way(path, "as it is", chosen, failing) if failing else {}
     found = (("config", config), ("apply_plan", planned), ("as it is", bare))
     listed = {*failing, *loaded} - ({*same} - {*failing})
     return {
         "name": name,
+        "chosen": chosen,
         "tests": len(config),
         "loaded": len(loaded),
         "passed": Counter(config[x]["outcome"] for x in loaded)["passed"],
@@ -282,12 +284,13 @@ def main() -> int:
     """Run the tests, and write the record and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=(), help="some families; the others are kept")
+    parser.add_argument("--choose", default=CHOSEN, help="which tests, as pytest's -k takes it")
     parser.add_argument("--table", action="store_true", help="only write the table anew")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         way, result, folder, *nodes = options.run
-        return run_tests(way, Path(result), Path(folder), nodes)
+        return run_tests(way, Path(result), Path(folder), options.choose, nodes)
     path = RESULTS / "diffusers_tests.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
     if not options.table:
@@ -298,7 +301,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["STOPDOWN_CACHE"] = cache
             for name in options.only or FAMILIES:
-                row = measure(name)
+                row = measure(name, options.choose)
                 others = [x for x in record["rows"] if x["name"] != name]
                 record["rows"] = sorted([*others, row], key=lambda row: row["name"])
                 record |= {

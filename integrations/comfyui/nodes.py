@@ -68,41 +68,16 @@ class RunInFp16(io.ComfyNode):
             node_id="StopdownRunInFp16",
             display_name="Run in fp16",
             category=CATEGORY,
-            description="Computes in fp16, also where ComfyUI would take bf16 or fp32. Layers whose "
-            "values do not fit are rescaled by powers of two: the picture is that of fp32, not black.",
-            inputs=[
-                *_list_models(),
-                io.Combo.Input(
-                    "when",
-                    options=["at a fault", "plan first"],
-                    default="at a fault",
-                    tooltip="at a fault: run, and rescale the layers that overflow. plan first: "
-                    "measure the first run in fp32, and rescale all layers from the start.",
-                ),
-                _choose_fault(),
-                io.String.Input(
-                    "plan_file",
-                    default="",
-                    tooltip="A .json file, or a folder: plans are read from there; with "
-                    "'plan first' they are written there when there are none.",
-                ),
-            ],
+            description="Computes in fp16, also where ComfyUI would take bf16 or fp32. Powers of two, "
+            "found from the weights, keep values in range: the picture is that of fp32, not black.",
+            inputs=_list_models(),
             outputs=_list_outputs(),
         )
 
     @classmethod
-    def execute(
-        cls,
-        when: str,
-        on_fault: str,
-        plan_file: str,
-        model: Any = None,
-        clip: Any = None,
-        vae: Any = None,
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any = None, clip: Any = None, vae: Any = None) -> io.NodeOutput:
         """The models, guarded and in fp16."""
-        options = Options(on_fault, fp16=True, plans=when == "plan first", plan_file=plan_file)
-        return _guard_all(Session(options), model, clip, vae)
+        return _guard_all(Session(Options(fp16=True)), model, clip, vae)
 
 
 class Guard(io.ComfyNode):

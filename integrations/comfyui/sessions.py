@@ -36,15 +36,11 @@ class Options:
 
     Attributes:
         on_fault: `repair`, `raise` or `warn`.
-        fp16: compute in fp16, whatever ComfyUI would choose.
-        plans: measure the first run in fp32 and plan it.
-        plan_file: where plans are read from, and written to; "" keeps them in memory.
+        fp16: compute in fp16, whatever ComfyUI would choose, by a plan from the weights.
     """
 
     on_fault: str = "repair"
     fp16: bool = False
-    plans: bool = False
-    plan_file: str = ""
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Session:
         Args:
             name: `model`, `clip` or `vae`.
             program: the MODEL's patcher, the CLIP or the VAE.
-            run: makes the same run once more, to be measured.
+            run: makes the same run once more. It is stopped where it first calls a component.
         """
         from stopdown.interception.patches import Patches
         from stopdown.runtime.guard import Guard, GuardOptions
@@ -125,26 +121,16 @@ class Session:
         return runs
 
     def _find_plan(self, name: str, program: Any, run: Callable[[], Any]) -> Any:
-        """The plan of a model: of an earlier run, of the file, or made now; None where none is wanted."""
-        from pathlib import Path
+        """The plan of a model, from its weights; None if it runs as ComfyUI runs it.
 
+        Cost: the first time that these weights are met here, captures and one pass over them.
+        """
         import stopdown
 
-        if name in self.plans or not (self.options.plans or self.options.plan_file):
-            return self.plans.get(name)
-        path = Path(self.options.plan_file) if self.options.plan_file else None
-        if path is not None and path.suffix != ".json":
-            path = path / f"{name}.json"
-        if path is not None and path.is_file():
-            plan = stopdown.read_plan(path)
-        elif self.options.plans:
-            plan = stopdown.make_plan(program, run=run)
-            if path is not None:
-                stopdown.write_plan(plan, path)
-        else:
-            return None
-        self.plans[name] = plan
-        return plan
+        if self.options.fp16 and name not in self.plans:
+            log.info("Stopdown looks up, or finds, exponents for the weights of the %s.", name)
+            self.plans[name] = stopdown.make_plan(program, run=run, measure=False)
+        return self.plans.get(name)
 
 
 def clone_patcher(patcher: Any) -> Any:

@@ -144,7 +144,12 @@ def start(
                 [*command, "--base-directory", str(folder), "--port", str(port)],
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+                env={
+                    **os.environ,
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "STOPDOWN_CACHE": str(folder / "cache"),
+                    **environment,
+                },
             )
         running.append(process)
         server = Server(folder, f"http://127.0.0.1:{port}", log)

@@ -83,21 +83,20 @@ SLOTS = {"model": 0, "clip": 1, "vae": 2, "report": 3}
 """Outputs of our nodes."""
 
 
-def run_in_fp16(
-    prompt: Prompt,
-    *,
-    what: str = "model",
-    when: str = "at a fault",
-    on_fault: str = "repair",
-    plan_file: str = "",
-) -> Prompt:
+def run_in_fp16(prompt: Prompt, *, what: str = "model") -> Prompt:
     """With our node for the model, the clip or the vae, and its report."""
     loaded = "lora" if "lora" in prompt else "unet"
     source = {"model": loaded}.get(what, what)
-    options = {"when": when, "on_fault": on_fault, "plan_file": plan_file, what: [source, 0]}
-    node = make_node("StopdownRunInFp16", **options)
+    node = make_node("StopdownRunInFp16", **{what: [source, 0]})
     report = make_node("StopdownReport", images=["decode", 0], report=["fp16", SLOTS["report"]])
     return insert(prompt, "fp16", node, source, SLOTS[what]) | {"report": report}
+
+
+def guard(prompt: Prompt, on_fault: str = "repair") -> Prompt:
+    """With ComfyUI's own node for fp16, the guard behind it, and its report."""
+    node = make_node("StopdownGuard", model=["dtype", 0], on_fault=on_fault)
+    report = make_node("StopdownReport", images=["decode", 0], report=["guard", SLOTS["report"]])
+    return insert(compute_in(prompt, "fp16"), "guard", node, "dtype") | {"report": report}
 
 
 def encode_text(prompt: Prompt, text: str) -> Prompt:

@@ -17,6 +17,7 @@ from models.programs import KINDS, UNet, decode, make_faulty, make_program, over
 from stopdown import apply_plan, make_plan, testing
 from stopdown.component_calls import components
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
+from stopdown.plans import certified
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
 
@@ -396,6 +397,33 @@ def test_a_plan_is_made_and_applied(kind: str) -> None:
     assert {call.precisions for call in handle.record.calls} == {("fp16",)}
 
 
+@pytest.mark.parametrize("kind", ["module", "patcher", "dict"])
+def test_a_plan_is_certified_without_a_measured_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`measure=False`: the run ends where a component is first called, and its weights alone give the plan.
+
+    With several components the first one computes for the call of the next. The plan is kept
+    for these weights, and another program of the same weights takes it.
+    """
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    wide, program = make_faulty(kind, torch.float32), make_faulty(kind, torch.float32)
+    expected, computed = wide.run(), set[type]()  # a capture gives it fake tensors
+    hook = program.unet.out.register_forward_hook(lambda _, __, out: computed.add(type(out)))
+    with testing.assert_untouched(program.given):
+        plan = make_plan(program.given, run=program.run, measure=False)
+    hook.remove()
+    assert (torch.Tensor in computed) is (kind == "dict")
+    named = {entry.component: entry for entry in plan.components}
+    assert named[program.component].scaling.bounded
+    with apply_plan(program.given, plan):
+        assert program.unet.out.weight.dtype == torch.float16
+        torch.testing.assert_close(program.run().float(), expected, rtol=0.02, atol=0.02)
+    assert len(list((tmp_path / "plans").glob("*.json"))) == 1
+    monkeypatch.setattr(certified, "_plan_component", None)
+    assert make_plan(wide.given, run=wide.run, measure=False) == plan
+
+
 def test_a_plan_needs_a_run() -> None:
     """One message for a program that nobody can run, and for a run that calls nothing."""
     program = make_program("module")
@@ -403,8 +431,11 @@ def test_a_plan_needs_a_run() -> None:
         InputError, match="A UNet is not a pipeline, so it is not known how to run it"
     ):
         make_plan(program.given)
-    with pytest.raises(InputError, match=r"The run called no module of the UNet\."):
-        make_plan(program.given, run=lambda: None)
+    for measure in (None, False):
+        with pytest.raises(InputError, match=r"The run called no module of the UNet\."):
+            make_plan(program.given, run=lambda: None, measure=measure)
+    with pytest.raises(InputError, match=r"Nothing says how the program is called\."):
+        make_plan(program.given, measure=False)
 
 
 def test_a_plan_of_another_program_is_refused() -> None:

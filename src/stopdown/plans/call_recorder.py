@@ -11,6 +11,7 @@ encode, of what it decoded, because the same checkpoint serves pictures and vide
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,43 @@ def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[Component
         recorder.put_on(patches)
         run()
     return _collect(recorder)
+
+
+class _Called(BaseException):
+    """Ends a run where a component is called for the first time."""
+
+
+def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
+    """Component to the first call that a run of a program makes of it, before anything is computed.
+
+    Args:
+        program: no pipeline. Arguments are cast to the dtype of its weights.
+        run: runs it once. It ends at the first call of a component, and begins anew for the next one.
+    """
+    found: dict[str, list[ComponentCall]] = {}
+
+    def stop(call: ComponentCall) -> Any:
+        name = call.callee.component_name
+        if name in found:
+            return call.proceed()
+        found[name] = [ComponentCall(call.callee, *_copy_to_cpu((call.args, call.kwargs)))]
+        raise _Called
+
+    def put(callee: Callee, layers: Patches) -> None:
+        weights = next((x for x in callee.owner.parameters() if x.is_floating_point()), None)
+        if weights is not None and weights.element_size() > 1:
+            put_cast(callee, weights.dtype, layers)
+        intercept(callee, stop, layers, Rank.COMPONENT)
+
+    wanted = {callee.component_name for callee in find_adapter(program).find_callees(program)}
+    is_over = False
+    with Patches() as patches, torch.no_grad():
+        intercept_components(program, put, patches)
+        while not is_over and not (found and wanted <= found.keys()):
+            with contextlib.suppress(_Called):
+                run()
+                is_over = True
+    return found
 
 
 def _collect(recorder: _Recorder) -> dict[str, list[ComponentCall]]:

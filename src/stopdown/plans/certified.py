@@ -1,10 +1,11 @@
-"""`certify_plan`: a plan from a checkpoint's weights alone, read tensor by tensor; nothing is run.
+"""`certify_plan` and `certify_program`: a plan from weights alone, read tensor by tensor; nothing is run.
 
 The pipeline is built without weights and its own code is run once, dry, so each component is captured
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
 A single file is loaded as it is stored, because its tensors are not those of the model. So is a component
 whose class renames them. A model with LoRAs is loaded in fp32, so that what they add is in the bounds.
+A program that is no pipeline is loaded already: its run is stopped at the first call of each component.
 
 **Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
 **Does not catch** resolutions beyond the pipeline's default in models with group norms, and components
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +27,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded
+from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.bounds.known_values import Load
 from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import explain_run, find_component
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
@@ -39,8 +42,14 @@ from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.pipelines.skeletons import build_component, build_empty_component
 from stopdown.plans.calibrated import describe_scaling
+from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.dry_calls import list_source_calls
-from stopdown.plans.plan_files import read_class_versions, seal_plan
+from stopdown.plans.plan_files import (
+    keep_plan,
+    read_cached_plan,
+    read_class_versions,
+    seal_plan,
+)
 from stopdown.plans.precision import (
     ComponentFacts,
     check_components,
@@ -48,11 +57,12 @@ from stopdown.plans.precision import (
     leave_component,
     parse_fp16,
 )
-from stopdown.plans.weight_fingerprints import join_samples, take_samples
+from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
+from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
     Source,
@@ -158,7 +168,7 @@ def certify_plan(
     put_file_bounds(source, SimpleNamespace(**modules))
     recorded = [call for made in calls.values() for call in made]
     hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
-    context = _Context(source, others, stream, device, unseen, progress)
+    context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
     components = []
     for name, module in modules.items():
         with _open(source, name, module, loaded.get(name)) as load:
@@ -166,10 +176,73 @@ def certify_plan(
             components.append(
                 _plan_component(context, name, module, load, called, hands_over=hands_over)
             )
+    return _seal(source.name, fingerprint(source), source.pipeline_class, components, started)
+
+
+def certify_program(
+    program: Any, run: Callable[[], Any], *, progress: Progress | None = None
+) -> Plan:
+    """Find or make the plan of a loaded program that is no pipeline, from its weights.
+
+    A plan is kept for these weights and the sizes of these calls. What cannot be planned is left as it is
+    loaded.
+
+    Args:
+        program: as `guard` takes it, its weights as they are stored.
+        run: runs it once. It ends at the first call of each component, and begins anew with the next one.
+        progress: told of stage, what, done and total: tensors that were read.
+
+    Raises:
+        InputError: the run calls no component.
+
+    Cost: captures of seconds, and one pass over the weights, the first time.
+    """
+    started = time.perf_counter()
+    calls = record_first_calls(program, run)
+    found = {name: find_component(program, name) for name in calls}
+    modules = {name: module for name, module in found.items() if module is not None}
+    if not modules:
+        raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
+    known = [(sample_weights(modules[name]), _read_call_sizes(calls[name])) for name in modules]
+    key = hashlib.sha256(repr(known).encode()).hexdigest()
+    kept = read_cached_plan(key)
+    if kept is not None and kept.versions == read_class_versions():
+        return kept
+    context = _Context({}, {}, "fp32", None, "", progress, left="as loaded")
+    components = []
+    for name, module in modules.items():
+        tensors = name_parameters(module)
+        load = functools.partial(load_stored, tensors, _find_aliases(module), dict)
+        if kind := find_quantised(module):
+            bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
+            components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
+        else:
+            components.append(
+                _plan_component(context, name, module, load, calls[name], hands_over=False)
+            )
+    made = _seal(type(program).__name__, key, type(program).__name__, components, started)
+    keep_plan(made)
+    return made
+
+
+def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
+    return [
+        (x.callee.name, read_sizes(x.args, x.kwargs, read_names(x.callee.owner, x.callee.method)))
+        for x in calls
+    ]
+
+
+def _seal(
+    name: str,
+    fingerprint: str,
+    pipeline: str,
+    components: Sequence[ComponentPlan],
+    started: float,
+) -> Plan:
     made = Plan(
-        source=source.name,
-        fingerprint=fingerprint(source),
-        pipeline=source.pipeline_class,
+        source=name,
+        fingerprint=fingerprint,
+        pipeline=pipeline,
         precision="fp16",
         versions=read_class_versions(),
         components=tuple(components),
@@ -203,15 +276,17 @@ def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 class _Context:
     """What all components of a plan share.
 
-    `others` are planned in another precision; `unseen` says why calls of some are not known.
+    `stored` counts the bytes of each format; `others` are planned in another precision; `unseen` says why
+    calls of some are not known; `left` is the precision of what cannot be planned, "" by what is stored.
     """
 
-    source: Source
+    stored: Mapping[str, Mapping[str, int]]
     others: Mapping[str, str]
     residual: str
     device: Device | None
     unseen: str
     progress: Progress | None
+    left: str = ""
 
 
 def _plan_component(
@@ -388,8 +463,9 @@ def _price(scaling: Scaling) -> tuple[float, ...]:
 
 def _fall_back(context: _Context, bare: ComponentPlan, why: str) -> ComponentPlan:
     """The component in bf16 where its weights are stored so and the device is quick at it, else in fp32."""
-    counts = read_stored_dtypes(context.source)
-    stored = counts.get(bare.component, counts.get("checkpoint", {}))
+    if context.left:
+        return dataclasses.replace(bare, precision=context.left, reasons=(why,))
+    stored = context.stored.get(bare.component, context.stored.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), dict(stored))
     precision, reason = "fp32", ""
     if facts.stored_mostly == "bf16":

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, probe_formats
-from stopdown.errors import OutputError, PlanError, warn_user
+from stopdown.errors import PlanError, warn_user
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import check_source
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_files import (
     describe_no_plan,
+    keep_plan,
     read_cached_plan,
     read_plan,
     seal_plan,
-    write_cached_plan,
 )
 from stopdown.plans.planned_loader import (
     decide,
@@ -121,7 +121,7 @@ def find_or_certify(
             calls=calls,
         )
         if not others:
-            _keep(made)
+            keep_plan(made)
         return made
     if others:
         kept = tuple(leave_components(found.components, others))
@@ -142,10 +142,3 @@ def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
         return None
     entries = tuple(x for x in plan.components if not only or x.component in only)
     return dataclasses.replace(plan, components=entries)
-
-
-def _keep(plan: Plan) -> None:
-    try:
-        write_cached_plan(plan)
-    except OutputError as error:
-        warn_user(f"The plan was not kept for the next run. {error.what}")

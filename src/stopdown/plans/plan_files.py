@@ -23,7 +23,7 @@ import msgspec
 
 from stopdown.argument_types import check_type
 from stopdown.devices.environment import cache_folder, read_version
-from stopdown.errors import InputError, PlanError
+from stopdown.errors import InputError, OutputError, PlanError, warn_user
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.files.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.number_formats import FORMATS
@@ -210,6 +210,14 @@ def write_cached_plan(plan: Plan) -> Path:
         raise explain_refusal(path.parent, error, "in STOPDOWN_CACHE") from error
     write_plan(plan, path)
     return path
+
+
+def keep_plan(plan: Plan) -> None:
+    """Keep a plan for the next run of its checkpoint, or warn that it could not be kept."""
+    try:
+        write_cached_plan(plan)
+    except OutputError as error:
+        warn_user(f"The plan was not kept for the next run. {error.what}")
 
 
 def read_cached_plan(fingerprint: str) -> Plan | None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.component_calls.components import explain_run
 from stopdown.devices.environment import Device
 from stopdown.errors import warn_user
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
-from stopdown.plans.certified import certify_plan
+from stopdown.plans.certified import certify_plan, certify_program
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.planned_loader import load_plan
 from stopdown.records import Plan
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def make_plan(
     pipe_or_source: Any,
     *,
-    measure: bool | str = False,
+    measure: bool | str | None = None,
     prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     request: Request | None = None,
@@ -51,7 +52,9 @@ def make_plan(
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
             Diffusers pipeline, or another program as `guard` takes it, is left as it was.
         measure: True measures a source, too. `"auto"` measures as well, and takes bounds where they cost
-            nothing; `"bound"` takes ranges that hold for every input where it can.
+            nothing; `"bound"` takes ranges that hold for every input where it can. False measures nothing:
+            a program that is no pipeline is certified from its weights, for the first call that `run` makes
+            of each of its components, where the run is stopped; such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
             call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
@@ -76,9 +79,14 @@ def make_plan(
     in fp32 layer by layer if all of them do not fit.
     """
     is_source = isinstance(pipe_or_source, (str, Path, Source))
-    is_run = bool(measure) or prompts != () or not (request is device is run is None)
-    if is_source and not is_run:
+    if measure is None:
+        measure = not is_source or prompts != () or not (request is device is run is None)
+    if is_source and not measure:
         return certify_plan(pipe_or_source, residual=residual or "fp32", progress=progress)
+    if not measure:
+        if run is None:
+            raise explain_run("Nothing says how the program is called.", "make_plan")
+        return certify_program(pipe_or_source, run, progress=progress)
     return measure_plan(
         SafeSource(pipe_or_source, run_certified) if is_source else pipe_or_source,
         prompts=prompts,
