@@ -36,7 +36,7 @@ from stopdown.pipelines.requests import (
 )
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path
-from stopdown.records import MemoryForecast, MemoryRow, Reduction
+from stopdown.records import MemoryForecast, MemoryRow, Plan, Reduction
 from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.dry_run import Answers
-    from stopdown.plans.precision_and_memory import Budgeted, Way
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,15 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     load_libraries(display)
     from stopdown.pipelines.drawn_inputs import complete_request
     from stopdown.pipelines.loader import complete_source
-    from stopdown.plans.precision_and_memory import build_way, choose_way, find_ways, list_rows
+    from stopdown.plans.precision_and_memory import (
+        build_way,
+        choose_way,
+        count_bits,
+        describe_remark,
+        find_ways,
+        list_rows,
+        read_formats,
+    )
     from stopdown.sources.library_messages import quiet_libraries
 
     profile = find_target(options.device or "auto")[1]
@@ -144,7 +151,7 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     made = MemoryForecast(
         source=options.source,
         device=f"{profile.name} ({profile.title})",
-        precisions=dict(way.precisions),
+        precisions=read_formats(way),
         request={**_describe(read), "steps": request.steps or find_steps(pipe, {})},
         limit_bytes=limit,
         rows=list_rows(tried),
@@ -152,10 +159,10 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
         reasons=_explain(tried, chosen, limit, profile),
         reduced=reduced,
         elapsed_s=round(time.perf_counter() - begun, 3),
-        precision=way.name if prediction is not None else "",
-        flag=way.flag,
-        bits={one.way.name: one.way.bits for one in tried},
-        remarks={one.way.name: one.way.remark for one in tried if one.way.remark},
+        precision=way.chosen if prediction is not None else "",
+        flag=way.precision,
+        bits={x.plan.chosen: count_bits(x.plan) for x in tried},
+        remarks={x.plan.chosen: said for x in tried if (said := describe_remark(x.plan))},
         fits=prediction is not None,
         peak_bytes=prediction.peak_bytes if prediction is not None else 0,
         host_bytes=_count_host(prediction, profile, host_limit),
@@ -197,12 +204,12 @@ def _answer(made: MemoryForecast, prediction: Prediction) -> str:
     return f"Fits: yes, {', '.join(parts)}"
 
 
-def _refuse(made: MemoryForecast, tried: Sequence[Budgeted]) -> str:
+def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     """`Fits: no. The smallest strategy, …`, with the nearest size that fits."""
     way, least = _find_smallest(tried)
     no = (
-        f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.name}, takes "
-        f"{_compare_bytes(least.peak_bytes, made.limit_bytes)}."
+        f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.chosen}, "
+        f"takes {_compare_bytes(least.peak_bytes, made.limit_bytes)}."
     )
     if made.reduced is None:
         return f"{no} No smaller size that was tried fits."
@@ -240,10 +247,10 @@ def _format_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _find_smallest(tried: Sequence[Budgeted]) -> tuple[Way, Prediction]:
+def _find_smallest(tried: Sequence[Fit]) -> tuple[Plan, Prediction]:
     from stopdown.memory.forecast import find_smallest
 
-    smallest = [(one.way, find_smallest(one.fit)) for one in tried]
+    smallest = [(one.plan, find_smallest(one)) for one in tried]
     return min(smallest, key=lambda pair: pair[1].peak_bytes)
 
 
@@ -260,19 +267,24 @@ def _read_limit(text: str, profile: Profile) -> int:
 
 def _try_way(
     source: Source,
-    way: Way,
+    way: Plan,
     *,
     profile: Profile,
     options: FitOptions,
     request: Request,
     display: Display,
     answers: Answers,
-) -> Budgeted:
+) -> Fit:
     """What every strategy takes in one precision, those that cost the least time first."""
     from stopdown.memory.forecast import predict_all, sort_by_time
-    from stopdown.plans.precision_and_memory import Budgeted, build_way, weigh_speed
+    from stopdown.plans.precision_and_memory import (
+        build_way,
+        find_fp32_share,
+        read_formats,
+        weigh_speed,
+    )
 
-    formats = set(way.precisions.values())
+    formats = set(read_formats(way).values())
     pipe = build_way(source, way)
     arguments = build_arguments(pipe, request)
     fit = predict_all(
@@ -282,12 +294,12 @@ def _try_way(
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         answers=answers,
-        progress=lambda done, total: display.progress("predict", f"in {way.name}", done, total),
+        progress=lambda done, total: display.progress("predict", f"in {way.chosen}", done, total),
     )
     device = options.device or "auto"
-    wide = _find_speed(device, {"fp32"}) if way.fp32_share else None
+    wide = _find_speed(device, {"fp32"}) if find_fp32_share(way) else None
     speed = weigh_speed(way, _find_speed(device, formats), wide)
-    return Budgeted(way, sort_by_time(fit, speed), speed)
+    return dataclasses.replace(sort_by_time(fit, speed), plan=way)
 
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:
@@ -299,8 +311,8 @@ def _find_speed(name: str, formats: set[str]) -> Speed | None:
 
 
 def _explain(
-    tried: Sequence[Budgeted],
-    chosen: tuple[Way, Prediction] | None,
+    tried: Sequence[Fit],
+    chosen: tuple[Plan, Prediction] | None,
     limit: int,
     profile: Profile,
 ) -> tuple[str, ...]:
@@ -312,7 +324,7 @@ def _explain(
     reasons = [_explain_choice(tried, chosen, usable)]
     if chosen is not None:
         reasons += [CHUNKS_DIFFER] if chosen[1].strategy.frames else []
-        others = (one for one in tried if one.way is not chosen[0])
+        others = (one for one in tried if one.plan is not chosen[0])
         reasons += [_explain_other(one, tried, limit) for one in others]
     if profile.kind != "cpu":
         reasons.append("The device's kernels and its allocator take some memory in addition.")
@@ -327,45 +339,43 @@ def _explain(
 
 
 def _explain_choice(
-    tried: Sequence[Budgeted],
-    chosen: tuple[Way, Prediction] | None,
+    tried: Sequence[Fit],
+    chosen: tuple[Plan, Prediction] | None,
     usable: str,
 ) -> str:
     if chosen is not None:
         way, prediction = chosen
         return (
-            f"{way.name} with {prediction.strategy.name} is predicted to take "
+            f"{way.chosen} with {prediction.strategy.name} is predicted to take "
             f"{format_bytes(prediction.peak_bytes)}, and is the fastest that stays within "
             f"{usable}."
         )
     way, least = _find_smallest(tried)
     return (
-        f"No strategy stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
+        f"No strategy stays within {usable}: the smallest, {way.chosen} with {least.strategy.name}, is "
         f"predicted to take {format_bytes(least.peak_bytes)}."
     )
 
 
-def _explain_other(one: Budgeted, tried: Sequence[Budgeted], limit: int) -> str:
+def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
     """What another way would have come to."""
     from stopdown.memory.forecast import choose
     from stopdown.plans.precision_and_memory import list_rows
 
-    found = choose(one.fit, limit)
+    found = choose(one, limit)
     if found is None:
-        return f"{one.way.name}: nothing fits."
+        return f"{one.plan.chosen}: nothing fits."
     row = next(
         row
         for row in list_rows(tried)
-        if row.precision == one.way.name and row.strategy == found.strategy.name
+        if row.precision == one.plan.chosen and row.strategy == found.strategy.name
     )
     time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
-    return (
-        f"{one.way.name}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
-    )
+    return f"{one.plan.chosen}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
 
 
 def _shrink(
-    first: Budgeted,
+    first: Fit,
     source: Source,
     profile: Profile,
     options: FitOptions,
@@ -377,20 +387,20 @@ def _shrink(
     from stopdown.plans.precision_and_memory import build_way
     from stopdown.runtime.memory_limits import find_size, find_smaller
 
-    size = find_size(build_way(source, first.way), request, first.fit)
+    size = find_size(build_way(source, first.plan), request, first)
     if size is None:
         return None
 
     def predict(smaller: Request) -> Fit:
         return _try_way(
             source,
-            first.way,
+            first.plan,
             profile=profile,
             options=options,
             request=smaller,
             display=display,
             answers={},
-        ).fit
+        )
 
     found = find_smaller(request, size, read_configs(source.described), predict, limit)
     if found is None:

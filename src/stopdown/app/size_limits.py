@@ -83,7 +83,7 @@ def refuse_too_large(
     asked = _find_size(pipe, request)
 
     def predict(size: Size) -> Fit:
-        display.progress("predict", f"{size} in {way.name}", 0, 0)
+        display.progress("predict", f"{size} in {way.chosen}", 0, 0)
         smaller = shrink_request(dataclasses.replace(request, steps=1), size)
         arguments = build_arguments(pipe, smaller)
         return predict_resident(pipe, arguments, on_cpu=device.type == "cpu", answers=answers)

@@ -45,7 +45,7 @@ from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
-from stopdown.plans.precision_and_memory import build_way, list_ways
+from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
 from stopdown.sources.hub import Progress
@@ -272,7 +272,7 @@ def _choose_tiling(
         plan = read_plan(asked) if asked.endswith(".json") else None
         with quiet_libraries(), contextlib.suppress(OptionError):  # said when it is loaded
             way = list_ways(facts, supports, asked, plan)[0]
-            pipe, formats = build_way(source, way), set(way.precisions.values())
+            pipe, formats = build_way(source, way), set(read_formats(way).values())
             fits.append(predict_pipe(pipe, formats, request, device))
     tiling = choose_tiling(fits, limit_bytes)
     if tiling is None and fits:

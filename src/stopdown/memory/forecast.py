@@ -25,7 +25,7 @@ from stopdown.memory.strategies import (
     predict,
 )
 from stopdown.pipelines.dry_run import Answers
-from stopdown.records import MemoryRow
+from stopdown.records import MemoryRow, Plan
 
 USABLE_SHARE = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
@@ -39,11 +39,15 @@ class Fit:
         predictions: those that cost the least time first.
         strays: as in `RunMemory`.
         sides: height and width of what was decoded; None where nothing was.
+        plan: that the run computes by, if several are compared.
+        speed: of the device by that plan; None where it is not known.
     """
 
     predictions: tuple[Prediction, ...]
     strays: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     sides: tuple[int, int] | None = None
+    plan: Plan = field(default_factory=lambda: Plan(""))
+    speed: Speed | None = None
 
 
 def predict_all(
@@ -115,7 +119,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
         return fit
     timed = [dataclasses.replace(one, seconds=estimate_time(one, speed)) for one in fit.predictions]
     timed.sort(key=lambda one: round(one.seconds or 0.0, 9))
-    return dataclasses.replace(fit, predictions=tuple(timed))
+    return dataclasses.replace(fit, predictions=tuple(timed), speed=speed)
 
 
 def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
@@ -143,7 +147,7 @@ def find_smallest(fit: Fit) -> Prediction:
     return min(fit.predictions, key=lambda one: one.peak_bytes)
 
 
-def make_rows(fit: Fit, speed: Speed | None, unit_s: float) -> tuple[MemoryRow, ...]:
+def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
     """The table of all strategies, with times as ratios to `unit_s`."""
     return tuple(
         MemoryRow(
@@ -152,7 +156,7 @@ def make_rows(fit: Fit, speed: Speed | None, unit_s: float) -> tuple[MemoryRow, 
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            round(estimate_time(one, speed) / unit_s, 3) if speed is not None else None,
+            round(estimate_time(one, fit.speed) / unit_s, 3) if fit.speed is not None else None,
         )
         for one in fit.predictions
     )

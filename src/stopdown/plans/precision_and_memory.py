@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from stopdown.component_call_names import name_component
 from stopdown.devices.environment import Support
 from stopdown.memory.forecast import (
     USABLE_SHARE,
@@ -30,54 +30,13 @@ from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.plans.applier import apply_without_weights, check_source
 from stopdown.plans.planned_loader import decide, gather_facts, widest_by_component
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
-from stopdown.records import MemoryRow, Plan
+from stopdown.records import ComponentPlan, MemoryRow, Plan, Scaling
 from stopdown.sources.sources import Source
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to compute.
-
-    Attributes:
-        name: `fp16 rescaled`, `fp16 with fp32 modules`, `fp32`.
-        precisions: component → format of most of it.
-        flag: what `--precision` has to say for it.
-        keeps_fp32: whether parts that a class keeps in fp32 stay there.
-        plan: whose fp32 modules and residual streams it has; None for none.
-        remark: what else is to be said, a sentence or nothing.
-    """
-
-    name: str
-    precisions: Mapping[str, str]
-    flag: str
-    keeps_fp32: bool = True
-    plan: Plan | None = field(default=None, repr=False)
-    remark: str = ""
-
-    @property
-    def bits(self) -> int:
-        """Significant bits of the coarsest format."""
-        return min(FORMATS[name].significant_bits for name in self.precisions.values())
-
-    @property
-    def fp32_share(self) -> float:
-        """Share of the matmul work that a plan does in fp32, the largest of its components."""
-        entries = self.plan.components if self.plan is not None else ()
-        return max((entry.in_force.fp32_flops for entry in entries), default=0.0)
-
-
-@dataclass(frozen=True)
-class Budgeted:
-    """A way with what every strategy of it takes."""
-
-    way: Way
-    fit: Fit
-    speed: Speed | None
 
 
 def find_ways(
     source: Source, supports: Mapping[str, Support], asked: str, plan: Plan | None = None
-) -> list[Way]:
+) -> list[Plan]:
     """Return the ways to compute a source, as `list_ways` does.
 
     Raises:
@@ -93,7 +52,7 @@ def list_ways(
     supports: Mapping[str, Support],
     asked: str,
     plan: Plan | None = None,
-) -> list[Way]:
+) -> list[Plan]:
     """The ways that are compared, the one that was asked for (or `auto` takes) first.
 
     Args:
@@ -104,97 +63,122 @@ def list_ways(
         OptionError: the precision is unknown or does not work there.
     """
     names = [fact.name for fact in facts]
-    fp32 = Way("fp32", dict.fromkeys(names, "fp32"), "fp32")
+    fp32 = _make_plan("fp32", "fp32", dict.fromkeys(names, "fp32"))
     if plan is not None:
-        return [_describe_plan(plan, asked), fp32]
+        return [dataclasses.replace(plan, precision=asked, chosen=f"by {asked}"), fp32]
     makes_plan = bool(explain_plan(facts, supports))  # generate's auto makes one by itself then
     request = parse_request(asked)
     is_auto = request.get("") == "auto"
     flag = "auto" if makes_plan and is_auto else "fp16"
-    rescaled = Way("fp16 rescaled", dict.fromkeys(names, "fp16"), flag, keeps_fp32=False)
+    rescaled = _make_plan("fp16 rescaled", flag, dict.fromkeys(names, "fp16"), Scaling())
     if request.get("") == "fp16":
         return [rescaled]
-    decisions = decide(list(facts), supports, asked)
-    found = widest_by_component(decisions)
-    own = Way(" and ".join(dict.fromkeys(found.values())), found, asked)
-    by_call = {decision.component: decision.precision for decision in decisions}
-    twice = [x.name for x in facts if len({by_call[call] for call in x.calls}) > 1]
-    if twice:
-        copies = (
-            f"{', '.join(twice)}: a second copy of the weights, for the other method, comes on top."
-        )
-        own = dataclasses.replace(own, remark=copies)
+    decided = decide(list(facts), supports, asked)
+    found = widest_by_component(decided)
+    own = Plan(
+        "", precision=asked, chosen=" and ".join(dict.fromkeys(found.values())), components=decided
+    )
     if not is_auto:
         return [own]
     ways = [own]
     if supports["fp16"].native and supports["fp16"].works:
         ways = [rescaled, own] if makes_plan else [own, rescaled]
-    return [*ways, fp32] if fp32.precisions != found else ways
+    return [*ways, fp32] if {*found.values()} != {"fp32"} else ways
 
 
-def _describe_plan(plan: Plan, path: str) -> Way:
-    entries = plan.components
-    count = sum(len(entry.in_force.fp32_modules) for entry in entries)
-    share = max((entry.in_force.fp32_flops for entry in entries), default=0.0)
-    streams = sum(entry.in_force.stream is not None for entry in entries)
+def _make_plan(
+    name: str, flag: str, formats: Mapping[str, str], scaling: Scaling | None = None
+) -> Plan:
+    """Return a plan that exists only to be compared: with `scaling`, weights get exponents."""
+    entries = (ComponentPlan(x, precision=y, scaling=scaling) for x, y in formats.items())
+    return Plan("", precision=flag, chosen=name, components=tuple(entries))
+
+
+def read_formats(plan: Plan) -> dict[str, str]:
+    """Return the format of each component: the wider one of its calls."""
+    return widest_by_component(tuple(x for x in plan.components if x.precision in FORMATS))
+
+
+def count_bits(plan: Plan) -> int:
+    """Return the significant bits of the coarsest format of a plan."""
+    return min(FORMATS[name].significant_bits for name in read_formats(plan).values())
+
+
+def find_fp32_share(plan: Plan) -> float:
+    """Return the share of the matmul work that a plan does in fp32, the largest of its components."""
+    return max((entry.in_force.fp32_flops for entry in plan.components), default=0.0)
+
+
+def describe_remark(plan: Plan) -> str:
+    """Return what else is to be said of a plan, a sentence; "" for nothing."""
+    if plan.is_bare:
+        formats = read_formats(plan)
+        by_call = {x.component: x.precision for x in plan.components}
+        twice = {name_component(x) for x, y in by_call.items() if y != formats[name_component(x)]}
+        names = ", ".join(name for name in formats if name in twice)
+        said = f"{names}: a second copy of the weights, for the other method, comes on top."
+        return said if twice else ""
+    entries = [entry.in_force for entry in plan.components]
+    count = sum(len(x.fp32_modules) for x in entries)
+    share = find_fp32_share(plan)
+    streams = sum(x.stream is not None for x in entries)
     remark = f"{count} fp32 module{'s' * (count != 1)} in fp32, {share:.1%} of the matmul work."
     if streams:
         remark += f" {streams} fp32 residual stream{'s' * (streams != 1)}."
-    precisions = {e.component: e.precision for e in entries if e.precision in FORMATS}
-    return Way(f"by {path}", precisions, path, keeps_fp32=False, plan=plan, remark=remark)
+    return remark
 
 
-def build_way(source: Source, way: Way) -> Any:
-    """A source's pipeline without weights, as a way has it: fp32 modules and residual streams, too."""
-    if way.plan is None:
-        dtypes = {name: FORMATS[entry].torch_dtype for name, entry in way.precisions.items()}
-        return build_skeleton(source, dtypes, keep_fp32=way.keeps_fp32)
+def build_way(source: Source, plan: Plan) -> Any:
+    """Return a source's pipeline without weights by a plan, with fp32 modules and residual streams."""
+    if plan.is_bare:
+        dtypes = {name: FORMATS[x].torch_dtype for name, x in read_formats(plan).items()}
+        keeps_fp32 = all(entry.scaling is None for entry in plan.components)
+        return build_skeleton(source, dtypes, keep_fp32=keeps_fp32)
     pipe = build_skeleton(source, {}, keep_fp32=False)
-    apply_without_weights(pipe, way.plan)
+    apply_without_weights(pipe, plan)
     return pipe
 
 
-def weigh_speed(way: Way, narrow: Speed | None, wide: Speed | None) -> Speed | None:
-    """The speed of a way whose fp32 modules run in fp32: each share of the work at its own rate.
+def weigh_speed(plan: Plan, narrow: Speed | None, wide: Speed | None) -> Speed | None:
+    """Return the speed by a plan whose fp32 modules run in fp32: each share of the work at its own rate.
 
     Args:
-        narrow: in the formats of the way.
+        narrow: in the formats of the plan.
         wide: in fp32.
     """
-    share = way.fp32_share
+    share = find_fp32_share(plan)
     if narrow is None or wide is None or not share:
         return narrow
     rate = 1 / ((1 - share) / narrow.flops_per_s + share / wide.flops_per_s)
     return dataclasses.replace(narrow, flops_per_s=rate)
 
 
-def choose_way(found: Sequence[Budgeted], limit_bytes: int) -> tuple[Way, Prediction] | None:
-    """What takes the least time among all that fits; without known speeds the first way that fits.
+def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction] | None:
+    """Return what takes the least time among all that fits; without known speeds the first plan that fits.
 
     Args:
-        found: the way that was asked for first.
+        found: each with its plan, the one that was asked for first.
     """
     fitting = [
-        (one.way, prediction, estimate_time(prediction, one.speed))
+        (one.plan, prediction, estimate_time(prediction, one.speed))
         for one in found
-        for prediction in one.fit.predictions
+        for prediction in one.predictions
         if prediction.peak_bytes <= limit_bytes * USABLE_SHARE
     ]
     if not fitting:
         return None
     if all(one.speed is not None for one in found):
-        fitting.sort(key=lambda one: (round(one[2], 9), -one[0].bits))
+        fitting.sort(key=lambda one: (round(one[2], 9), -count_bits(one[0])))
     return fitting[0][:2]
 
 
-def list_rows(found: Sequence[Budgeted]) -> tuple[MemoryRow, ...]:
-    """The rows of all ways; times are ratios to everything resident in the first of them."""
+def list_rows(found: Sequence[Fit]) -> tuple[MemoryRow, ...]:
+    """Return the rows of all plans; times are ratios to everything resident in the first of them."""
     first = found[0]
-    known = first.fit.predictions
-    resident = next((one for one in known if one.strategy == Strategy()), known[0])
-    unit_s = estimate_time(resident, first.speed)
+    resident = (one for one in first.predictions if one.strategy == Strategy())
+    unit_s = estimate_time(next(resident, first.predictions[0]), first.speed)
     return tuple(
-        dataclasses.replace(row, precision=one.way.name)
+        dataclasses.replace(row, precision=one.plan.chosen)
         for one in found
-        for row in make_rows(one.fit, one.speed, unit_s)
+        for row in make_rows(one, unit_s)
     )
