@@ -14,6 +14,7 @@ from stopdown.app import cli
 from stopdown.devices import environment
 from stopdown.devices.environment import choose_device, list_devices, select_device
 from stopdown.devices.torch_builds import Build, find_missing_kernels, find_missing_system
+from stopdown.diagnosis import explain
 from stopdown.errors import OptionError
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_37", "sm_90"]
@@ -177,6 +178,16 @@ def test_doctor_says_so_and_ends_with_1(card: Any, capsys: pytest.CaptureFixture
     assert "native" in said
     assert run("doctor --device cuda", capsys)[0] == 1
     assert run("doctor --device cpu", capsys)[0] == 0
+
+
+@pytest.mark.parametrize("card", list(CARDS), indirect=True)
+def test_explain_knows_the_message(card: Any) -> None:
+    """What a command says of a card without kernels is explained by the build, with `doctor` to type."""
+    with pytest.raises(OptionError) as caught:
+        choose_device("cuda")
+    found = explain(f"stopdown: {caught.value}")
+    assert found.cause == "other-build-of-pytorch"
+    assert any("doctor" in text for text in found.remedy)
 
 
 @pytest.mark.parametrize("card", ["v100"], indirect=True)
