@@ -28,9 +28,9 @@ from stopdown.devices.environment import describe_machine
 from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.strategies import Strategy, predict
-from stopdown.pipelines.context_parallel import put_context_parallel
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.skeletons import build_skeleton
+from stopdown.ranks.context_parallel import put_context_parallel
 from stopdown.sources.sources import resolve_source
 
 RESULTS = Path(__file__).parent / "results"

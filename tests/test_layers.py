@@ -37,8 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
     ("plans",),
-    # they write, judge and foresee what plans make; what the guards of several ranks agree by
-    ("checkpoints", "doctor", "dtype_rules", "parallel"),
+    ("checkpoints", "doctor", "dtype_rules"),  # they write, judge and foresee what plans make
     ("runtime",),  # a guard puts plans on with `plans`
     ("batch", "quantizers"),  # workers make runs with `runtime`; quantizers put its guard on
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
@@ -46,7 +45,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
     # beside the core, which finds them by `extensions`
-    ("bench", "export", "quantised", "ray_pool"),
+    ("bench", "export", "quantised", "ranks", "ray_pool"),
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
@@ -328,7 +327,7 @@ def test_few_packages_import_diffusers() -> None:
     """Diffusers is met where models are found, opened and called, and where it is given our classes."""
     assert (
         list_imports_of(
-            "diffusers", SOURCES, ("component_calls", "pipelines", "quantizers", "sources")
+            "diffusers", SOURCES, ("component_calls", "pipelines", "quantizers", "ranks", "sources")
         )
         == []
     )

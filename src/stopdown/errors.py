@@ -138,13 +138,12 @@ class NonFiniteError(StopdownError):
 
 
 class RankError(StopdownError):
-    """Another rank of the same run is gone or failed; the rank that finds it says it for all."""
+    """Another rank of the same run is gone or failed."""
 
-    def __init__(self, what: str, *, is_first: bool) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
             what, remedy="Start the run again; with `journal` it continues where it stopped."
         )
-        self.is_told_elsewhere = not is_first
 
 
 class CaptureError(StopdownError):

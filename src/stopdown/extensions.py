@@ -16,6 +16,7 @@ PACKAGES = (
     "bench",
     "export",
     "quantised",
+    "ranks",
     "ray_pool",
 )
 

@@ -99,7 +99,7 @@ def test_a_repair_leaves_the_stored_weights_in_their_dtype(
 
 def test_unseen_the_hidden_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look at what `nan_to_num` is given, the same run is finite and wrong."""
-    monkeypatch.setattr("stopdown.runtime.guard.noting_hidden", lambda note: nullcontext())
+    monkeypatch.setattr("stopdown.runtime.watch.noting_hidden", lambda note: nullcontext())
     patcher = make_patcher(hides=True)
     with guard(patcher) as handle:
         found = sample(patcher)

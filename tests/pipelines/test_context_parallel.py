@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
+from stopdown.component_calls.step_caches import in_full, is_spread
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
-from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
-from stopdown.pipelines.context_parallel import (
+from stopdown.ranks.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
+from stopdown.ranks.context_parallel import (
     find_plan,
-    is_spread,
     put_context_parallel,
-    without_context_parallel,
 )
 from stopdown.testing import assert_untouched, make_pipeline
 
@@ -35,7 +34,7 @@ def compare(rank: int, name: str, heads: int) -> dict[str, Any]:
     with assert_untouched(pipe), Patches() as patches:
         config = put_context_parallel(pipe.transformer, patches)
         spread, was_spread = make_latents(pipe), is_spread(pipe.transformer)
-        with without_context_parallel(pipe.transformer):
+        with in_full(pipe.transformer):
             bare = make_latents(pipe)
     return {
         "alone": alone,

@@ -14,8 +14,7 @@ import torch
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.interception.autocast import watched_autocast
-from stopdown.runtime import guard as guard_module
-from stopdown.runtime import repairs
+from stopdown.runtime import repairs, watch
 from stopdown.runtime.guard import guard
 
 REFUSED = "should be the same|must have the same dtype|expect parameter to have scalar type"
@@ -128,7 +127,7 @@ def test_an_overflow_behind_a_refusal_is_repaired_too() -> None:
 
 def test_without_the_repair_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switched off, the error is back."""
-    monkeypatch.setattr(guard_module, "is_refusal", lambda _: False)
+    monkeypatch.setattr(watch, "is_refusal", lambda _: False)
     block = make_block()
     with guard(block), pytest.raises(RuntimeError, match=REFUSED) as found:
         block(torch.ones(2, 8).half())

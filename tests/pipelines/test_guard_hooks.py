@@ -310,7 +310,7 @@ def test_captured_with_its_cache_on_it_is_not_rescaled(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
 ) -> None:
     """This is what the test above would miss."""
-    off = "stopdown.runtime.repairs.without_caches"
+    off = "stopdown.runtime.repairs.in_full"
     monkeypatch.setattr(off, lambda module: contextlib.nullcontext())
     pipe = testing.make_pipeline(HOOKED, dtype=torch.float16)
     put_on(pipe)

@@ -79,7 +79,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
 @pytest.mark.usefixtures("each_device")
 def test_switched_off_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector off the same latents reach the caller."""
-    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
+    monkeypatch.setattr("stopdown.runtime.run_check.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline(NAME)
     with spoilt_steps(pipe.scheduler, 1), guard(pipe):
         assert call_for_latents(pipe).isnan().all()

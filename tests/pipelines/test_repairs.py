@@ -145,8 +145,8 @@ def test_a_finite_repair_further_off_than_bf16_is_not_believed(
         brain = relative_l2(copy.deepcopy(module).bfloat16()(given.bfloat16()), wide)
         with guard(module, announce=quiet) as handle:
             found = module(given)
-            (component,) = handle._components.values()
-            scalings = [x.scaling for x in component.state.applied if x.scaling is not None]
+            (state,) = handle.session.components.values()
+            scalings = [x.scaling for x in state.applied if x.scaling is not None]
     (repair,) = handle.repairs
     assert repair.action == action
     assert repair.tried[0].startswith("rescaled: the result is not that of fp32: it is 0.1")

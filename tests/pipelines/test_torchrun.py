@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stopdown import testing
+from stopdown import extensions, testing
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.devices.environment import RankSettings, read_rank
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image
-from stopdown.parallel.process_group import name_device
+from stopdown.ranks.processes import name_device
 from stopdown.records import RunRecord, read_record
 
 TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -68,6 +68,18 @@ def test_a_way_needs_several_processes(run: Any) -> None:
     assert code == 2
     assert "was given to one process" in said
     assert "torchrun --nproc-per-node 2 -m stopdown generate" in said
+
+
+def test_without_the_package_several_processes_are_refused(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core runs without `ranks`; what needs it is refused before anything is loaded."""
+    monkeypatch.setattr(extensions, "PACKAGES", ())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, said = run("generate", "shapes", "a")
+    assert code == 2
+    assert "A run of 2 processes: the package for this is missing in this installation." in said
 
 
 def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

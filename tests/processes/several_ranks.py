@@ -49,7 +49,6 @@ def run_ranks(
     *given: Any,
     limit_s: float = 240,
     group_limit_s: float = 60,
-    roll_s: float = 10,
 ) -> list[Outcome]:
     """How each rank ended that ran `work(rank, *given)` in a group of so many.
 
@@ -57,14 +56,12 @@ def run_ranks(
         work: a function at the head of its module.
         limit_s: when all is killed.
         group_limit_s: time limit of the process group.
-        roll_s: how long a rank that does not answer is waited for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    limits = group_limit_s, roll_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_enter, args=(rank, count, folder, limits, work, given))
+            context.Process(target=_enter, args=(rank, count, folder, group_limit_s, work, given))
             for rank in range(count)
         ]
         for process in ranks:
@@ -103,14 +100,12 @@ def _enter(
     rank: int,
     count: int,
     folder: str,
-    limits: tuple[float, float],
+    limit_s: float,
     work: Any,
     given: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
-
-    from stopdown.parallel import ranks
 
     torch.set_num_threads(1)
     if name := os.environ.get(SWITCHED_OFF):
@@ -122,9 +117,8 @@ def _enter(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=limits[0]),
+        timeout=timedelta(seconds=limit_s),
     )
-    ranks._ROLL_S = limits[1]
     result, error = None, ""
     try:
         result = work(rank, *given)

@@ -21,11 +21,11 @@ from processes.several_ranks import SWITCHED_OFF
 
 def switch_off_check() -> None:
     """Whatever a component or the pipeline gives is good."""
-    from stopdown.runtime import guard
+    from stopdown.runtime import run_check, session
     from stopdown.runtime.call_check import CallCheck
 
-    guard.check_call = lambda notes, output: CallCheck()
-    guard.count_bad = lambda output: (0, 0, 0)
+    session.check_call = lambda notes, output: CallCheck()
+    run_check.count_bad = lambda output: (0, 0, 0)
 
 
 def switch_off_culprit() -> None:
@@ -109,35 +109,35 @@ def switch_off_comparison() -> None:
 
 def switch_off_rank_check() -> None:
     """Each rank decides by its own output."""
-    from stopdown.runtime import guard
+    from stopdown.ranks.ranks import Ranks
 
-    guard.agree_on_check = lambda ranks, check: check
+    Ranks.agree_on_check = lambda self, check: check
 
 
 def switch_off_rank_culprit() -> None:
     """Each rank believes what it found itself."""
-    from stopdown.runtime import fault_handler
+    from stopdown.ranks.ranks import Ranks
 
-    fault_handler.agree_on_culprit = lambda ranks, culprit: culprit
+    Ranks.agree_on_culprit = lambda self, culprit: culprit
 
 
 def switch_off_noise_check() -> None:
     """Ranks may begin from other noise."""
-    from stopdown.runtime import guard
+    from stopdown.ranks.ranks import Ranks
 
-    guard.refuse_other_noise = lambda ranks, args, kwargs: None
+    Ranks.begin_call = lambda self, call: None
 
 
 def switch_off_run_check() -> None:
     """Ranks may have other weights and precisions."""
-    from stopdown.runtime import guard
+    from stopdown.ranks.ranks import Ranks
 
-    guard.refuse_other_runs = lambda ranks, pipe, plan: None
+    Ranks.begin = lambda self, pipe, plan: None
 
 
-def switch_off_roll() -> None:
-    """Nobody asks who is gone."""
-    from stopdown.parallel import ranks
+def switch_off_loss() -> None:
+    """An error of a connection is passed on as it is."""
+    from stopdown.ranks import ranks
 
     ranks.is_lost = lambda error: False
 
@@ -214,10 +214,10 @@ DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         switch_off_run_check,
         ("pipelines/test_guard_ranks.py::test_ranks_that_were_not_started_alike_are_refused",),
     ),
-    "roll": (
-        switch_off_roll,
+    "loss of a rank": (
+        switch_off_loss,
         (
-            "pipelines/test_ranks.py::test_a_rank_that_is_gone_is_named[killed]",
+            "pipelines/test_ranks.py::test_a_rank_that_is_gone_ends_the_others[killed]",
             "pipelines/test_guard_ranks.py::test_a_rank_dies_and_the_journal_goes_on[1]",
         ),
     ),

@@ -105,7 +105,7 @@ def test_alert_at_every_component_call(name: str, component: str) -> None:
 def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector switched off the same fault reaches the pixels: the tests above see it."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
-    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
+    monkeypatch.setattr("stopdown.runtime.run_check.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox")
     with testing.inject(pipe, "transformer", step=1), check_calls(pipe):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()

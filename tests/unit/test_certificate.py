@@ -33,7 +33,6 @@ from stopdown.scaling.certificate import (
     leave_unmeasured,
     mix_ranges,
 )
-from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Limit, Measured, Problem
 from stopdown.scaling.search import (
     VANISHING_BITS,
@@ -294,7 +293,7 @@ def test_exponents_from_bounds_are_looked_at() -> None:
     """With and without measurements, folds that would round a weight away are not given back."""
     module, args = nn.Linear(4, 4), (torch.randn(2, 4),)
     measured = measure_call(module, args, {}, dtype=torch.float16)
-    kinds = [Kind(measured, args, {})]
+    kinds = [replace(measured, args=args)]
     for ranges in ("bound", "auto"):
         scaling = scale_by_bounds(module, kinds, ranges, find_vanishing)
         assert not scaling.exponents

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 
 from models.pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
-from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
+from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownWarning
+from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
-from stopdown.runtime.guard import guard
+from stopdown.runtime.guard import LEFT_ON, guard
 from stopdown.runtime.repair_order import Remedy, list_remedies
 
 
@@ -57,10 +60,24 @@ def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
 def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detectors off the same fault reaches the pixels."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
-    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
+    monkeypatch.setattr("stopdown.runtime.run_check.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
     with guard(pipe, frames=False):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
+
+
+def test_a_guard_that_nobody_holds_stays_on_and_is_known() -> None:
+    """What is put on holds it: a guard over a part is refused, and a copy of the module has none."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval().requires_grad_(False)
+    with Patches() as patches:
+        guard(net, announce=quiet)
+        gc.collect()
+        (kept,) = [x for x in LEFT_ON if x.pipe is net]
+        patches.defer(kept.remove)
+        with pytest.raises(InputError, match="is a part of the Sequential"):
+            guard(net[0])
+        assert torch.equal(copy.deepcopy(net)(torch.ones(1, 4)), net(torch.ones(1, 4)))
+    guard(net[0]).remove()
 
 
 @pytest.mark.usefixtures("each_device")

@@ -88,7 +88,7 @@ def test_what_is_hidden_is_found_and_repaired(name: str) -> None:
 def test_unseen_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the look at these operations switched off, the same call gives the wrong values."""
     monkeypatch.setattr(
-        "stopdown.runtime.guard.noting_hidden", lambda note: contextlib.nullcontext()
+        "stopdown.runtime.watch.noting_hidden", lambda note: contextlib.nullcontext()
     )
     module, x = make(HIDING["tanh"])
     plain = module(x * 1000)

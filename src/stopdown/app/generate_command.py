@@ -38,24 +38,24 @@ from stopdown.app.request_options import (
     read_allowed,
     read_request,
 )
-from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.devices.device_memory import peak_memory
-from stopdown.devices.environment import Device, choose_device
+from stopdown.devices.environment import Device, choose_device, read_rank
 from stopdown.errors import OptionError
+from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import Finding, RunRecord, describe_no_run
+from stopdown.runtime.consensus import ALONE, Consensus
 from stopdown.sources.sources import Source, fingerprint
 
 if TYPE_CHECKING:
-    from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.class_selection import Selection
     from stopdown.plans.planned_loader import Loaded
-    from stopdown.runtime.journal import Follower, Journal
+    from stopdown.runtime.journal import CallAnswers
     from stopdown.runtime.runs import Made
 
 
@@ -151,18 +151,51 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     runs, found, kept = list_runs(options), False, Kept()
-    with joined_ranks(options.device, options.memory, options.parallel) as (device, ranks):
+    with _join_processes(options) as (device, consensus):
         for one in runs:
             one = dataclasses.replace(one, device=device)
-            if ranks is not None and ranks.number > 0:
-                generate(one, ranks=ranks, kept=kept)
+            if consensus.number > 0:
+                generate(one, consensus=consensus, kept=kept)
                 continue
             with open_display(options) as display:
-                record = generate(one, display, ranks, kept)
+                record = generate(one, display, consensus, kept)
             draw = functools.partial(print_card, record)
             print_result(options, record, draw, name=record.output)
             found |= bool(record.findings)
     return int(found and options.strict)
+
+
+_WAYS = ("auto", "context", "guidance")
+"""How a step is spread: by its tokens, by its rows, or by tokens if the model has a plan for that."""
+
+
+@contextlib.contextmanager
+def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]:
+    """Yield the device of this process, and the consensus of those that `torchrun` started with it.
+
+    Raises:
+        OptionError: there are fewer devices than processes, or the options do not fit their number.
+        RankError: another process is gone or failed.
+    """
+    settings, way = read_rank(), options.parallel
+    if way not in _WAYS:
+        raise OptionError(
+            f"--parallel {way} is unknown.",
+            expected=f"Known values are {', '.join(_WAYS)}.",
+            remedy="Use --parallel auto.",
+        )
+    if settings is None and way != "auto":
+        raise OptionError(
+            f"--parallel {way} was given to one process.",
+            expected="Each device needs its own process.",
+            remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
+        )
+    if settings is None:
+        yield options.device, ALONE
+        return
+    join_ranks = require_offer("join_ranks", f"A run of {settings.count} processes")
+    with join_ranks(options.device, options.memory, settings) as joined:
+        yield joined
 
 
 def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
@@ -208,13 +241,13 @@ class Kept:
 def generate(
     options: GenerateOptions,
     display: Display | None = None,
-    ranks: Ranks | None = None,
+    consensus: Consensus = ALONE,
     kept: Kept | None = None,
 ) -> RunRecord:
     """Make a video or picture from a prompt, and write it with its record beside it.
 
     Args:
-        ranks: that make it together; the first of them plans and writes.
+        consensus: of the processes that make it together; the first of them plans and writes.
         kept: of earlier runs with the same options but for seed and output, and for later ones.
 
     Returns:
@@ -231,11 +264,13 @@ def generate(
     options = dataclasses.replace(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
     )
-    lead(ranks, lambda: _check_output_early(options))
+    consensus.lead(lambda: _check_output_early(options))
 
     kept = kept or Kept()
     source = (
-        kept.chosen.source if kept.chosen else follow(ranks, lambda: find_source(options, display))
+        kept.chosen.source
+        if kept.chosen
+        else consensus.follow(lambda: find_source(options, display))
     )
     if kept.chosen is None:
         refuse_missing_prompt(source.pipeline_class, source.components, request)
@@ -245,8 +280,8 @@ def generate(
     from stopdown.runtime.runs import write_record
     from stopdown.sources.library_messages import quiet_libraries
 
-    with quiet_libraries(), _open_journal(options, source, display, ranks) as journal:
-        run = _Run(started, numbered, journal, ranks, kept)
+    with quiet_libraries(), _open_journal(options, source, display, consensus) as journal:
+        run = _Run(started, numbered, journal, consensus, kept)
         record = _generate(options, request, device, source, display, run)
         if record.output is not None:
             write_record(record, record.output)
@@ -263,20 +298,20 @@ class _Run:
         started: by the clock of `time.perf_counter`.
         numbered: the output was not named, so it gets a free number.
         journal: what keeps its calls.
-        ranks: that make it together; None for a process alone.
+        consensus: of the processes that make it together.
         kept: the model, for further runs.
     """
 
     started: float
     numbered: bool
-    journal: Journal | Follower | None
-    ranks: Ranks | None
+    journal: CallAnswers | None
+    consensus: Consensus
     kept: Kept
 
     @property
     def writes(self) -> bool:
         """Whether this process writes the output."""
-        return self.ranks is None or self.ranks.number == 0
+        return self.consensus.number == 0
 
 
 def _generate(
@@ -294,7 +329,7 @@ def _generate(
     from stopdown.runtime.runs import describe_run
 
     kept, limit = run.kept, None
-    if run.ranks is None:
+    if run.consensus.is_alone:
         requested = parse_request(options.precision)
         limit = choose_limit(options.memory, options.allow, requested)
     if kept.chosen is None:
@@ -304,15 +339,14 @@ def _generate(
     if known is not None:
         load = lambda: known  # noqa: E731 - the other way to have it is a partial
     else:
-        plan = follow(
-            run.ranks,
+        plan = run.consensus.follow(
             lambda: choose_plan(
                 chosen.source,
                 options.precision,
                 device,
                 request=request,
                 progress=display.progress,
-            ),
+            )
         )
         opened = functools.partial(load_plan, chosen.source, plan, device, move=limit is None)
         load = functools.partial(_load, opened, display, stages)
@@ -325,7 +359,7 @@ def _generate(
         offloader, request = fitted.offloader, fitted.request
         with (
             offloader or contextlib.nullcontext(),
-            _spread(loaded, options, display, run.ranks) as parallel,
+            run.consensus.spread(loaded.pipe, options.parallel, display.announce) as parallel,
         ):
             made = _run(loaded, request, options, display, run.journal)
     stages |= made.stages_s
@@ -385,37 +419,21 @@ def _choose(
 
 
 @contextlib.contextmanager
-def _spread(
-    loaded: Loaded, options: GenerateOptions, display: Display, ranks: Ranks | None
-) -> Iterator[str]:
-    """Each step spread over the ranks, in words; nothing for a process alone."""
-    if ranks is None:
-        yield ""
-        return
-    from stopdown.interception.patches import Patches
-    from stopdown.parallel.process_group import put_parallel
-
-    with Patches() as patches:
-        way = put_parallel(loaded.pipe, options.parallel, patches, display.announce)
-        yield f"{way} parallel over {ranks.count} processes"
-
-
-@contextlib.contextmanager
 def _open_journal(
-    options: GenerateOptions, source: Source, display: Display, ranks: Ranks | None
-) -> Iterator[Journal | Follower | None]:
+    options: GenerateOptions, source: Source, display: Display, consensus: Consensus
+) -> Iterator[CallAnswers | None]:
     """The journal that was asked for, refused before anything is loaded when it is another run's."""
     if options.journal is None:
         yield None
         return
-    from stopdown.runtime.journal import Follower, Journal
+    from stopdown.runtime.journal import Journal
 
     run = {name: getattr(options, name) for name in _RUN_IDENTITY}
     run["checkpoint"] = fingerprint(source)
     limit = int(options.journal_limit * 2**30)
     folder, announce = options.journal, display.announce
-    opened = lead(ranks, lambda: Journal(folder, run, limit_bytes=limit, announce=announce))
-    with opened if ranks is None or opened is not None else Follower(ranks) as journal:
+    opening = functools.partial(Journal, folder, run, limit_bytes=limit, announce=announce)
+    with consensus.open_journal(opening) as journal:
         yield journal
 
 
@@ -467,7 +485,7 @@ def _run(
     request: Request,
     options: GenerateOptions,
     display: Display,
-    journal: Journal | Follower | None,
+    journal: CallAnswers | None,
 ) -> Made:
     """Call the pipeline under the guard."""
     from stopdown.runtime.runs import make_frames

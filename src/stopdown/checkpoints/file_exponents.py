@@ -39,7 +39,7 @@ from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
 from stopdown.scaling.folds import has_more_than_folds
-from stopdown.scaling.measurement import Captures, Kind, measure_kinds
+from stopdown.scaling.measurement import Captures, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
 from stopdown.sources.single_file_names import read_layouts
@@ -121,7 +121,7 @@ def express_component(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
             f"{describe_rest(entry)}."
         )
-    captures = (kind.measured.capture for kind in search._kinds if kind.measured is not None)
+    captures = (kind.capture for kind in search._kinds)
     signatures = tuple(sorted({capture.signature for capture in captures}))
     return replace(best, scaling=replace(best.scaling, signatures=signatures))
 
@@ -172,9 +172,9 @@ class _Search:
     narrow: Collection[str]
 
     @functools.cached_property
-    def _kinds(self) -> list[Kind]:
+    def _kinds(self) -> list[Measured]:
         """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
-        kinds: list[Kind] = []
+        kinds: list[Measured] = []
         for group in group_calls(self.calls):
             try:
                 placed = [call.place(self.module) for call in group]
@@ -195,7 +195,7 @@ class _Search:
             if best.effect <= (EFFECT_LIMIT if certified else 0.0):
                 return best, None
         for find, most in self._list_finds(planned):
-            found = find(self.module, [kind.measured for kind in self._kinds])
+            found = find(self.module, self._kinds)
             if found is None:
                 continue
             tried = self._measure(_write_eps(self.module, found, self.fields, anew=True))

@@ -195,7 +195,7 @@ def intercept_components(
     adapter = find_adapter(program)
     for callee in adapter.find_callees(program):
         put(callee, patches)
-        if not adapter.is_pipeline:
+        if adapter.find_scheduled(program) is None:
             intercept(callee, _enter_call, patches, Rank.JOURNAL)
     names = {id(module): name for name, module in adapter.name_modules(program).items()}
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,12 @@ class Adapter:
         find_components: a program's modules by name.
         find_callees: the calls that are known before it runs, in order.
         name_modules: modules whose calls are found as they happen, by name; none where all are known.
-        is_pipeline: one call of the program is a run, whose scheduler counts the steps.
+        find_scheduled: what has the scheduler that counts the steps of a run, which is one call of the
+            program; None if a run is something else.
+        list_required: names of components that a plan must hold; of other programs, what was called is
+            planned.
+        find_device: where a program is: `cpu`, `cuda:0`.
+        casts_arguments: the program's own code brings arguments to the dtype of what gets them.
         read_step: the step from 0, and the number of steps, by the keywords of a component call;
             None where they do not say.
     """
@@ -111,7 +116,10 @@ class Adapter:
     find_components: Callable[[Any], dict[str, torch.nn.Module]]
     find_callees: Callable[[Any], tuple[Callee, ...]]
     name_modules: Callable[[Any], dict[str, torch.nn.Module]] = lambda program: {}
-    is_pipeline: bool = False
+    find_scheduled: Callable[[Any], Any] = lambda program: None
+    list_required: Callable[[Any], Collection[str]] = lambda program: ()
+    find_device: Callable[[Any], str] = lambda program: _find_weights_device(program)
+    casts_arguments: bool = False
     read_step: Callable[[Mapping[str, Any]], tuple[int, int] | None] = lambda kwargs: None
 
 
@@ -139,9 +147,16 @@ def find_component(program: Any, name: str) -> torch.nn.Module | None:
 
 
 def find_device(program: Any) -> str:
-    """Where a program is: `cpu`, `cuda:0`."""
-    if find_adapter(program).is_pipeline:
-        return str(getattr(program, "device", "cpu"))
+    """Find where a program is: `cpu`, `cuda:0`."""
+    return find_adapter(program).find_device(program)
+
+
+def runs_by_call(program: Any) -> bool:
+    """Whether one call of a program, with a request's arguments, is a run."""
+    return find_adapter(program).find_scheduled(program) is not None
+
+
+def _find_weights_device(program: Any) -> str:
     weights = (x for module in find_components(program).values() for x in module.parameters())
     return str(next((x.device for x in weights), "cpu"))
 
@@ -176,7 +191,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
             other way round.
     """
     kind = type(program).__name__
-    if find_adapter(program).is_pipeline:
+    if runs_by_call(program):
         refuse_run(run, f"pipeline {kind}")
         return False
     if arguments is not None:
@@ -262,7 +277,10 @@ DIFFUSERS = Adapter(
     lambda program: isinstance(getattr(program, "components", None), Mapping),
     _find_parts,
     lambda pipe: list_component_calls(_find_parts(pipe)),
-    is_pipeline=True,
+    find_scheduled=lambda pipe: pipe,
+    list_required=lambda pipe: _find_parts(pipe).keys(),
+    find_device=lambda pipe: str(getattr(pipe, "device", "cpu")),
+    casts_arguments=True,
 )
 """Pipelines of Diffusers, and whatever names its `components` as they do."""
 

@@ -33,15 +33,41 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def without_caches(module: torch.nn.Module) -> Iterator[None]:
-    """The module as it is beneath its step caches; other hooks of Diffusers (offloading) stay."""
+def in_full(module: torch.nn.Module) -> Iterator[None]:
+    """Run the module in full: beneath its step caches, and all tokens in this process.
+
+    Other hooks of Diffusers (offloading) stay.
+    """
     with Patches() as patches:
         if getattr(module, "is_cache_enabled", False):
-            bypass_hooks(module, _keeps_states, patches)
+            _bypass_hooks(module, _keeps_states, patches)
+        if is_spread(module):
+            kinds = ("ContextParallelSplitHook", GATHERING)
+            _bypass_hooks(module, lambda hook: type(hook).__name__ in kinds, patches)
+            for processor in find_processors(module):
+                if getattr(processor, "_parallel_config", None) is not None:
+                    patches.set_attribute(processor, "_parallel_config", None)
+            patches.set_attribute(module, "_parallel_config", None)
         yield
 
 
-def bypass_hooks(
+GATHERING = "ContextParallelGatherHook"
+"""Class of Diffusers' hook that gathers the tokens of all processes."""
+
+
+def is_spread(module: torch.nn.Module) -> bool:
+    """Whether Diffusers' context parallelism spreads calls of a module over processes."""
+    config = vars(module).get("_parallel_config")
+    return getattr(config, "context_parallel_config", None) is not None
+
+
+def find_processors(module: torch.nn.Module) -> list[Any]:
+    """List the attention processors of a module and its children."""
+    found = (vars(child).get("processor") for child in module.modules())
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _bypass_hooks(
     module: torch.nn.Module, is_meant: Callable[[Any], bool], patches: Patches
 ) -> None:
     """Have some of Diffusers' hooks on a module and its children do nothing, until `patches` is undone."""

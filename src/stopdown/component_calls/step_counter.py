@@ -26,7 +26,7 @@ class StepCounter:
     """Counts the steps of a pipeline's scheduler between `follow` and `stop`.
 
     Attributes:
-        pipe: the pipeline.
+        pipe: what has the scheduler; None if nothing counts the steps.
         done: steps that are over in this run.
         last_result: what the scheduler gave last; None before the first step.
         last_inputs: the tensors that it was given then.
@@ -57,20 +57,17 @@ class StepCounter:
 
     def listen(self, denoiser: Any, patches: Patches) -> None:
         """Take step, timestep and sigma of a denoiser's calls from its `cache_context`, if it has one."""
-        enter = getattr(denoiser, "cache_context", None)
-        if enter is None:
-            return
+        if callable(getattr(denoiser, "cache_context", None)):
+            put_layer(denoiser, "cache_context", self._hear, patches, self._rank)
 
-        @contextlib.contextmanager
-        def cache_context(name: str, **told: Any) -> Iterator[None]:
-            before, self._told = self._told, told
-            try:
-                with enter(name, **told):
-                    yield
-            finally:
-                self._told = before
-
-        patches.set_attribute(denoiser, "cache_context", cache_context)
+    @contextlib.contextmanager
+    def _hear(self, call: ComponentCall) -> Iterator[None]:
+        before, self._told = self._told, call.kwargs
+        try:
+            with call.proceed():
+                yield
+        finally:
+            self._told = before
 
     def follow(self) -> None:
         """Count the steps of the scheduler that the pipeline has now; of an earlier one no more."""

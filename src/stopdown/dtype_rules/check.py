@@ -27,13 +27,13 @@ from stopdown.component_calls.components import (
     Callee,
     check_run,
     explain_run,
-    find_adapter,
     find_callees,
     find_components,
     find_device,
     find_named_callees,
     list_calls,
     refuse_run,
+    runs_by_call,
 )
 from stopdown.devices.backend_rules import Place
 from stopdown.devices.device_profiles import Profile, find_target
@@ -317,7 +317,7 @@ def _conclude(
     rescaled = list(parameters.check_rescaled(live.program, live.components))
     checked = _join([*found, *rescaled], parts, live.profile, chosen, {})
     findings = checked.findings
-    if not find_adapter(live.program).is_pipeline:
+    if not runs_by_call(live.program):
         findings = [word_for_program(finding) for finding in findings]
     return dataclasses.replace(checked, findings=findings, callees=live.callees)
 

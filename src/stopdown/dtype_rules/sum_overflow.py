@@ -104,10 +104,10 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
         return outputs[0]
 
     kept: dict[str, tuple[str, ...]] = {}
-    is_pipeline = find_adapter(pipe).is_pipeline
+    casts_arguments = find_adapter(pipe).casts_arguments
 
     def put(callee: Callee, layers: Patches) -> None:
-        if not is_pipeline:  # which casts by itself
+        if not casts_arguments:
             put_cast(callee, torch.float32, layers)
         if callee.component_name in narrow:
             kept[callee.component_name] = find_kept_fp32(type(callee.owner), "fp16")

@@ -137,10 +137,6 @@ def dry_run(
         arguments: of its call. A generator among them stays where it is.
         listeners: the outermost first.
         answers: of earlier runs; those of this run are added.
-
-    Raises:
-        ComponentFailed: a component's code did not run.
-        Exception: whatever the pipeline's own code raises.
     """
     run = _DryRun(listeners, {} if answers is None else answers)
     given = _prepare(arguments, listeners)
@@ -162,10 +158,6 @@ def dry_run_program(
         program: as `guard` takes it. It is left as it was, but for what its own code changes.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
             are as they are.
-
-    Raises:
-        ComponentFailed: a component's code did not run.
-        Exception: whatever the program's own code raises.
     """
     made: dict[tuple[torch.nn.Module, str], torch.nn.Module] = {}
 
@@ -218,13 +210,12 @@ class _DryRun:
             contextlib.ExitStack() as stack,
             contextlib.suppress(_DecoderReached),
         ):
-            intercept_components(program, self._put_layer, patches)
+            intercept_components(
+                program, lambda x, layers: intercept(x, self._answer, layers, Rank.RECORD), patches
+            )
             for listener in self.listeners:
                 stack.enter_context(listener.around(arguments))
             start()
-
-    def _put_layer(self, callee: Callee, patches: Patches) -> None:
-        intercept(callee, self._answer, patches, Rank.RECORD)
 
     def _answer(self, call: ComponentCall) -> Any:
         """Answer a component call with zeros, once everybody who listens has been told of it."""
@@ -241,7 +232,8 @@ class _DryRun:
             run.kept, run.returned = answer.kept, answer.output
             if is_last:
                 raise _DecoderReached
-            make_zeros = functools.partial(_make_zeros, device=_find_device(call))
+            given = next(iterate_tensors((call.args, call.kwargs)), torch.empty(0))
+            make_zeros = functools.partial(torch.zeros_like, device=given.device)
             run.output = map_tensors(answer.output, make_zeros)
         return run.output
 
@@ -251,7 +243,10 @@ class _DryRun:
         signature = "|".join((call.callee.name, _sign_formats(call.callee.owner), *own, call.key))
         if signature not in self.answers:
             output = self._run(run)
-            self.answers[signature] = Answer(map_tensors(output, _make_meta), run.kept)
+            self.answers[signature] = Answer(
+                map_tensors(output, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")),
+                run.kept,
+            )
         return self.answers[signature]
 
     def _run(self, run: DryCall) -> Any:
@@ -287,20 +282,6 @@ class _DryRun:
 
 def _sign_formats(module: torch.nn.Module) -> str:
     return str(hash(tuple(str(x.dtype) for x in module.parameters())))
-
-
-def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-
-
-def _make_zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=device)
-
-
-def _find_device(call: ComponentCall) -> torch.device:
-    """Where the arguments of a call are."""
-    found = next(iterate_tensors((call.args, call.kwargs)), None)
-    return torch.device("cpu") if found is None else found.device
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:

@@ -330,7 +330,7 @@ def put_boundaries(
     halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
     upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
     if is_mixed is None:
-        is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).is_pipeline
+        is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).casts_arguments
 
     def put(callee: Callee, layers: Patches) -> None:
         name = callee.component_name
@@ -416,8 +416,7 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
     planned = {entry.component: entry for entry in plan.components}
     found_here = {name: find_component(pipe, name) for name in planned}
     modules = {name: module for name, module in found_here.items() if module is not None}
-    is_pipeline = find_adapter(pipe).is_pipeline  # of other programs, what was called is planned
-    for name in find_components(pipe).keys() - planned.keys() if is_pipeline else ():
+    for name in find_adapter(pipe).list_required(pipe) - planned.keys():
         yield f"it has no {name}, and the pipeline has one"
     for name, entry in planned.items():
         if name not in modules:

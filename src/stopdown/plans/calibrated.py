@@ -29,11 +29,11 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import (
     cast_component_,
     explain_run,
-    find_adapter,
     find_component,
     find_components,
     find_device,
     read_precisions,
+    runs_by_call,
 )
 from stopdown.devices.device_memory import find_host_bytes
 from stopdown.devices.environment import Device, choose_device, name_device, probe_formats
@@ -173,7 +173,7 @@ def measure_plan(
         )
         return _seal(opened, requests, components, steps, started)
     opened = _open(target, device, progress)
-    if find_adapter(opened.pipe).is_pipeline:
+    if runs_by_call(opened.pipe):
         requests = list_requests(opened.pipe, prompts, given)
         requests, resized = _fit_size(opened.pipe, opened.device, requests)
         components = _plan_pipeline(opened, requests, resized, options, progress)
@@ -439,7 +439,7 @@ def _add_reason(
 
 def _widen(pipe: Any, patches: Patches) -> None:
     """Bring what is not quantised to fp32, in evaluation mode and without a progress bar."""
-    if find_adapter(pipe).is_pipeline:
+    if runs_by_call(pipe):
         bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
         patches.set_attribute(pipe, "_progress_bar_config", bar)
     for module in find_components(pipe).values():

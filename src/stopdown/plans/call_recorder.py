@@ -53,7 +53,7 @@ class _Recorder:
     has_denoised: bool = False
 
     def __post_init__(self) -> None:
-        scheduled = self.pipe if find_adapter(self.pipe).is_pipeline else None
+        scheduled = find_adapter(self.pipe).find_scheduled(self.pipe)
         self.steps = StepCounter(scheduled, Rank.RECORD)
 
     def put_on(self, patches: Patches) -> None:
@@ -62,28 +62,22 @@ class _Recorder:
         patches.defer(self.steps.stop)
 
     def _put_layer(self, callee: Callee, patches: Patches) -> None:
-        intercept(
-            callee, self._record, patches, Rank.COMPONENT
-        )  # beneath casts: in the weights' dtype
+        # beneath casts: in the weights' dtype
+        intercept(callee, self._record, patches, Rank.COMPONENT)
         self.callees.setdefault(callee.name, callee)
 
     def _record(self, call: ComponentCall) -> Any:
         callee = call.callee
         self.has_denoised |= callee.stage == "denoise"
-        if callee.stage != "denoise" or self.steps.done in self._find_steps():
-            kept = ComponentCall(callee, *_copy_to_cpu((call.args, call.kwargs)))
-            self.calls.setdefault(callee.name, []).append(kept)
+        total = max(1, self.steps.total)
+        if callee.stage != "denoise" or self.steps.done in (0, total // 2, total - 1):
+            self.calls.setdefault(callee.name, []).append(_copy_to_cpu(call))
         output = call.proceed()
         if callee.method == "decode" and callee.component_name not in self.decoded:
             found = next(iterate_tensors(output), None)
             if found is not None:
                 self.decoded[callee.component_name] = found.detach().cpu()
         return output
-
-    def _find_steps(self) -> set[int]:
-        """First, middle and last step of this run."""
-        total = max(1, self.steps.total)
-        return {0, total // 2, total - 1}
 
 
 def record_calls(
@@ -95,9 +89,6 @@ def record_calls(
         pipe: in the safest precision at hand; it is run as it is.
         requests: one run each.
         progress: told of each run.
-
-    Raises:
-        OptionError: the pipeline needs something that a request does not give, or does not take it.
 
     Cost: the runs; the arguments of at most `MOST_CALLS` calls of each component call in host memory.
     """
@@ -146,7 +137,7 @@ def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[C
         name = call.callee.component_name
         if name in found:
             return call.proceed()
-        found[name] = [ComponentCall(call.callee, *_copy_to_cpu((call.args, call.kwargs)))]
+        found[name] = [_copy_to_cpu(call)]
         raise _Called
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -202,8 +193,8 @@ def _thin_out(calls: list[ComponentCall]) -> list[ComponentCall]:
     return [calls[i * (len(calls) - 1) // (MOST_CALLS - 1)] for i in range(MOST_CALLS)]
 
 
-def _copy_to_cpu(tree: Any) -> Any:
-    def copy(value: torch.Tensor) -> torch.Tensor:
-        return value.detach().to("cpu", copy=True)
-
-    return pytree.tree_map_only(torch.Tensor, copy, tree)
+def _copy_to_cpu(call: ComponentCall) -> ComponentCall:
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.detach().to("cpu", copy=True), (call.args, call.kwargs)
+    )
+    return ComponentCall(call.callee, args, kwargs)

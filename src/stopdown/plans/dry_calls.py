@@ -46,9 +46,6 @@ def list_source_calls(
     Args:
         source: completed.
         sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
-
-    Raises:
-        SourceError: a single file is described by the configuration of a component alone.
     """
     if not source.pipeline_class:
         raise SourceError(
@@ -114,9 +111,6 @@ def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall
     Args:
         source: completed, described by a whole pipeline.
         request: sizes; `SMALL` where there are none.
-
-    Raises:
-        SourceError: as `list_source_calls`.
     """
     asked = {name: getattr(request, name) for name in SMALL}
     sizes = asked if any(asked.values()) else SMALL

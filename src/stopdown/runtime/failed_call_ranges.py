@@ -51,11 +51,6 @@ class Calibration:
         Args:
             module: in the place of the callee's owner.
 
-        Raises:
-            CaptureError: the code cannot be traced.
-            ScalingError: a weight or an output is NaN or Inf in fp32; its residual stream cannot be
-                fp32, or would be another than that of the calls before.
-
         Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
             residual stream three.
         """

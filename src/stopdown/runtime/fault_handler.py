@@ -26,19 +26,16 @@ from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
-from stopdown.parallel.ranks import Ranks, is_lost
 from stopdown.records import ComponentPlan, Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
-from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.outside_faults import Origin
-from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
-from stopdown.runtime.repair_log import RepairLog
-from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
+from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.runtime.repairs import cast_component
+from stopdown.runtime.session import Session
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
 from stopdown.scaling.kept_state import describe_kept
@@ -81,76 +78,63 @@ class _Case:
     is_rescaled: bool = False
 
 
-@dataclass
 class FaultHandler:
-    """What is done at a fault.
+    """What is done at a fault."""
 
-    Attributes:
-        pipe: the pipeline.
-        on_fault: repair, raise or warn.
-        log: keeps what was done.
-        check: checks the output of a call that was run again.
-        find_origin: where values came from that are not finite and that no component made.
-        names_culprit: run a call that failed once more to find where the fault begins.
-        ranks: that make the same output together, and answer alike.
-        is_over: the guard is removed, so a call at fault is made again without it.
-    """
-
-    pipe: Any
-    on_fault: OnFault
-    log: RepairLog
-    check: Callable[[GuardedCall, Any], CallCheck]
-    find_origin: Callable[[], Origin]
-    names_culprit: bool = True
-    ranks: Ranks | None = None
-    is_over: bool = False
+    def __init__(self, session: Session, find_origin: Callable[[], Origin]) -> None:
+        """
+        Args:
+            find_origin: finds where values came from that are not finite and that no component made.
+        """
+        self._session, self._find_origin = session, find_origin
+        self._on_fault, self._log = session.options.on_fault, session.log
+        self._consensus, self._names_culprit = session.consensus, session.options.names_culprit
 
     def answer(self, fault: Fault) -> Any:
-        """The output to go on with after a fault.
-
-        Raises:
-            NonFiniteError: there is none.
-            ReplacedError: another thread put exponents on meanwhile that this call has to ask for.
-        """
+        """The output to go on with after a fault."""
         with find_lock(fault.guarded.module).changing():
-            if self.is_over:
+            if self._session.is_over:
                 self._begin_again(fault)
-            if self.ranks is not None:
-                fault = agree_on_fault(self.ranks, fault)
-            elif fault.guarded.latest.applied != fault.guarded.state.applied:
+            fault = self._consensus.agree_on_fault(fault)
+            if (
+                self._consensus.is_alone
+                and fault.guarded.latest.applied != fault.guarded.state.applied
+            ):
                 fault = self._look_again(fault)
                 if fault.check.is_good:
                     return fault.output
             return self._work_on(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
-        """The output of a call that stopped because operands had different dtypes.
-
-        Raises:
-            Exception: the error as it came, where it cannot be repaired.
-            ReplacedError: another thread changed the component meanwhile.
-        """
+        """The output of a call that stopped because operands had different dtypes."""
         repaired = None
-        if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
+        if self._on_fault == "repair" and self._consensus.is_alone and not fault.is_tracked:
             with find_lock(fault.guarded.module).changing():
-                if self.is_over or fault.guarded.latest.applied != fault.guarded.state.applied:
+                if (
+                    self._session.is_over
+                    or fault.guarded.latest.applied != fault.guarded.state.applied
+                ):
                     self._begin_again(fault)
                 repaired = repair_refusal(fault, error)
         if repaired is None:
             add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
             raise error
         output, repair = repaired
-        fault.guarded.component.note_precisions()
+        self._note_cast(fault)
         if repair is not None:
-            self.log.keep(repair)
+            self._log.keep(repair)
         return output
+
+    def _note_cast(self, fault: Fault) -> None:
+        for call in self._session.list_calls(fault.guarded.state):
+            call.note_cast()
 
     def _work_on(self, fault: Fault) -> Any:
         begun = time.perf_counter()
         if fault.check.is_good:
             return self._pass_on(fault, begun)
-        if fault.is_tracked and self.on_fault != "raise":
-            self.log.leave(
+        if fault.is_tracked and self._on_fault != "raise":
+            self._log.leave(
                 fault.component,
                 f"{name_fault(fault)} It is being trained: an optimizer holds its parameters, "
                 "or they have gradients. So nothing was changed. To allow the repair, call it "
@@ -159,12 +143,12 @@ class FaultHandler:
             return fault.output
         if self._is_meant(fault, fault.output, fault.check):
             return fault.output
-        is_known = not self.names_culprit or self.log.was_reported(fault.component, "none")
-        if self.on_fault == "warn" and is_known:
+        is_known = not self._names_culprit or self._log.was_reported(fault.component, "none")
+        if self._on_fault == "warn" and is_known:
             kind = "clamped" if fault.check.clamped else "unknown"
             self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
             return fault.output
-        if self.on_fault == "repair":
+        if self._on_fault == "repair":
             self._announce_repair(fault)
         culprit = self._find_culprit(fault)
         is_half = culprit.dtype in ("fp16", "bf16")
@@ -172,25 +156,21 @@ class FaultHandler:
             fault = replace(fault, precision=culprit.dtype)
             fault.guarded.note_own_precision(culprit.dtype)
         case = _Case(fault, culprit, begun)
-        if self.on_fault == "warn":
+        if self._on_fault == "warn":
             self._note(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output
-        if self.on_fault == "raise":
+        if self._on_fault == "raise":
             raise self._make_error(case)
         return self._repair(case)
 
     def _look_again(self, fault: Fault) -> Fault:
-        """The same call after a repair that another thread made meanwhile.
-
-        Raises:
-            ReplacedError: exponents are on that were not found for such calls.
-        """
+        """The same call after a repair that another thread made meanwhile."""
         guarded = fault.guarded
         guarded.latest.restore()
         if not holds_for(guarded.module, fault.call):
             self._begin_again(fault)
         output = fault.call.proceed()
-        return replace(fault, output=output, check=self.check(fault.guarded, output))
+        return replace(fault, output=output, check=self._session.check(fault.guarded, output))
 
     def _begin_again(self, fault: Fault) -> NoReturn:
         """Have a call made again as if it had not begun."""
@@ -207,7 +187,7 @@ class FaultHandler:
         if not check.is_hidden:
             return False
         is_known, waits = True, vars(fault.guarded.module).get(WAITING, False)
-        notes, names = fault.guarded.component.notes, ", ".join(dict.fromkeys(check.clamped))
+        notes, names = fault.guarded.state.notes, ", ".join(dict.fromkeys(check.clamped))
         try:
             if waits:
                 raise ScalingError("Its weights are stored elsewhere.")
@@ -220,7 +200,7 @@ class FaultHandler:
                 return False
             found = "are as near to those in fp32 as bf16's"
         notes.meant.update(check.clamped)
-        self.log.leave(
+        self._log.leave(
             f"{fault.component}, {names}",
             f"`{fault.component}`: {names} turned Inf into finite values; its results {found}. "
             "From now on, what these operations hide there is not watched.",
@@ -244,7 +224,7 @@ class FaultHandler:
             return fault.call.proceed()
         finally:
             state.put_on(before)
-            fault.guarded.component.notes.clear()
+            fault.guarded.state.notes.clear()
 
     def _announce_repair(self, fault: Fault) -> None:
         """Announce what will take long before it begins, so that it does not look like a run that hangs."""
@@ -254,15 +234,15 @@ class FaultHandler:
                 f"{name_fault(fault)} Looking for the cause and a repair: with {count / 1e9:.1f} billion "
                 "parameters that takes as long as several of its calls, some of them in fp32."
             )
-            self.log.report_once(fault.component, "begun", text)
+            self._log.report_once(fault.component, "begun", text)
 
     def _pass_on(self, fault: Fault, begun: float) -> Any:
         """Go on with a finite output of arguments that were not; reported once for each component."""
-        if self.log.was_reported(fault.component, "inputs"):
+        if self._log.was_reported(fault.component, "inputs"):
             return fault.output
-        self.log.mark_reported(fault.component, "inputs")
+        self._log.mark_reported(fault.component, "inputs")
         case = _Case(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
-        if self.on_fault == "raise":
+        if self._on_fault == "raise":
             raise self._make_error(case)
         self._note(case, "none", "Its output was finite nevertheless, so the run continues.")
         return fault.output
@@ -276,7 +256,7 @@ class FaultHandler:
                 continue  # without exponents an fp32 stream finds none either
             is_good, output = self._try(case, remedy)
             if is_good:
-                fault.guarded.component.note_precisions()
+                self._note_cast(fault)
                 self._note(case, remedy.recorded, remedy.reason)
                 return output
         state.put_on(case.before)
@@ -294,20 +274,20 @@ class FaultHandler:
             repairs = self._find_repairs(case, remedy)
         except Exception as error:  # no such repair, or the model's code refuses it
             told = take_first_line(error)
-        if not (told := self._gather_failure(told)):
+        if not (told := self._consensus.agree_on_failure(told)):
             case.is_rescaled = case.is_rescaled or remedy.action == "rescaled"
             if is_narrow and case.reference.output is None:  # before the replay: calls leave caches
                 case.reference = self._find_reference(case.fault)
             try:
                 output = self._replay(case, repairs)
             except Exception as error:  # whatever a model's code does: the next remedy is tried
-                self._end_if_lost(error)
+                self._consensus.raise_if_lost(error)
                 told = take_first_line(error)
-            told = self._gather_failure(told)
+            told = self._consensus.agree_on_failure(told)
         if told:
             case.tried.append(f"{name}: {told}")
             return False, None
-        check = self.check(case.fault.guarded, output)
+        check = self._session.check(case.fault.guarded, output)
         if not (check.is_good or self._is_meant(case.fault, output, check)):
             case.tried.append(f"{name}: the same call was not finite again.")
             return False, output
@@ -315,7 +295,9 @@ class FaultHandler:
         if given != wanted:
             case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
             return False, output
-        told = self._gather_failure(case.reference.describe_excess(output) if is_narrow else "")
+        told = self._consensus.agree_on_failure(
+            case.reference.describe_excess(output) if is_narrow else ""
+        )
         if told:
             case.tried.append(f"{name}: the result is not that of fp32: {told}.")
         return not told, output
@@ -324,7 +306,8 @@ class FaultHandler:
         """Run the call in fp32 and in bf16; empty if it draws numbers or its weights cannot be cast."""
         guarded = fault.guarded
         sources = find_random(
-            guarded.find_device(self.pipe), (guarded.latest.call or fault.call).kwargs.values()
+            guarded.find_device(self._session.pipe),
+            (guarded.latest.call or fault.call).kwargs.values(),
         )
         guarded.latest.restore()
         states = [source.read() for source in sources]
@@ -333,7 +316,7 @@ class FaultHandler:
                 return _Reference()
             wide = self._repeat_in(fault, "fp32", uncached=True)
         except Exception as error:  # weights that cannot be cast, or do not fit: nothing is known
-            self._end_if_lost(error)
+            self._consensus.raise_if_lost(error)
             return _Reference()
         pairs = zip(sources, states, strict=True)
         if not all(torch.equal(source.read(), state) for source, state in pairs):
@@ -341,7 +324,7 @@ class FaultHandler:
         try:
             bf16_error = measure_error(self._repeat_in(fault, "bf16", uncached=True), wide)
         except Exception as error:  # whatever a model's code does in bf16
-            self._end_if_lost(error)
+            self._consensus.raise_if_lost(error)
             return _Reference(wide)
         return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
@@ -358,9 +341,6 @@ class FaultHandler:
     def _refuse_kept_state(self, fault: Fault) -> None:
         """Refuse exponents for a component whose results depend on what it keeps between calls.
 
-        Raises:
-            ScalingError: with the names of what it keeps.
-
         Cost: for a component that writes into what it keeps, two calls in fp32.
         """
         guarded = fault.guarded
@@ -375,14 +355,13 @@ class FaultHandler:
             second = fault.call.proceed()
         finally:
             guarded.state.put_on(before)
-            guarded.component.notes.clear()
+            guarded.state.notes.clear()
         if measure_error(second, first):
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
         """The output of the same call with these repairs in force, on all ranks those of rank 0."""
-        if self.ranks is not None:
-            repairs = self.ranks.share(repairs)
+        repairs = self._consensus.share(repairs)
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
         guarded.latest.restore()
@@ -391,22 +370,11 @@ class FaultHandler:
         case.replays += 1
         return case.fault.call.proceed()
 
-    def _gather_failure(self, told: str) -> str:
-        """Why it failed, on this rank or on another one; "" when it did on none."""
-        if self.ranks is None or not any(self.ranks.agree(bool(told))):
-            return told
-        return next(filter(None, self.ranks.gather(told)))
-
-    def _end_if_lost(self, error: Exception) -> None:
-        """Raise it when it says that another rank is gone: nothing can be run again without that."""
-        if self.ranks is not None and is_lost(error):
-            raise error
-
     def _find_culprit(self, fault: Fault) -> Culprit:
-        if not self.names_culprit:
+        if not self._names_culprit:
             return Culprit("unknown")
         guarded = fault.guarded
-        given, weights = fault.call.named, guarded.component.weights
+        given, weights = fault.call.named, guarded.state.weights
         during = weights.find_changed(guarded.module, whole=False)
         guarded.latest.restore()
         try:
@@ -415,16 +383,16 @@ class FaultHandler:
         except StopdownError:
             raise
         except Exception as error:  # code that cannot be looked at: nothing is known
-            self._end_if_lost(error)
+            self._consensus.raise_if_lost(error)
             return Culprit("unknown")
-        self.check(guarded, output)  # forget what the replay clamped
-        if self.ranks is not None:
-            return agree_on_culprit(self.ranks, culprit)
+        self._session.check(guarded, output)  # forget what the replay clamped
+        if not self._consensus.is_alone:
+            return self._consensus.agree_on_culprit(culprit)
         session = examine_fault(weights, guarded.module, during, (fault.output, output))
         return replace(culprit, session=session)
 
     def _describe_culprit(self, case: _Case) -> str:
-        return case.culprit.describe(case.fault.component) if self.names_culprit else ""
+        return case.culprit.describe(case.fault.component) if self._names_culprit else ""
 
     def _describe_caller(self, case: _Case) -> str:
         """Which component was called with values that were not finite, and what came of it."""
@@ -435,14 +403,14 @@ class FaultHandler:
 
     def _make_error(self, case: _Case) -> NonFiniteError:
         if case.culprit.kind == "input":
-            origin = self.find_origin()
+            origin = self._find_origin()
             said = self._describe_caller(case)
             return NonFiniteError(origin.what, expected=said, remedy=origin.remedy)
         found = self._describe_culprit(case)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
         error = make_error(case.fault, found, has_bf16=self._has_bf16(case.fault))
-        if self.on_fault == "raise" and case.fault.precision != "fp32":
+        if self._on_fault == "raise" and case.fault.precision != "fp32":
             error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error
 
@@ -450,13 +418,13 @@ class FaultHandler:
         """Keep what was done at a fault."""
         fault, culprit = case.fault, case.culprit
         if culprit.kind == "input":
-            origin = self.find_origin()
+            origin = self._find_origin()
             module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
         else:
             path = "" if culprit.kind == "intermittent" else culprit.path
             module_path = name_module_path(fault.component, path)
             said = f"{name_fault(fault)} {self._describe_culprit(case)}"
-        self.log.keep(
+        self._log.keep(
             Repair(
                 component=fault.component,
                 module_path=module_path,
@@ -474,7 +442,7 @@ class FaultHandler:
 
     def _has_bf16(self, fault: Fault) -> bool:
         try:
-            device = choose_device(str(fault.guarded.find_device(self.pipe)))
+            device = choose_device(str(fault.guarded.find_device(self._session.pipe)))
             support = probe_formats(device)["bf16"]
         except Exception:  # a device that cannot be asked: what is found of the fault matters more
             return False

@@ -23,10 +23,7 @@ class Fault:
     """One call whose output or arguments were not what they should be.
 
     Attributes:
-        guarded: where.
         call: as the guard got it; it can be made again.
-        output: of the call.
-        check: what was found.
         precision: of most of the component's weights.
         step: of the run, from 0; None outside of denoising.
         place: ` at step 1 of 2`, in words.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,46 +19,11 @@ from stopdown.interception.randomness import Restore
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.records import CallSummary, ComponentPlan
-from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
+from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import ComponentState
-from stopdown.runtime.weight_history import WeightHistory, read_version, sample_bits
+from stopdown.runtime.weight_history import read_version, sample_bits
 from stopdown.scaling.kept_state import KeptState
-
-
-@dataclass
-class GuardedComponent:
-    """A component under the guard; both directions of an autoencoder share theirs.
-
-    Attributes:
-        state: what was put on it.
-        notes: what its modules noted during the call of now.
-        calls: through which it is used.
-        is_sensed: hooks on its modules make the notes.
-        is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
-        weights: as they were at the first call.
-        keeps: calls write into what it keeps between them; None before the first one.
-    """
-
-    state: ComponentState
-    notes: Notes = field(default_factory=Notes)
-    calls: list[GuardedCall] = field(default_factory=list)
-    is_sensed: bool = False
-    is_admitted: bool | None = None
-    weights: WeightHistory = field(default_factory=WeightHistory)
-    keeps: bool | None = None
-
-    def overlaps(self, modules: Collection[int]) -> bool:
-        """Whether it is guarded and shares modules with these, given by identity."""
-        own = (id(part) for part in self.state.module.modules())
-        return bool(self.is_admitted) and any(part in modules for part in own)
-
-    def note_precisions(self) -> None:
-        """Its weights were cast: what they are now comes before what they were."""
-        now = self.state.name_precisions()
-        for call in self.calls:
-            if call.precisions:
-                call.precisions = tuple(dict.fromkeys((*now, *call.precisions)))
 
 
 class RepeatableCall:
@@ -96,7 +61,6 @@ class LatestCall(threading.local):
     """The call that each thread made last, as the component itself got it.
 
     Attributes:
-        call: as the component itself got it; None before the first one.
         restores: of what it draws and changes.
         applied: what was in force on the component.
         repeat: the same call as the guard got it, once it is over.
@@ -125,12 +89,7 @@ class LatestCall(threading.local):
 
 @dataclass
 class Excess:
-    """An argument that was larger than a certificate allows, by its values or its size: in how many calls.
-
-    Attributes:
-        limit: up to where the certificate holds, in words.
-        reached: how large it was, in words.
-    """
+    """An argument that was larger than a certificate allows; `limit` and `reached` are words."""
 
     limit: str
     calls: int = 0
@@ -143,23 +102,15 @@ class GuardedCall:
     """One component call under the guard.
 
     Attributes:
-        callee: what is called.
-        component: whose weights the call uses.
         slot: the attribute that the call goes through.
-        device: where it is computed; None before the first call.
-        limits: argument to the magnitude up to which a plan's certificate holds.
-        sizes: argument to the sizes, without the batch, up to which it holds.
-        excesses: arguments that were larger.
-        latest: for a replay.
-        users: threads that make the call now, where its layers are put on for that.
-        count, elapsed_s, non_finite, unseen: of the calls so far.
+        limits, sizes: of arguments, up to which a plan's certificate holds; sizes without the batch.
+        users: threads that make the call now, if its layers are put on for that.
         precisions: of the weights at its calls, most of them first.
         headroom_bits: least of what it returned in fp16.
-        patches: the layers around the call.
     """
 
     callee: Callee
-    component: GuardedComponent
+    state: ComponentState
     slot: str
     device: torch.device | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -181,27 +132,19 @@ class GuardedCall:
         return self.callee.name
 
     @property
-    def state(self) -> ComponentState:
-        """What was put on the component."""
-        return self.component.state
-
-    @property
     def module(self) -> torch.nn.Module:
         """The component."""
-        return self.component.state.module
+        return self.state.module
 
     @property
     def precision(self) -> str:
         """Of the autocast around it, or of most of its weights."""
         return self.precisions[0] if self.precisions else "fp32"
 
-    def move_to(self, callee: Callee, component: GuardedComponent, slot: str) -> None:
-        """Another object is in the component's place: what was counted goes on."""
+    def move_to(self, callee: Callee, state: ComponentState, slot: str) -> None:
+        """Go on counting for another object in the component's place."""
         self.patches.undo()
-        if self in self.component.calls:
-            self.component.calls.remove(self)
-        component.calls.append(self)
-        self.callee, self.component, self.slot = callee, component, slot
+        self.callee, self.state, self.slot = callee, state, slot
         self.device, self.latest = None, LatestCall()
 
     def forget(self) -> None:
@@ -210,9 +153,9 @@ class GuardedCall:
 
     def begin(self, call: ComponentCall) -> None:
         """Record the arguments of a call without synchronising."""
-        self.latest.kept = None if self.component.keeps is False else KeptState(self.module)
+        self.latest.kept = None if self.state.keeps is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
-        notes = self.component.notes
+        notes = self.state.notes
         notes.clear()
         names = call.callee.argument_names
         notes.note_inputs(self.limits, name_inputs(call.args, call.kwargs, names))
@@ -231,6 +174,12 @@ class GuardedCall:
         known = self.state.name_precisions()
         self.precisions = known if ambient is None else (name_dtype(ambient), *known)
 
+    def note_cast(self) -> None:
+        """Put the formats of weights that were cast before those that they had."""
+        if self.precisions:
+            now = self.state.name_precisions()
+            self.precisions = tuple(dict.fromkeys((*now, *self.precisions)))
+
     def note_own_precision(self, precision: str) -> None:
         """What its code brings values to by itself, beside its weights: with autocast inside, or casts."""
         self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
@@ -246,7 +195,7 @@ class GuardedCall:
 
     def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
-        self.component.weights.note(self.module, self.state.applied)
+        self.state.weights.note(self.module, self.state.applied)
         if self.precisions is None:
             self._note_precisions(call)
         latest = self.latest
@@ -259,7 +208,7 @@ class GuardedCall:
         latest = self.latest
         if latest.kept is not None:
             latest.changed = latest.kept.list_changes()
-            self.component.keeps = bool(latest.changed)
+            self.state.keeps = bool(latest.changed)
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
@@ -279,7 +228,7 @@ class GuardedCall:
             seen = self.excesses.setdefault((name, "values"), Excess(f"{limit:.4g}"))
             seen.largest = max(seen.largest, largest)
             yield from self._count_excess(name, seen, f"reached {seen.largest:.4g}")
-        for name, size in self.component.notes.oversizes.items():
+        for name, size in self.state.notes.oversizes.items():
             limit_of_size = show_sizes(self.sizes[name])
             seen = self.excesses.setdefault((name, "size"), Excess(limit_of_size))
             yield from self._count_excess(name, seen, f"was {show_sizes([size])}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import Any
 
-from stopdown.component_calls.components import find_adapter, find_components
+from stopdown.component_calls.components import find_components, runs_by_call
 from stopdown.errors import OptionError, warn_user
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import Guard, guard
@@ -37,7 +37,7 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
     Cost: as `measure_plan`; a copy of the weights is kept for as long as it is on.
     """
     find_components(program)  # refuses what holds no module, and names
-    if find_adapter(program).is_pipeline:
+    if runs_by_call(program):
         plan = measure_plan(
             program, prompts=[_bind(program, args, kwargs)] if args or kwargs else ()
         )

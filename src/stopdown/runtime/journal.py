@@ -7,7 +7,7 @@ once; its arguments must be the same bytes. No state of a scheduler has to be un
 be again. The numbers that a call drew are drawn from then on as after that call. A call that was
 repaired is run once more, so that its repair is in force for those that follow.
 
-Of several ranks the first one has the journal, and tells the others what it reads.
+Of several processes that make one result the first one has the journal, and tells the others what it reads.
 
 **Catches** another prompt, seed, size, model, precision, version, device or number of ranks (refused,
 by name); a head
@@ -22,6 +22,7 @@ when the journal is put on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import filelock
 import msgspec
@@ -54,13 +55,12 @@ from stopdown.files.outputs import LOCK, lock_folder
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import RandomSource, find_random
 from stopdown.number_formats import name_dtype
-from stopdown.parallel.ranks import Ranks
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import JournalUse
+from stopdown.runtime.consensus import Consensus
 from stopdown.runtime.journal_values import (
     PackingError,
     digest_call,
-    move_structure,
     pack,
     unpack,
 )
@@ -87,7 +87,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """One call as the journal has it."""
 
     output: Any
@@ -95,30 +95,66 @@ class _Answer:
     repaired: bool
 
 
-class _Layers:
-    """Layers around all component calls, of which the outermost one answers."""
+class CallAnswers:
+    """Answers to all component calls of a pipeline, from outside of what else stands there.
 
+    Attributes:
+        own_s: seconds that were spent besides the calls.
+    """
+
+    own_s: float = 0.0
     _depth = 0
 
-    def _put_layers(self, pipe: Any, patches: Patches) -> None:
+    @property
+    def use(self) -> JournalUse | None:
+        """What was answered and written; None if another process records it."""
+        return None
+
+    def put_on(
+        self, pipe: Any, patches: Patches, count_repairs: Callable[[], int], consensus: Consensus
+    ) -> None:
+        """Intercept the component calls of a pipeline, outside of what stands there already.
+
+        Args:
+            count_repairs: how many calls were repaired so far.
+            consensus: of the processes that make the same calls.
+        """
+        consensus.lead(functools.partial(self.prepare, pipe, consensus))
+        self._consensus, self._count_repairs = consensus, count_repairs
         for callee in find_callees(pipe):
             intercept(callee, self._enter, patches, Rank.JOURNAL)
 
+    def prepare(self, pipe: Any, consensus: Consensus) -> None:
+        """Compare the pipeline with what was written before; called in the first process alone."""
+
+    def close(self) -> None:
+        """Let go of what was opened. A second call does nothing."""
+
+    def clear(self) -> None:
+        """Remove what was written: the run has come to its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _enter(self, call: ComponentCall) -> Any:
-        """Answer a call from the journal, or make it and write it there."""
-        if self._depth:  # a component that calls another one: the outer call is what counts
+        """Answer a call, or make it; one inside of another component's call is left alone."""
+        if self._depth:
             return call.proceed()
         self._depth += 1
         try:
-            return self._answer(call)
+            return self.answer(call)
         finally:
             self._depth -= 1
 
-    def _answer(self, call: ComponentCall) -> Any:
+    def answer(self, call: ComponentCall) -> Any:
+        """Return the output of a call, made or read."""
         raise NotImplementedError
 
 
-class Journal(_Layers):
+class Journal(CallAnswers):
     """A folder with the calls of one run; also a context manager, which lets the folder go.
 
     Args:
@@ -146,8 +182,6 @@ class Journal(_Layers):
         self._notes: list[str] = []
         self._written = self._number = 0
         self._answered = Counter[str]()  # by component
-        self._ranks: Ranks | None = None
-        self._count_repairs: Callable[[], int] = lambda: 0
         self._stopped = False
         self._digest = ""
         _refuse_foreign(self.folder)
@@ -160,12 +194,6 @@ class Journal(_Layers):
         except BaseException:
             self._lock.release()
             raise
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let the folder go. A second call does nothing."""
@@ -185,36 +213,16 @@ class Journal(_Layers):
             folder, counts.total(), self._written, size, tuple(self._notes), dict(counts)
         )
 
-    def put_on(
-        self,
-        pipe: Any,
-        patches: Patches,
-        count_repairs: Callable[[], int],
-        ranks: Ranks | None = None,
-    ) -> None:
-        """Intercept the component calls of a pipeline, outside of what is there already.
-
-        Args:
-            count_repairs: how many calls were repaired so far.
-            ranks: that make the same calls; this is the first, and the others follow (`Follower`).
-
-        Raises:
-            InputError: the journal belongs to another pipeline or number of ranks, or a component
-                remembers its calls.
-            OutputError: the folder cannot be written.
-        """
+    def prepare(self, pipe: Any, consensus: Consensus) -> None:
+        """Compare the pipeline with what was written before."""
         _refuse_memories(pipe)
-        self._ranks = ranks
-        count = 1 if ranks is None else ranks.count
-        head = {**self._run, "ranks": count, **_describe_pipeline(pipe)}
+        head = {**self._run, "ranks": consensus.count, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
         self._digest = _digest_head(head)
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
-        self._count_repairs = count_repairs
-        self._put_layers(pipe, patches)
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start anew: without a head that can be read, no call can be trusted."""
@@ -230,36 +238,37 @@ class Journal(_Layers):
                 remedy="Name another folder for the journal.",
             ) from error
 
-    def _answer(self, call: ComponentCall) -> Any:
+    def answer(self, call: ComponentCall) -> Any:
+        """Return the output of a call from the journal; else make the call and write it there."""
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
             self._share(None)
             return call.proceed()
-        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), _find_sources(call)
+        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), find_sources(call)
         found = self._read(number, digest, len(sources))
         self._share(found)
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
             self._answered[call.callee.name] += 1
-            return _give(found, call, sources)
+            return give(found, call, sources)
         repairs = self._count_repairs()
         output = call.proceed()
         begun = time.perf_counter()
         if not self._stopped:
             is_repaired = self._count_repairs() > repairs
-            answer = _Answer(output, _read_drawn(sources, before), is_repaired)
+            answer = Answer(output, _read_drawn(sources, before), is_repaired)
             self._write(number, call.callee.name, digest, answer)
         self.own_s += time.perf_counter() - begun
         return output
 
-    def _share(self, found: _Answer | None) -> None:
-        """Tell the other ranks whether a call is answered, and with what."""
-        if self._ranks is not None:
-            self._ranks.share(found and (*pack(found.output), found.random, found.repaired))
+    def _share(self, found: Answer | None) -> None:
+        """Tell the other processes whether a call is answered, and with what."""
+        if not self._consensus.is_alone:
+            self._consensus.share(found and (*pack(found.output), found.random, found.repaired))
 
-    def _write(self, number: int, component: str, digest: str, answer: _Answer) -> None:
+    def _write(self, number: int, component: str, digest: str, answer: Answer) -> None:
         try:
             structure, kept = pack(answer.output)
             tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
@@ -290,7 +299,7 @@ class Journal(_Layers):
         self._notes.append(text)
         self._announce(text)
 
-    def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
+    def _read(self, number: int, digest: str, sources: int) -> Answer | None:
         """A call as it was written; None where the journal has no such call, or none to trust."""
         path = self._find_entry(number)
         if path is None:
@@ -305,7 +314,7 @@ class Journal(_Layers):
             random = {i: tensors[name] for name, i in entry.random.items()}
             if not all(0 <= index < sources for index in random):
                 raise PackingError("it names random numbers that no call draws from")
-            return _Answer(unpack(entry.structure, kept), random, entry.repaired)
+            return Answer(unpack(entry.structure, kept), random, entry.repaired)
         except (KeyError, PackingError) as error:
             lacks = "it lacks the tensor " if isinstance(error, KeyError) else ""
             self._rebuild(number, f"is of no use: {lacks}{error}")
@@ -361,42 +370,7 @@ class Journal(_Layers):
             )
 
 
-class Follower(_Layers):
-    """What another rank than the first has in place of a journal: it goes by what that one reads.
-
-    Attributes:
-        own_s: seconds that were spent besides the calls.
-        use: nothing, because the first rank's record has it.
-    """
-
-    own_s, use = 0.0, None
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def clear(self) -> None:
-        """Nothing: the first rank does it."""
-
-    def put_on(self, pipe: Any, patches: Patches) -> None:
-        """Intercept the component calls of a pipeline as the journal does."""
-        self._put_layers(pipe, patches)
-
-    def _answer(self, call: ComponentCall) -> Any:
-        told = self._ranks.share(None)
-        if told is None:
-            return call.proceed()
-        structure, tensors, random, repaired = told
-        output = unpack(move_structure(structure, _find_device(call.callee)), tensors)
-        return _give(_Answer(output, random, repaired), call, _find_sources(call))
-
-
-def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
+def give(found: Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
     """The output of a call that was made before, with random numbers as after it."""
     if found.repaired:
         call.proceed()
@@ -414,11 +388,7 @@ def _read_drawn(
 
 
 def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
-    """What a file holds, after a look whether its bytes are those that were written.
-
-    Raises:
-        PackingError: they are not.
-    """
+    """What a file holds, after a look whether its bytes are those that were written."""
     matched = _ENTRY.fullmatch(path.name)
     try:
         content = read_small_file(path, most_bytes=LIMIT_BYTES)
@@ -478,12 +448,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _lock_folder(folder: Path) -> filelock.BaseFileLock:
-    """The folder, made and held for this process.
-
-    Raises:
-        InputError: another process holds it.
-        OutputError: it cannot be made or written.
-    """
+    """The folder, made and held for this process."""
     busy = InputError(
         f"The journal {folder} is in use by another run.",
         remedy="Wait until it ends, or name another folder for the journal.",
@@ -501,7 +466,7 @@ def _lock_folder(folder: Path) -> filelock.BaseFileLock:
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
     """What of a pipeline and a machine decides the bits of a run, by names for people."""
     machine = describe_machine()
-    device = _find_device(next(iter(find_callees(pipe))))
+    device = find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
     found = {
         "pipeline": type(pipe).__name__,
@@ -551,12 +516,12 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, hook
 
 
-def _find_sources(call: ComponentCall) -> list[RandomSource]:
+def find_sources(call: ComponentCall) -> list[RandomSource]:
     """List what a call may draw random numbers from."""
-    return find_random(_find_device(call.callee), (*call.args, *call.kwargs.values()))
+    return find_random(find_device(call.callee), (*call.args, *call.kwargs.values()))
 
 
-def _find_device(callee: Callee) -> torch.device:
+def find_device(callee: Callee) -> torch.device:
     weight = next(find_module(callee).parameters(), None)
     return torch.device("cpu") if weight is None else weight.device
 

@@ -29,9 +29,6 @@ class PackingError(Exception):
 def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """A value as a structure for JSON, and its tensors: contiguous copies on the CPU.
 
-    Raises:
-        PackingError: something in it is neither plain nor of a known kind.
-
     Cost: a host copy of every tensor.
     """
     tensors: list[torch.Tensor] = []
@@ -72,11 +69,7 @@ def _pack_tensor(value: torch.Tensor, tensors: list[torch.Tensor], seen: dict[in
 
 
 def unpack(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value of a structure.
-
-    Raises:
-        PackingError: the structure is not one that `pack` gives, or names an unknown class.
-    """
+    """The value of a structure."""
     made: dict[int, torch.Tensor] = {}
     try:
         return _unpack(structure, tensors, made)

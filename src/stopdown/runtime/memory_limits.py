@@ -102,9 +102,6 @@ def fit_run(
         limit: None places all weights on the device. So does `auto` if the weights and a bound of the
             values fit: nothing is run dry then.
         tiling: whether the autoencoder works in tiles; None leaves that open.
-
-    Raises:
-        StopdownError: nothing fits; the message names the smallest.
     """
     limit_bytes = limit.count_bytes(device) if limit is not None else 0
     if limit is None or (

@@ -69,11 +69,6 @@ def make_plan(
         progress: called with stage, what, done and total.
         run: runs a program that is no pipeline once, as it is to be run later; what it calls is planned.
 
-    Raises:
-        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
-        OptionError: an option is unknown, or does not fit the pipeline.
-        SourceError: the model is missing, damaged or refused.
-
     Cost: captures of seconds and one pass over the weights for each kind of call. Measuring takes a run for
     each prompt, and for each component about as many forwards in fp32 as calls were kept; its weights are
     in fp32 layer by layer if all of them do not fit.

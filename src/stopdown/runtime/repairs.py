@@ -24,19 +24,20 @@ from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import UNPLANNED, bared
 from stopdown.component_calls.components import read_precisions
-from stopdown.component_calls.step_caches import without_caches
+from stopdown.component_calls.step_caches import in_full
 from stopdown.errors import InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
-from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.plans.applier import apply_precision
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
+from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
+from stopdown.runtime.weight_history import WeightHistory
 from stopdown.scaling import Measured, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
@@ -83,6 +84,11 @@ class ComponentState:
         name: of the component, for messages.
         announce: told of calls that run without exponents.
         on_extended: told when exponents were found for one more kind of call, and how it differs.
+        notes: what its modules noted during the call of now.
+        weights: as they were at the first call.
+        is_sensed: hooks on its modules make the notes.
+        is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
+        keeps: calls write into what it keeps between them; None before the first one.
     """
 
     module: torch.nn.Module
@@ -95,6 +101,11 @@ class ComponentState:
     name: str = ""
     announce: Callable[[str], None] = warn_user
     on_extended: Callable[[str, str], None] = lambda method, what: None
+    notes: Notes = field(default_factory=Notes)
+    weights: WeightHistory = field(default_factory=WeightHistory)
+    is_sensed: bool = False
+    is_admitted: bool | None = None
+    keeps: bool | None = None
     _refused: set[str] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
     _stood: bool = False
@@ -146,9 +157,6 @@ class ComponentState:
 
         Args:
             call: that failed, as the component itself got it.
-
-        Raises:
-            StopdownError: no exponents were found.
 
         Cost: for exponents a capture and a forward in fp32.
         """
@@ -288,11 +296,7 @@ class ComponentState:
         before = self.applied
         self.take_off()
         try:
-            with (
-                bared(self.module),
-                without_caches(self.module),
-                without_context_parallel(self.module),
-            ):
+            with bared(self.module), in_full(self.module):
                 self.calibration.observe(self.module, call)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured, self.calibration.stream)
@@ -313,6 +317,11 @@ class ComponentState:
     def is_planned_anew(self) -> bool:
         """Whether a plan has to change to hold what is in force; casts of inputs need none."""
         return tuple(x for x in self.applied if not is_cast_of_inputs(x)) != self.planned
+
+    def overlaps(self, modules: Collection[int]) -> bool:
+        """Whether it is guarded and shares modules with these, given by identity."""
+        own = (id(part) for part in self.module.modules())
+        return bool(self.is_admitted) and any(part in modules for part in own)
 
     def name_precisions(self) -> tuple[str, ...]:
         """Formats that it computes in, that of most of its weights first."""

@@ -33,7 +33,7 @@ from stopdown.pipelines.requests import (
 from stopdown.plans.planned_loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
 from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
-from stopdown.runtime.journal import Follower, Journal
+from stopdown.runtime.journal import CallAnswers
 from stopdown.runtime.repair_order import OnFault
 from stopdown.sources.sources import Source, fingerprint
 
@@ -63,7 +63,7 @@ def make_frames(
     on_fault: OnFault = "repair",
     observer: Observer | None = None,
     announce: Announce | None = None,
-    journal: Journal | Follower | None = None,
+    journal: CallAnswers | None = None,
     maxima: bool = False,
 ) -> Made:
     """Call a pipeline under the guard, which is gone when this returns.
@@ -71,12 +71,6 @@ def make_frames(
     Args:
         output: path that the frames are for; refused at once when it cannot hold them.
         on_fault, observer, announce, journal, maxima: as for `guard`.
-
-    Raises:
-        OptionError: the output is a single picture, and the request gives a video.
-        InputError: the pipeline refused the request.
-        NonFiniteError: a fault was not repaired.
-        StopdownError: the device ran out of memory.
     """
     arguments = build_arguments(loaded.pipe, request)
     sides = list_own_sides(loaded.pipe, request)
@@ -128,9 +122,6 @@ def write_frames(
     """Write the file of a run: where it is, and what is wrong with the frames.
 
     A record of what was replaced is removed.
-
-    Raises:
-        OutputError: the operating system refused to write; the message says why.
     """
     written = write_media(output, frames, fps, numbered=numbered)
     record = find_record_path(written)
@@ -169,10 +160,6 @@ def describe_run(
 
 
 def write_record(record: RunRecord, output: str | Path) -> None:
-    """Write the record of a run beside its output, whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written, or something else is there.
-    """
+    """Write the record of a run beside its output, whole or not at all."""
     with written_beside(find_record_path(output), replaces=describe_no_run) as part:
         part.write_text(to_json(record), encoding="utf-8")

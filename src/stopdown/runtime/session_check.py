@@ -169,8 +169,8 @@ def examine_calls(calls: Iterable[GuardedCall], pipe: Any) -> Iterator[Finding]:
     for call in calls:
         if call.latest.repeat is None:
             continue
-        changed = call.component.weights.find_changed(call.module, whole=True)
-        fault = describe_changed(call.component.weights, call.module, changed) if changed else None
+        changed = call.state.weights.find_changed(call.module, whole=True)
+        fault = describe_changed(call.state.weights, call.module, changed) if changed else None
         if fault is None and _gives_another(call, pipe):
             fault = describe_difference(call.module)
         if fault is not None:
@@ -196,7 +196,7 @@ def _gives_another(call: GuardedCall, pipe: Any) -> bool:
     except Exception:  # what it needs is gone since: nothing can be said
         return False
     finally:
-        call.component.notes.clear()
+        call.state.notes.clear()
         restore()
     bounds = bound_values(_floats(output))
     now = bounds.tolist() if bounds is not None else []

@@ -36,7 +36,7 @@ from stopdown.component_calls.call_interception import (
     put_layer,
 )
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee
-from stopdown.component_calls.step_caches import clear_caches, without_caches
+from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
@@ -45,7 +45,6 @@ from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
-from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.records import Scaling
 from stopdown.scaling.adapters import unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
@@ -242,7 +241,8 @@ class CallWatch:
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
-        method, restores = call.callee.method, call.save(self.module, _find_device(self.module))
+        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
+        method, restores = call.callee.method, call.save(self.module, device)
         given = _scale_inputs(ends, call) if ends.inputs else call
         if given is None:
             return False, None
@@ -276,7 +276,8 @@ class CallWatch:
     def _judge(self, signature: str, call: ComponentCall) -> None:
         """Find what holds for calls of a signature that was not met before."""
         method = call.callee.method
-        args, kwargs = replace(call, below=_collect).proceed_in(torch.float16)
+        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
+        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
         ends = self._trace(method, args, kwargs)
         if (ends is None or ends.inputs) and self._options.extend is not None:
             what = _describe_difference(signature, self.scaling, method)
@@ -485,14 +486,10 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
     try:
-        with bared(module), without_caches(module), without_context_parallel(module):
+        with bared(module), in_full(module):
             return copy.deepcopy(module, memo)
     except Exception:  # whatever a module holds besides weights
         return None
-
-
-def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs
 
 
 def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -524,10 +521,6 @@ def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     narrow = tensor.to(dtype)
     return narrow if bool((narrow.isfinite() | ~tensor.isfinite()).all()) else tensor
-
-
-def _find_device(module: torch.nn.Module) -> torch.device:
-    return next((x.device for x in module.parameters()), torch.device("cpu"))
 
 
 def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:

@@ -36,7 +36,6 @@ from stopdown.graph.operations import list_with
 from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import Scaling, SumBound
-from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Limit, Measured, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS
 
@@ -66,7 +65,7 @@ class BoundedCalls:
         guessed: nothing was measured.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[Measured]
     stated: Sequence[Stated]
     bounds: Sequence[Bounds]
     guessed: bool = False
@@ -74,7 +73,7 @@ class BoundedCalls:
     def mix(self, bits: float) -> list[Measured]:
         """The calls with bounds where those are at most so many bits looser than what was measured."""
         return [
-            replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
+            replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
@@ -91,14 +90,14 @@ class BoundedCalls:
 
 def leave_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
-) -> list[Kind]:
+) -> list[Measured]:
     """Captured calls and the arguments that they were captured with, without a range."""
-    return [Kind(Measured(x, split_values(x), {}), args, kwargs) for x, args, kwargs in calls]
+    return [Measured(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
 
 
 def bound_kinds(
     module: torch.nn.Module,
-    kinds: Sequence[Kind],
+    kinds: Sequence[Measured],
     load: Load | None = None,
     loose: Collection[str] = (),
     before: BoundedCalls | None = None,
@@ -121,16 +120,16 @@ def bound_kinds(
     bounds = []
     for number, (kind, one) in enumerate(zip(kinds, stated, strict=True)):
         known = None if before is None else before.bounds[number]
-        capture, blocks = kind.measured.capture, kind.measured.blocks
+        capture, blocks = kind.capture, kind.blocks
         bounds.append(bound_call(capture, load, one.limits, blocks, loose, known))
-    if is_guessed := not any(kind.measured.ranges for kind in kinds):
+    if is_guessed := not any(kind.ranges for kind in kinds):
         kinds = [_guess(kind, found) for kind, found in zip(kinds, bounds, strict=True)]
     return BoundedCalls(kinds, stated, bounds, is_guessed)
 
 
-def _guess(kind: Kind, found: Bounds) -> Kind:
+def _guess(kind: Measured, found: Bounds) -> Measured:
     """A call with stand-ins for its ranges: a few times the typical size; 0 for what is unknown."""
-    capture, blocks = kind.measured.capture, kind.measured.blocks
+    capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
         if not is_float(node) or node.op == "output":
@@ -141,7 +140,7 @@ def _guess(kind: Kind, found: Bounds) -> Kind:
         elif node.name not in capture.parameters:
             parts = tuple(replace(x, amax=min(x.amax, PEAK * x.rms), certain=False) for x in parts)
         guessed[node.name] = parts
-    return replace(kind, measured=replace(kind.measured, ranges=guessed))
+    return replace(kind, ranges=guessed)
 
 
 def mix_ranges(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,27 +27,6 @@ from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A captured and measured call, and the arguments that it was captured with."""
-
-    measured: Measured
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
-        """The capture with its arguments."""
-        return self.measured.capture, self.args, self.kwargs
-
-    @property
-    def seen(self) -> dict[str, float]:
-        """Placeholder name of each input to the largest magnitude that was measured."""
-        ranges = self.measured.ranges
-        inputs = [name for name in self.measured.capture.inputs if name in ranges]
-        return {name: max(part.amax for part in ranges[name]) for name in inputs}
 
 
 class Captures:
@@ -85,20 +64,20 @@ def measure_kinds(
     kinds: Sequence[Sequence[PlainCall]],
     captures: Captures,
     stream: ResidualStream | None,
-) -> list[Kind]:
+) -> list[Measured]:
     """What calls reach, with a residual stream as it is given.
 
     A kind has one capture with the merged ranges of its calls; more where its path depends on values.
 
     Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
     """
-    measured: list[Kind] = []
+    measured: list[Measured] = []
     for kind in kinds:
         found: list[Measured] = []
         for call in kind:
             add_call(found, module, call, captures, stream)
         _, args, kwargs = kind[0]
-        measured += [Kind(x, args, kwargs or {}) for x in found]
+        measured += [replace(x, args=args, kwargs=kwargs or {}) for x in found]
     return measured
 
 

@@ -47,11 +47,28 @@ _PATHS = "stopdown_module_paths"
 
 @dataclass(frozen=True)
 class Measured:
-    """One captured call with the ranges of its values and the blocks that they fall into."""
+    """One captured call with the ranges of its values and the blocks that they fall into.
+
+    Attributes:
+        args, kwargs: that it was captured with, where they are wanted later.
+    """
 
     capture: Capture
     blocks: Mapping[Node, Blocks]
     ranges: Ranges
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
+        """The capture with its arguments."""
+        return self.capture, self.args, self.kwargs
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """Placeholder name of each input to the largest magnitude that was measured."""
+        inputs = [name for name in self.capture.inputs if name in self.ranges]
+        return {name: max(part.amax for part in self.ranges[name]) for name in inputs}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeas
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.linear_system import ZERO
-from stopdown.scaling.measurement import Captures, Kind, measure_kinds
+from stopdown.scaling.measurement import Captures, measure_kinds
 from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
 from stopdown.scaling.residual import (
     demand_agreement,
@@ -282,7 +282,7 @@ def _is_stored(place: str) -> bool:
 
 def scale_by_bounds(
     module: torch.nn.Module,
-    kinds: Sequence[Kind],
+    kinds: Sequence[Measured],
     ranges: str,
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
@@ -298,11 +298,10 @@ def scale_by_bounds(
 
     Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
-    plain = [kind.measured for kind in kinds]
-    best = find_visible(find, module, plain)
+    best = find_visible(find, module, kinds)
     if not best.fp32_modules:
         find = find_in_fp16 or find
-    judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
+    judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=kinds)
     measured = Strategy(lambda: best, lambda found: False)
     bounded, found = _give_room(
         partial(bound_kinds, module, kinds, None),
@@ -356,7 +355,7 @@ def _give_room(
     found = search(bounded)
     low = [
         name
-        for name, bits, _ in _list_stored(found, [kind.measured for kind in bounded.kinds])
+        for name, bits, _ in _list_stored(found, bounded.kinds)
         if name in found.uncertain and bits >= math.log2(LEAST_STORED_LOOSE)
     ]
     if not low:
@@ -559,29 +558,29 @@ class _CallSearch:
         return take_first(strategies)
 
     def _open(
-        self, kinds: Sequence[Kind], stream: ResidualStream | None, whole: Scaling
+        self, kinds: Sequence[Measured], stream: ResidualStream | None, whole: Scaling
     ) -> Scaling:
-        captures = [x.measured.capture for x in kinds]
+        captures = [x.capture for x in kinds]
         opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
         if opened is None:
             raise ScalingError("No module that is kept in fp32 has products inside.")
         again = measure_kinds(self.module, self.kinds, self._captures, opened)
         for one, other in zip(kinds, again, strict=True):
-            demand_agreement(one.measured.capture, other.measured.capture)
+            demand_agreement(one.capture, other.capture)
         inside = self._solve(again, opened)
-        wide = [max(measure_wide_flops(x.measured.capture) for x in y) for y in (kinds, again)]
+        wide = [max(measure_wide_flops(x.capture) for x in y) for y in (kinds, again)]
         return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
 
-    def _solve(self, kinds: Sequence[Kind], stream: ResidualStream | None) -> Scaling:
+    def _solve(self, kinds: Sequence[Measured], stream: ResidualStream | None) -> Scaling:
         try:
             return self._find(kinds, stream)
         except ScalingError as error:
             self.unsolved = error if self.ranges != "bound" else None  # hooks certify nothing
             raise
 
-    def _find(self, kinds: Sequence[Kind], stream: ResidualStream | None) -> Scaling:
+    def _find(self, kinds: Sequence[Measured], stream: ResidualStream | None) -> Scaling:
         if self.ranges == "measured":
-            return find_scaling(self.module, [x.measured for x in kinds], stream)
+            return find_scaling(self.module, kinds, stream)
         find = partial(find_scaling, stream=stream)
         in_fp16 = partial(find, fp32_modules=False)
         return scale_by_bounds(self.module, kinds, self.ranges, find, in_fp16)

@@ -11,17 +11,15 @@ divide, and on a CPU, where Diffusers finds no accelerator to count.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, put_layer
-from stopdown.component_calls.step_caches import bypass_hooks, iterate_hooks
+from stopdown.component_calls.step_caches import GATHERING, find_processors, iterate_hooks
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.sources.library_messages import quiet_libraries
@@ -56,7 +54,7 @@ def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
 
 def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
     """Return what of a transformer is split and gathered: by Diffusers' plan of its class, or by ours."""
-    from stopdown.pipelines.cogvideox_parallel import PLANS
+    from stopdown.ranks.cogvideox_parallel import PLANS
 
     name = type(transformer).__name__
     plan = getattr(transformer, "_cp_plan", None) or PLANS.get(name)
@@ -108,7 +106,7 @@ def _keep_modules(transformer: torch.nn.Module, plan: dict[str, Any], patches: P
                 vars(child).pop(name, None)
             vars(child).update(values)
 
-    processors = _find_processors(transformer)
+    processors = find_processors(transformer)
     for processor in processors:
         if hasattr(processor, "_parallel_config"):
             patches.set_attribute(processor, "_parallel_config", None)
@@ -120,16 +118,11 @@ _REPLACED = ("forward", "_diffusers_hook", "_parallel_config")
 
 def _put_processors(transformer: torch.nn.Module, patches: Patches) -> None:
     """Give each attention that Diffusers calls directly the processor that can be spread."""
-    from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
+    from stopdown.ranks.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
 
     for child in transformer.modules():
         if isinstance(vars(child).get("processor"), REPLACED):
             patches.set_attribute(child, "processor", CogVideoXAttnProcessor())
-
-
-def _find_processors(transformer: torch.nn.Module) -> list[Any]:
-    found = (vars(child).get("processor") for child in transformer.modules())
-    return list({id(one): one for one in found if one is not None}.values())
 
 
 def _resolve_on_cpu(transformer: torch.nn.Module, config: Any) -> Any:
@@ -195,7 +188,7 @@ def _look(config: Any, given: Any, split: Any) -> None:
 def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
     """Have Diffusers' hooks gather parts of several sizes the way that gloo can: padded to one size."""
     for hook in iterate_hooks(transformer):
-        if type(hook).__name__ == _GATHERING:
+        if type(hook).__name__ == GATHERING:
             gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
             patches.set_attribute(hook.fn_ref, "post_forward", gather)
 
@@ -223,29 +216,3 @@ def _find_modules(transformer: torch.nn.Module, path: str) -> list[torch.nn.Modu
         return [transformer.get_submodule(path)]
     children = transformer.get_submodule(before.rstrip(".")).children()
     return [child.get_submodule(after.lstrip(".")) for child in children]
-
-
-def is_spread(module: torch.nn.Module) -> bool:
-    """Whether calls of a module are spread over ranks, by whomever."""
-    config = vars(module).get("_parallel_config")
-    return getattr(config, "context_parallel_config", None) is not None
-
-
-@contextlib.contextmanager
-def without_context_parallel(module: torch.nn.Module) -> Iterator[None]:
-    """The module as one rank alone would run it; nothing changes where it is not spread.
-
-    Cost: a call in it computes all tokens on every rank.
-    """
-    with Patches() as patches:
-        if is_spread(module):
-            kinds = (_SPLITTING, _GATHERING)
-            bypass_hooks(module, lambda hook: type(hook).__name__ in kinds, patches)
-            for processor in _find_processors(module):
-                if getattr(processor, "_parallel_config", None) is not None:
-                    patches.set_attribute(processor, "_parallel_config", None)
-            patches.set_attribute(module, "_parallel_config", None)
-        yield
-
-
-_SPLITTING, _GATHERING = "ContextParallelSplitHook", "ContextParallelGatherHook"

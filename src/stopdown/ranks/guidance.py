@@ -31,7 +31,9 @@ from stopdown.component_calls.call_interception import (
 from stopdown.component_calls.components import Callee, find_callees
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.parallel.ranks import GROUP
+
+GROUP = "stopdown_group"
+"""Attribute of a component that is spread by Stopdown alone: its process group."""
 
 _WHOLE = ("rotary", "freqs", "img_ids", "txt_ids")
 """Arguments that all rows share."""
@@ -73,7 +75,9 @@ def _share_rows(group: Any, call: ComponentCall) -> Any:
         is_row = tensor.dim() > 0 and tensor.shape[0] == rows // ranks
         return torch.cat(_gather(tensor, group)) if is_row else tensor
 
-    return map_tensors(call.proceed_with(take, _is_whole), gather)
+    return map_tensors(
+        call.proceed_with(take, lambda name: any(part in name for part in _WHOLE)), gather
+    )
 
 
 _ALONE = 2
@@ -175,10 +179,6 @@ def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return parts
-
-
-def _is_whole(name: str) -> bool:
-    return any(part in name for part in _WHOLE)
 
 
 def _count_rows(call: ComponentCall) -> int:

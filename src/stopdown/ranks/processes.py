@@ -11,31 +11,25 @@ Each process loads the whole model on a device of its own. The first one plans, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from stopdown.component_calls.components import find_callees
-from stopdown.devices.environment import Device, RankSettings
-from stopdown.errors import OptionError
-from stopdown.interception.patches import Patches
-from stopdown.parallel.guidance import put_guidance_parallel
-from stopdown.parallel.ranks import Ranks
-from stopdown.pipelines.context_parallel import find_plan, put_context_parallel
+from stopdown.devices.environment import Device, RankSettings, choose_device
+from stopdown.errors import OptionError, RankError, StopdownError
+from stopdown.ranks.ranks import Ranks
 
 _LIMIT_S = 1800.0
 """How long a rank waits for another one: planning and loading lie between exchanges."""
 
+_TOGETHER_S = 5.0
+"""How long a rank that fails waits for the others to fail as well."""
+
 
 def name_device(asked: str, settings: RankSettings) -> str:
-    """The device of one process: of `auto` and `cuda` the one with its number on this machine.
-
-    Raises:
-        OptionError: there are fewer devices than processes.
-    """
+    """The device of one process: of `auto` and `cuda` the one with its number on this machine."""
     count = torch.cuda.device_count()
     if asked not in ("auto", "cuda") or (asked == "auto" and not count):
         return asked
@@ -66,29 +60,36 @@ def joined(device: Device, limit_s: float = _LIMIT_S) -> Iterator[Ranks]:
     dist.destroy_process_group()  # not after an error: ranks that are gone would be waited for
 
 
-def put_parallel(
-    pipe: Any, way: str, patches: Patches, announce: Callable[[str], None]
-) -> Literal["context", "guidance"]:
-    """Spread each denoiser call of a pipeline over all ranks; how it was done comes back.
+@contextlib.contextmanager
+def join_ranks(
+    device: str, memory: str | None, settings: RankSettings
+) -> Iterator[tuple[str, Ranks]]:
+    """Join the processes that were started with this one; yield its device, and the ranks.
 
     Args:
-        way: `context`, `guidance`, or `auto`: context where the model has a plan for it.
-
-    Raises:
-        OptionError: the model cannot be spread so.
+        device, memory: the options.
+        settings: of `torchrun`.
     """
-    denoisers = [callee.owner for callee in find_callees(pipe) if callee.stage == "denoise"]
-    if way == "guidance" or (way == "auto" and not all(map(_has_plan, denoisers))):
-        put_guidance_parallel(pipe, patches, announce=announce)
-        return "guidance"
-    for denoiser in denoisers:
-        put_context_parallel(denoiser, patches)
-    return "context"
+    if memory is not None:
+        raise OptionError(
+            f"--memory {memory} was given to {settings.count} processes.",
+            expected="Offloading does not work with several processes.",
+            remedy="Leave --memory out, or start one process.",
+        )
+    device = name_device(device, settings)
+    with joined(choose_device(device)) as ranks, ranks.running():
+        try:
+            yield device, ranks
+        except RankError:
+            raise
+        except StopdownError as error:
+            raise ranks.told_by_first(error) if _have_all_failed() else error from None
 
 
-def _has_plan(denoiser: torch.nn.Module) -> bool:
+def _have_all_failed() -> bool:
+    """Wait for the other ranks to end with an error, too; return whether all of them do."""
     try:
-        find_plan(denoiser)
-    except OptionError:
+        dist.monitored_barrier(timeout=timedelta(seconds=_TOGETHER_S))
+    except Exception:  # some rank goes on, or is gone: this one has to speak for itself
         return False
     return True

@@ -1,0 +1,313 @@
+"""What the ranks of one run agree on: whether a call failed, where it began, what is tried.
+
+Ranks that make one video together must go the same way: a fault that one of them sees is a fault of all,
+and a repair is put on all or none. Each rank checks its own output. One all_reduce a call makes what one
+rank saw known to all before any of them decides, so all of them run the call again, in step. Where a fault
+began is looked for on every rank; the earliest operation is the culprit.
+
+**Catches** faults of one rank alone; ranks that were started with another plan, model, precision,
+version or noise.
+**Does not catch** ranks whose finite values differ. Which rank was lost is named by `torchrun`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import find_callees, find_components, read_precisions
+from stopdown.devices.environment import describe_machine
+from stopdown.errors import InputError, OptionError, RankError, StopdownError, take_one_line
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import name_dtype
+from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.ranks.context_parallel import find_plan, put_context_parallel
+from stopdown.ranks.guidance import GROUP, put_guidance_parallel
+from stopdown.ranks.journal_follower import Follower
+from stopdown.records import Plan
+from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.consensus import Consensus
+from stopdown.runtime.culprit import Culprit
+from stopdown.runtime.fault_texts import Fault, name_fault
+
+_LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|peer", re.IGNORECASE)
+"""Words of what PyTorch says when a rank cannot be reached any more."""
+
+_SAMPLE, _TOLERANCE = 1024, 0.01
+"""Values of the noise that are compared, and how far they may lie apart: sums may round otherwise."""
+
+
+class Ranks(Consensus):
+    """The ranks of a process group, as one of them sees them."""
+
+    is_alone = False
+
+    def __init__(self, group: Any = None) -> None:
+        """
+        Args:
+            group: the process group; None for that of all ranks.
+        """
+        self._group = group
+        self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._device = torch.device("cpu")
+        if "cpu" not in str(dist.get_backend_config(group)):
+            self._device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+        self._has_noise = False
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """Whether each flag is set on any rank.
+
+        Cost: one all_reduce of so many integers, and a host read.
+        """
+        seen = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(map(bool, seen.tolist()))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, in their order; plain data or tensors on the CPU."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 gave, on every rank; values of the others are dropped."""
+        found = [value]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+    def lead(self, action: Callable[[], Any]) -> Any:
+        """What rank 0 gets of doing something that only one may do; None on the others."""
+        result, told = None, None
+        if self.number == 0:
+            try:
+                result = action()
+            except StopdownError as error:
+                told = (type(error), error.what, error.expected, error.remedy)
+        if (told := self.share(told)) is not None:
+            kind, what, expected, remedy = told
+            raise self.told_by_first(kind(what, expected=expected, remedy=remedy))
+        return result
+
+    def follow(self, action: Callable[[], Any]) -> Any:
+        """What doing something gives, which rank 0 does first and the others then find done."""
+        result = self.lead(action)
+        return result if self.number == 0 else action()
+
+    def told_by_first(self, error: StopdownError) -> StopdownError:
+        """An error that every rank raises, and that only rank 0 says."""
+        error.is_told_elsewhere = self.number > 0
+        return error
+
+    def refuse_differences(self, what: str, described: Mapping[str, Any], remedy: str) -> None:
+        """Refuse, on every rank alike, ranks that were not started alike.
+
+        Args:
+            what: is described: "plan".
+            described: name → plain value, of this rank.
+            remedy: what to type.
+        """
+        first, *others = self.gather(dict(described))
+        differences = [
+            f"{name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {number}"
+            for number, other in enumerate(others, 1)
+            for name in dict.fromkeys((*first, *other))
+            if first.get(name) != other.get(name)
+        ]
+        if differences:
+            raise self.told_by_first(
+                InputError(
+                    f"The ranks differ in their {what}: {'; '.join(differences)}.",
+                    expected="Ranks that make one output together run the same model on the same "
+                    "values.",
+                    remedy=remedy,
+                )
+            )
+
+    # Around a guard and its runs
+
+    def begin(self, pipe: Any, plan: Plan | None) -> None:
+        """Refuse ranks with another plan, model, precision or version than rank 0; compared once."""
+        described: dict[str, Any] = {"plan": plan.seal if plan is not None else None}
+        described |= {"pipeline": type(pipe).__name__, "versions": describe_machine()["versions"]}
+        for name, module in find_components(pipe).items():
+            precisions = [name_dtype(dtype) for dtype in read_precisions(module)]
+            described |= {
+                f"{name}'s precision": precisions,
+                f"{name}'s weights": sample_weights(module),
+            }
+        remedy = "Start every rank with the same files, options and packages."
+        self.refuse_differences("plan or model", described, remedy)
+
+    def begin_run(self) -> None:
+        """Compare the noise at the next denoising step."""
+        self._has_noise = False
+
+    def begin_call(self, call: ComponentCall) -> None:
+        """Refuse ranks whose first step begins from something else than that of rank 0."""
+        if call.callee.stage != "denoise" or self._has_noise:
+            return
+        self._has_noise = True
+        given = iterate_tensors((call.args, call.kwargs))
+        tensors = (x for x in given if x.is_floating_point() and x.dim() > 1)
+        values = next(tensors, torch.zeros(1)).detach().flatten()
+        mine = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE].float().cpu()
+        first, *others = self.gather(mine)
+        reach = float(first.abs().max()) * _TOLERANCE
+        differing = [
+            number
+            for number, other in enumerate(others, 1)
+            if other.shape != first.shape or float((other - first).abs().max()) > reach
+        ]
+        if differing:
+            error = InputError(
+                f"Rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))} of {self.count} began "
+                "from other noise than rank 0.",
+                expected="Ranks that make one output together begin from the same values.",
+                remedy="Give each rank a generator of the same seed: torch.Generator().manual_seed(0).",
+            )
+            raise self.told_by_first(error)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Explain an error that says another rank cannot be reached."""
+        try:
+            yield
+        except StopdownError:
+            raise
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            raise RankError(
+                f"Another rank is gone: it failed, was killed, or lost its network "
+                f"({type(error).__name__}: {take_one_line(error, 200)}). torchrun names the rank that "
+                "failed first when all have ended."
+            ) from error
+
+    # What each rank found, as all of them go by it
+
+    def agree_on_check(self, check: CallCheck) -> CallCheck:
+        """Return what a call showed on any rank.
+
+        Cost: one all_reduce of three integers; names are gathered only when one of them is set.
+        """
+        seen = (not check.is_finite, bool(check.clamped), bool(check.inputs))
+        is_bad, is_clamped, is_spoilt = self.agree(*seen)
+        if not (is_bad or is_clamped or is_spoilt):
+            return check
+        named = self.gather((check.clamped, check.inputs))
+        return dataclasses.replace(
+            check,
+            is_finite=not is_bad,
+            clamped=tuple(dict.fromkeys(name for clamped, _ in named for name in clamped)),
+            inputs=tuple(dict.fromkeys(name for _, inputs in named for name in inputs)),
+        )
+
+    def agree_on_counts(self, counts: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the worst counts (NaN, Inf, values) of the pipeline's result on any rank."""
+        return max(self.gather(counts)) if any(self.agree(sum(counts[:2]) > 0)) else counts
+
+    def agree_on_fault(self, fault: Fault) -> Fault:
+        """Return a fault in the words of the first rank that has it."""
+        outputs = [x for x in iterate_tensors(fault.output) if x.is_floating_point()]
+        is_mine = bool(fault.check.clamped) or any(sum(count_non_finite(x)) for x in outputs)
+        told = self.gather(name_fault(fault) if is_mine and not fault.check.is_good else "")
+        having = [number for number, text in enumerate(told) if text]
+        if not having:
+            return fault
+        found = told[having[0]]
+        if len(having) < self.count:
+            named = ", ".join(map(str, having))
+            found += f" It was so on rank{'s' * (len(having) > 1)} {named} alone."
+        return dataclasses.replace(fault, found=found)
+
+    def agree_on_culprit(self, culprit: Culprit) -> Culprit:
+        """Return where a fault began: the earliest operation that any rank found."""
+        found = self.gather(culprit)
+        return min(found, key=lambda one: (one.kind == "intermittent", one.order))
+
+    def agree_on_failure(self, told: str) -> str:
+        """Return why something failed on any rank; "" if it failed on none."""
+        return next(filter(None, self.gather(told))) if any(self.agree(bool(told))) else ""
+
+    def raise_if_lost(self, error: Exception) -> None:
+        """Raise an error which says that another rank is gone: nothing can be run again without it."""
+        if is_lost(error):
+            raise error
+
+    def open_journal(self, open_own: Callable[[], Any]) -> Any:
+        """Open the journal on rank 0; the others follow what it reads."""
+        return self.lead(open_own) or Follower(self)
+
+    @contextlib.contextmanager
+    def spread(self, pipe: Any, way: str, announce: Callable[[str], None]) -> Iterator[str]:
+        """Spread each step of a pipeline over the ranks; yield how, in words.
+
+        Args:
+            way: `context`, `guidance`, or `auto`: context if the model has a plan for it.
+        """
+        with Patches() as patches:
+            way = put_parallel(pipe, way, patches, announce)
+            yield f"{way} parallel over {self.count} processes"
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an exception says that another rank cannot be reached."""
+    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
+
+
+def find_group(pipe: Any) -> tuple[Any] | None:
+    """The process group over which calls of a pipeline's components are spread; None for one alone.
+
+    Returns:
+        The group in a tuple, because None is the group of all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    parts = [vars(part) for part in find_components(pipe).values()]
+    for part in parts:
+        if (group := part.get(GROUP)) is not None:
+            return (group,)
+    for part in parts:
+        config = getattr(part.get("_parallel_config"), "context_parallel_config", None)
+        if config is not None:
+            return (config._flattened_mesh.get_group(),)
+    return None
+
+
+def find_ranks(pipe: Any) -> Ranks | None:
+    """Return the ranks over which calls of a pipeline are spread; None for a process alone."""
+    group = find_group(pipe)
+    return None if group is None else Ranks(*group)
+
+
+def put_parallel(
+    pipe: Any, way: str, patches: Patches, announce: Callable[[str], None]
+) -> Literal["context", "guidance"]:
+    """Spread each denoiser call of a pipeline over all ranks; return how it was done.
+
+    Args:
+        way: `context`, `guidance`, or `auto`: context if the model has a plan for it.
+    """
+    denoisers = [callee.owner for callee in find_callees(pipe) if callee.stage == "denoise"]
+    if way == "guidance" or (way == "auto" and not all(map(_has_plan, denoisers))):
+        put_guidance_parallel(pipe, patches, announce=announce)
+        return "guidance"
+    for denoiser in denoisers:
+        put_context_parallel(denoiser, patches)
+    return "context"
+
+
+def _has_plan(denoiser: torch.nn.Module) -> bool:
+    try:
+        find_plan(denoiser)
+    except OptionError:
+        return False
+    return True

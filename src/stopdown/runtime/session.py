@@ -1,0 +1,473 @@
+"""The component calls of one program: which they are, and what a guard puts around each of them.
+
+Around each call lie the layers of a session's listeners, in their order: next to the component the one that
+keeps what it is really called with (`Rank.COMPONENT`), outside of it the one that checks what came out
+(`Rank.GUARD`). Around all hooks of the module a further layer keeps other threads from changing it.
+
+A pipeline's components are known from the start. Of any other program the calls of outermost modules are
+found as they happen (`outermost_calls`); the layers lie there during the call and no longer.
+
+**Catches** components that are compiled or replaced meanwhile; calls of several threads.
+**Does not catch** calls that another thread began before the session was put on. Calls that are enclosed by
+those of a module that is not part of the program are reported, not guarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.bounds.input_limits import Size
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import (
+    Rank,
+    find_module,
+    find_slot,
+    intercept,
+    put_layer,
+)
+from stopdown.component_calls.components import (
+    GENERAL,
+    GENERAL_KEEPS,
+    Callee,
+    find_adapter,
+    find_callees,
+    find_components,
+)
+from stopdown.component_calls.outermost_calls import (
+    entered,
+    find_outermost,
+    is_enclosed,
+    is_in_training,
+    listen,
+)
+from stopdown.component_calls.step_counter import StepCounter
+from stopdown.errors import OptionError, warn_user
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import name_dtype
+from stopdown.plans.planned_loader import Loaded
+from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair
+from stopdown.runtime.activation_maxima import is_compiled, put_sensors
+from stopdown.runtime.call_check import CallCheck, check_call
+from stopdown.runtime.component_locks import find_lock, is_changing
+from stopdown.runtime.consensus import find_consensus
+from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.journal import CallAnswers
+from stopdown.runtime.repair_cache import RepairCache
+from stopdown.runtime.repair_log import RepairLog
+from stopdown.runtime.repair_order import ON_FAULT, OnFault
+from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.weight_history import WeightHistory
+from stopdown.scaling.call_watch import ReplacedError, find_watch
+
+_PATIENCE_S = 0.01
+"""How long a call waits at a time for a guard to be removed, which may wait for a call around it."""
+
+Listener = Callable[[GuardedCall, ComponentCall], Any]
+"""Called instead of a component call; goes on by `call.proceed()`, and returns the call's output."""
+
+
+Announce = Callable[[str], None]
+"""Told once of each kind of repair, in whole sentences."""
+
+Observer = Callable[[str, str, int, int], None]
+"""Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """What a guard does, and whom it tells.
+
+    Attributes:
+        on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
+            is known. `warn`: say it once and go on with the bad value.
+        decisions: precision of each call with its reason, for messages.
+        observer: told of each finished call.
+        announce: told of each repair once; None warns with `StopdownWarning`.
+        plan: put on the pipeline for as long as the guard is.
+        loaded: by which plan the pipeline was loaded, in place of `plan`.
+        journal: folder, or open journal.
+        maxima: note the largest magnitude of each block at each step.
+        repair_cache: what earlier guards found, put on from the start; what this one finds is added.
+        frames: report black, grey, frozen and noisy frames in what the pipeline returns.
+        names_culprit: run a call that failed once more to find where the fault begins.
+        components: patterns of names or classes of components; empty for all.
+        log: goes on with what other guards did; None begins anew.
+        histories: weights as earlier guards met them; None begins anew.
+        calls_before: of the component, under other guards.
+    """
+
+    on_fault: OnFault = "repair"
+    decisions: tuple[ComponentPlan, ...] = ()
+    observer: Observer | None = None
+    announce: Announce | None = None
+    plan: Plan | None = None
+    loaded: Loaded | None = None
+    journal: CallAnswers | str | Path | None = None
+    maxima: bool = False
+    repair_cache: RepairCache | None = None
+    frames: bool = True
+    names_culprit: bool = True
+    components: tuple[str, ...] = ()
+    log: RepairLog | None = None
+    histories: MutableMapping[torch.nn.Module, WeightHistory] | None = None
+    calls_before: int = 0
+
+    def wants(self, callee: Callee) -> bool:
+        """Whether calls of a component are to be guarded."""
+        words = (callee.name, type(callee.owner).__name__)
+        found = (fnmatch.fnmatchcase(x, pattern) for x in words for pattern in self.components)
+        return not self.components or any(found)
+
+    def __post_init__(self) -> None:
+        if self.on_fault not in ON_FAULT:
+            raise OptionError(
+                f"on_fault={self.on_fault!r} is unknown.",
+                expected=f"Known values are {', '.join(ON_FAULT)}.",
+                remedy='Use on_fault="repair".',
+            )
+
+
+class Session:
+    """The components and calls of one program, and the layers of a guard's listeners around them.
+
+    Attributes:
+        components: by `id` of the module.
+        calls: by name.
+        missed: calls that are not guarded, a sentence each.
+        running: threads inside of the pipeline's call.
+        is_over: the guard is removed, so a call at fault is made again without it.
+        counting: held while several threads change what is counted here.
+        host_reads: how often the host waited for values.
+    """
+
+    def __init__(self, pipe: Any, options: GuardOptions) -> None:
+        self.pipe, self.options, self.adapter = pipe, options, find_adapter(pipe)
+        self.consensus, self.host_reads = find_consensus(pipe), 0
+        is_first = self.consensus.number == 0  # which says it for all
+        self.announce = options.announce or (warn_user if is_first else _keep_silent)
+        self.log = RepairLog(self.announce) if options.log is None else options.log
+        scheduled = self.adapter.find_scheduled(pipe)
+        self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self.follow)
+        self.patches, self.counting, self.is_over = Patches(), threading.RLock(), False
+        self.components: dict[int, ComponentState] = {}
+        self.calls: dict[str, GuardedCall] = {}
+        self.missed: list[str] = []
+        self.running: set[int] = set()
+        self._limits: dict[str, Mapping[str, float]] = {}  # of the plan's certificate
+        self._sizes: dict[str, Mapping[str, Sequence[Size]]] = {}
+        self._maxima: dict[tuple[str, str, int | None, str], float] = {}
+        self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
+        self._listeners: tuple[Listener, Listener] | None = None
+        self._is_left = threading.Event()  # the components are as they were
+        self._has_free_methods = (
+            self.adapter.name == GENERAL.name
+        )  # called inside of other calls, too
+
+    def __deepcopy__(self, memo: object) -> Session:
+        return self  # hooks name it: a copy of a guarded module is not guarded
+
+    def put_on(self, inner: Listener, outer: Listener) -> None:
+        """Intercept the calls that are known.
+
+        Args:
+            inner: stands next to the component.
+            outer: stands outside of plans and memory strategies.
+        """
+        self._listeners = inner, outer
+        for callee in self._list_callees():
+            self._guard_call(callee)
+
+    def listen(self) -> None:
+        """Find the calls of outermost modules as they happen, if the adapter does not know them."""
+        modules = self.adapter.name_modules(self.pipe)
+        self._names = {id(module): name for name, module in modules.items()}
+        if self._has_free_methods:
+            listen(self._meet_module, self.patches)
+            for name, module in find_components(self.pipe).items():
+                notice = functools.partial(self._notice_enclosed, name)
+                self.patches.defer(module.register_forward_pre_hook(notice).remove)
+
+    def follow(self) -> None:
+        """Intercept the calls of components that were compiled or replaced since."""
+        for callee in self.list_moved():
+            if callee.stage == "encode" and not self.running:  # called without the pipeline
+                self.missed.append(
+                    f"{callee.name}: it was compiled or replaced under the guard; calls "
+                    "before the next run's first step were not watched."
+                )
+            self._guard_call(callee)
+            self.put_sensors(self.calls[callee.name].state)
+
+    def list_moved(self) -> list[Callee]:
+        """List component calls that go past the guard: of components that were compiled or replaced."""
+        places = {name: (call.callee.owner, call.slot) for name, call in self.calls.items()}
+        return [
+            callee
+            for callee in self._list_callees()
+            if (place := places.get(callee.name)) is None
+            or place[0] is not callee.owner
+            or place[1] != find_slot(callee)
+        ]
+
+    def leave(self) -> list[tuple[ComponentState, Any]]:
+        """Leave each component as it was, under its lock, repairs first; then take all layers off.
+
+        Returns:
+            Components with the repairs that were in force.
+        """
+        with self.counting:
+            self.is_over = True
+            components = list(self.components.values())
+        found = []
+        try:
+            for state in components:
+                with find_lock(state.module).changing():  # calls of other threads are over
+                    if state.is_repaired:
+                        found.append((state, state.applied))
+                    state.leave()
+                    for call in self.list_calls(state):
+                        call.patches.undo()
+        finally:
+            self._is_left.set()
+        self.patches.undo()
+        for call in self.calls.values():
+            call.forget()
+        return found
+
+    def find_state(self, module: torch.nn.Module) -> ComponentState:
+        """Return the state of a component, made when it is first asked for."""
+        with self.counting:
+            state = self.components.get(id(module))
+            if state is None:
+                state = self.components[id(module)] = ComponentState(module)
+                if self.options.histories is not None:
+                    state.weights = self.options.histories.setdefault(module, WeightHistory())
+                self.patches.defer(state.leave)
+            return state
+
+    def list_calls(self, state: ComponentState) -> list[GuardedCall]:
+        """List the calls through which a component is used."""
+        return [call for call in list(self.calls.values()) if call.state is state]
+
+    def limit_inputs(
+        self,
+        component: str,
+        limits: Mapping[str, float],
+        sizes: Mapping[str, Sequence[Size]] | None = None,
+    ) -> None:
+        """Compare a component's arguments with the limits of its plan's certificate.
+
+        Args:
+            limits: `forward.hidden_states` to the magnitude up to which it holds.
+            sizes: the same to the sizes, without the batch.
+        """
+        self._limits[component], self._sizes[component] = limits, sizes or {}
+        for call in self.calls.values():
+            call.limits, call.sizes = self._find_limits(call.callee)
+
+    def _find_limits(self, callee: Callee) -> tuple[dict[str, float], dict[str, Sequence[Size]]]:
+        """Map arguments to the magnitude, and to the sizes, up to which a plan's certificate holds."""
+
+        def choose(entries: Mapping[str, Any]) -> dict[str, Any]:
+            parts = [(key.partition("."), limit) for key, limit in entries.items()]
+            return {name: limit for (method, _, name), limit in parts if method == callee.method}
+
+        name = callee.component_name
+        return choose(self._limits.get(name, {})), choose(self._sizes.get(name, {}))
+
+    def put_sensors(self, state: ComponentState) -> None:
+        """Note what a component's modules give; outside of the hooks that a plan put there."""
+        if not state.is_sensed and not any(
+            is_compiled(x.callee.owner) for x in self.list_calls(state)
+        ):
+            put_sensors(state.module, state.notes, self.patches, maxima=self.options.maxima)
+        state.is_sensed = True
+
+    def _list_callees(self) -> list[Callee]:
+        """List the calls that are known, and wanted."""
+        return [x for x in find_callees(self.pipe) if self.options.wants(x)]
+
+    def _guard_call(self, callee: Callee) -> None:
+        """Intercept a component call; at another object in the component's place no more."""
+        assert self._listeners is not None
+        state, slot = self.find_state(find_module(callee)), find_slot(callee)
+        guarded = self.calls.get(callee.name)
+        if guarded is None:
+            guarded = self.calls[callee.name] = GuardedCall(callee, state, slot)
+            guarded.limits, guarded.sizes = self._find_limits(callee)
+            self.patches.defer(guarded.patches.undo)
+        guarded.move_to(callee, state, slot)
+        state.name, state.announce = callee.component_name, self.announce
+        state.on_extended = functools.partial(self._note_extended, guarded)
+        state.is_compiled |= guarded.is_compiled
+        inner, outer = self._listeners
+        for rank, layer in (
+            (Rank.COMPONENT, functools.partial(inner, guarded)),
+            (Rank.GUARD, functools.partial(self._call_outermost, outer, guarded)),
+        ):
+            intercept(callee, layer, guarded.patches, rank)
+        whole = "_call_impl" if slot == "forward" else slot  # with the hooks of the module
+        turn = functools.partial(self._call_whole, guarded)
+        put_layer(callee.owner, whole, turn, guarded.patches, Rank.TURN, callee)
+
+    def _note_extended(self, guarded: GuardedCall, method: str, what: str) -> None:
+        """Record that exponents were found which hold for one more kind of call of a component."""
+        name = guarded.callee.component_name
+        name = name if method == "forward" else f"{name}.{method}"
+        self.log.keep(
+            Repair(
+                component=name,
+                module_path=guarded.callee.component_name,
+                kind="signature",
+                step=None,
+                evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
+                action="rescaled",
+                reason="Its exponents were found anew, for these calls and those before.",
+            )
+        )
+
+    def check(self, guarded: GuardedCall, output: object) -> CallCheck:
+        """Check a call's output and arguments; keep maxima, and report what a plan does not cover.
+
+        Cost: two operations, one for each module that clamps, and one host read; with other processes one
+        all_reduce.
+        """
+        check = self.consensus.agree_on_check(check_call(guarded.state.notes, output))
+        with self.counting:
+            self.host_reads += check.host_reads
+            for path, dtype, amax in check.maxima:
+                step = self.steps.find_step(guarded.callee)
+                key = (guarded.name, path, step, name_dtype(dtype))
+                self._maxima[key] = max(self._maxima.get(key, 0.0), amax)
+            for sentence in guarded.note_excesses(check):
+                self.announce(sentence)
+        return check
+
+    @property
+    def maxima(self) -> tuple[BlockMaximum, ...]:
+        """The largest magnitude of each block at each step; None for NaN and Inf."""
+        return tuple(
+            BlockMaximum(component, path, step, precision, amax if amax < torch.inf else None)
+            for (component, path, step, precision), amax in self._maxima.items()
+        )
+
+    # Calls that are found as they happen
+
+    @contextlib.contextmanager
+    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+        """Guard the call of an outermost module if it is one of the program's."""
+        name = self._names.get(id(module)) if method == "forward" else None
+        if name is None or self._leaves(module, name):
+            yield
+            return
+        callee = Callee(name, module, "forward", "call", GENERAL_KEEPS)
+        if not self.options.wants(callee) or not self._admit(
+            self.find_state(find_module(callee)), name
+        ):
+            yield
+            return
+        with self.counting:
+            guarded = None if self.is_over else self.calls.get(name)
+            if not (self.is_over or (guarded is not None and guarded.users)):
+                self._guard_call(callee)
+                guarded = self.calls[name]
+                self.put_sensors(guarded.state)
+            if guarded is not None:
+                guarded.users += 1
+        if guarded is None and not is_changing():
+            self._is_left.wait()
+        try:
+            yield
+        finally:
+            with self.counting:
+                if guarded is not None:
+                    guarded.users -= 1
+                    if not guarded.users:
+                        guarded.patches.undo()
+
+    def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
+        """Report once that another module's call encloses the call of a module that was given."""
+        enclosing = find_outermost()
+        is_own = id(module) in self._names  # a copy has the hooks of what it is made of
+        if is_own and enclosing not in (None, module) and id(enclosing) not in self._names:
+            outer = type(enclosing).__name__
+            text = (
+                f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
+                f"{outer} to the guard."
+            )
+            if text not in self.missed:
+                self.missed.append(text)
+                self.announce(text)
+
+    def _leaves(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether a call is one of training, which is reported once."""
+        if not is_in_training(module):
+            return False
+        self.log.leave(
+            name,
+            f"`{name}` is in training: an optimizer has its parameters, or they have gradients. Its calls "
+            "are not watched; those under torch.no_grad() are.",
+        )
+        return True
+
+    def _admit(self, state: ComponentState, name: str) -> bool:
+        """Whether a component is guarded; not when a part of it, or what it is a part of, is already."""
+        with self.counting:
+            if state.is_admitted is None:
+                inside = {id(part) for part in state.module.modules()}
+                other = next((x for x in self.components.values() if x.overlaps(inside)), None)
+                state.is_admitted = other is None
+                if other is not None:
+                    names = [x.name for x in self.list_calls(other)] or [
+                        type(other.module).__name__
+                    ]
+                    said = f"{name}: it shares modules with {names[0]}, which is guarded; "
+                    self.missed.append(f"{said}its own calls were not watched.")
+            return state.is_admitted
+
+    # Layers
+
+    def _call_whole(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+        """Keep other threads from changing the module during a call with all of its hooks.
+
+        Where exponents are on, the layer that asks for them sees to it.
+        """
+        watch = find_watch(guarded.module)
+        if is_changing() or (watch is not None and watch.has_call_here):
+            return call.proceed()
+        with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
+            if find_watch(guarded.module) is None and not self.is_over:
+                return call.proceed()
+        if self.is_over:  # its turn comes once the guard has left
+            self._is_left.wait(_PATIENCE_S)
+        return call.begin_again(guarded.module)  # other layers are there now
+
+    def _call_outermost(self, outer: Listener, guarded: GuardedCall, call: ComponentCall) -> Any:
+        """Let the outer listener answer a call; one inside of another call is left alone."""
+        try:
+            if not self._has_free_methods:
+                return outer(guarded, call)
+            owner, method = guarded.callee.owner, guarded.callee.method
+            if is_enclosed(owner, method) or self._leaves(guarded.module, guarded.name):
+                return call.proceed()
+            if not self._admit(guarded.state, guarded.name):
+                return call.proceed()
+            with entered(owner, method):
+                return outer(guarded, call)
+        except ReplacedError:  # the call that is made instead is the one that counts
+            if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
+                raise
+            return call.begin_again(guarded.module)
+
+
+def _keep_silent(text: str) -> None:
+    pass

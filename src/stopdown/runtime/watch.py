@@ -1,0 +1,119 @@
+"""The listeners of a guard: keep what a component is called with, and check what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.outermost_calls import wants_gradients
+from stopdown.devices.model_needs import keeps_clamps
+from stopdown.diagnosis import REFUSALS, is_refusal
+from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.component_locks import find_lock, is_changing
+from stopdown.runtime.fault_handler import FaultHandler
+from stopdown.runtime.fault_texts import Fault
+from stopdown.runtime.guarded_call import GuardedCall, RepeatableCall
+from stopdown.runtime.hidden_values import noting_hidden
+from stopdown.runtime.session import Session
+from stopdown.scaling.call_watch import ReplacedError, has_passed
+
+
+class Watch:
+    """Watches the calls of a session.
+
+    Attributes:
+        own_s: seconds that were spent besides the calls.
+    """
+
+    def __init__(self, session: Session, handler: FaultHandler) -> None:
+        self.own_s = 0.0
+        self._session, self._handler = session, handler
+
+    def keep(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+        """Keep what the component is really called with for a replay; stands next to the component."""
+        with find_lock(guarded.module).calling():
+            if not (is_changing() or has_passed(guarded.module)):
+                raise ReplacedError
+            begun = time.perf_counter()
+            guarded.keep_latest(call, self._session.pipe)
+            states = list(self._session.components.values())  # another thread may add one
+            is_mixed = any(x.dtype is not None for x in states)
+            self.own_s += time.perf_counter() - begun
+            with self._noting(guarded):
+                return guarded.state.call(call, is_mixed=is_mixed)
+
+    def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
+        """Note what the component's code hides; compiled code would be compiled anew for that."""
+        is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
+        compiled = any(x.is_compiled for x in list(self._session.calls.values()))
+        if is_known or compiled or not self._session.consensus.is_alone:
+            return contextlib.nullcontext()
+        return noting_hidden(guarded.state.notes.note_hidden)
+
+    def check(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+        """Check what came out, and have a fault answered; stands outside of plans and memory strategies."""
+        entered_at = time.perf_counter()
+        guarded.begin(call)
+        repeat = RepeatableCall(call)
+        self._session.consensus.begin_call(call)
+        called = time.perf_counter()
+        try:
+            output = call.proceed()
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
+            guarded.note_kept()
+            output = self._handler.answer_refusal(self._make_fault(guarded, call), error)
+        returned = time.perf_counter()
+        guarded.note_kept()
+        check = self._session.check(guarded, output)
+        repeat.ends, guarded.latest.repeat = check.ends, repeat
+        with self._session.counting:
+            guarded.count_call(returned - called, check)
+        if check.inputs or not check.is_good:
+            output = self._handler.answer(self._make_fault(guarded, call, output, check))
+        if (observer := self._session.options.observer) is not None:
+            steps = self._session.steps
+            observer(guarded.name, guarded.callee.stage, steps.done, steps.total)
+        self.own_s += (called - entered_at) + (time.perf_counter() - returned)
+        return output
+
+    def _make_fault(
+        self,
+        guarded: GuardedCall,
+        call: ComponentCall,
+        output: Any = None,
+        check: CallCheck | None = None,
+    ) -> Fault:
+        """Describe a call that went wrong; one without an output ended in an error."""
+        said = (
+            f'{x.precision} was chosen for it: "{x.reason}"'
+            for x in self._session.options.decisions
+            if x.component == guarded.name
+        )
+        return Fault(
+            guarded,
+            call,
+            output,
+            check or CallCheck(),
+            guarded.precision,
+            *self._locate(guarded),
+            next(said, ""),
+            wants_gradients(guarded.module),
+        )
+
+    def _locate(self, guarded: GuardedCall) -> tuple[int | None, str]:
+        """Return the step of the latest call from 0, None outside of denoising; and ` at step 2 of 28`.
+
+        If nothing counts steps, ` at its call 3`.
+        """
+        steps = self._session.steps
+        if steps.pipe is not None or steps.is_told:
+            return steps.find_step(guarded.callee), steps.name_step(guarded.callee)
+        kwargs = guarded.latest.call.kwargs if guarded.latest.call is not None else {}
+        if (found := self._session.adapter.read_step(kwargs)) is not None:
+            return found[0], f" at step {found[0] + 1} of {found[1]}"
+        return None, f" at its call {guarded.count + self._session.options.calls_before}"
