@@ -174,6 +174,18 @@ def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
     ]
 
 
+def test_no_time_is_estimated_from_the_first_moments_of_a_stage() -> None:
+    """One hundredth in a second is no measure of the rest: below a tenth no time left is printed."""
+    log = Log()
+    log.progress(1, "certify", "vae", 0, 100)
+    log.progress(12, "certify", "vae", 1, 100)
+    log.progress(23, "certify", "vae", 10, 100)
+    assert log.lines[1:] == [
+        "Certifying vae: elapsed 0:00:12",
+        "Certifying vae: elapsed 0:00:23, left 0:03:18",
+    ]
+
+
 def test_stages_in_turns_fill_no_log() -> None:
     """`compare` encodes, denoises and decodes for each picture: later turns print a line in ten seconds."""
     log = Log()

@@ -99,6 +99,9 @@ def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None
 SECONDS_BETWEEN_LINES = 10.0
 """At most one line of progress in this time, except for the first of each stage."""
 
+LEAST_SHARE = 0.1
+"""Share of a stage that has to be done before the time left is estimated from it."""
+
 LONGEST_SILENCE_S = 30.0
 """After this time without a line, the stage that goes on is printed again."""
 
@@ -161,7 +164,11 @@ class Lines(Display):
             return
         self._stages.add(key)
         share, spent = done / total if total else 0.0, now - self._since
-        left = f", left {_show_time(spent / share - spent)}" if spent and 0 < share < 1 else ""
+        left = (
+            f", left {_show_time(spent / share - spent)}"
+            if spent and LEAST_SHARE <= share < 1
+            else ""
+        )
         self._print(self._shown, now, left)
 
     def _print(self, shown: str, now: float, left: str = "") -> None:
