@@ -9,6 +9,7 @@ a package of one name, so each is measured in a process of its own. Rows that ar
 
     python benchmarks/programs.py                          # programs whose variables are set (minutes)
     python benchmarks/programs.py --classes "sgm VideoUNet"
+    python benchmarks/programs.py --row "ComfyUI SDXL UNet" residual --seeds 16   # one row, other weights
     python benchmarks/programs.py --table                  # only write the table anew
 """
 
@@ -64,9 +65,9 @@ def measure_class(name: str) -> None:
         print(name, way, row, flush=True)
 
 
-def measure_row(name: str, way: str) -> dict[str, Any]:
+def measure_row(name: str, way: str, seed: int = 0) -> dict[str, Any]:
     """One row: a class made to overflow in one way, and brought to fp16."""
-    module, calls = make_foreign(name)
+    module, calls = make_foreign(name, seed)
     row: dict[str, Any] = {"scaled_bits": overflow(module, calls, WAYS[way])}
     row["peak"] = find_peak(module, calls)
     reference = run_calls(calls, torch.float32)
@@ -172,8 +173,23 @@ def load_rows() -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text())["rows"] if path.exists() else {}
 
 
-def store_rows(rows: dict[str, dict[str, Any]]) -> None:
-    """Write the rows as JSON and as a table."""
+def measure_spread(name: str, way: str, seeds: int) -> None:
+    """How far one row's ratio depends on which random weights it has; stored beside the rows."""
+    found = []
+    for seed in range(seeds):
+        row = measure_row(name, way, seed)
+        found.append({
+            "seed": seed, "exact": row["exact"], "bf16": row["bf16"]["l2"],
+            "rescaled fp16": row["rescaled fp16"]["l2"], "folds": row["folds"],
+        })  # fmt: skip
+        print(json.dumps(found[-1] | {"bf16 : rescaled": find_ratio(row)}), flush=True)
+    path = RESULTS / "programs.json"
+    known = json.loads(path.read_text()).get("seeds", {}) if path.exists() else {}
+    store_rows(load_rows(), {**known, f"{name} / {way}": found})
+
+
+def store_rows(rows: dict[str, dict[str, Any]], seeds: dict[str, Any] | None = None) -> None:
+    """Write the rows as JSON and as a table; with what other seeds gave, where that is new."""
     import diffusers
     import transformers
 
@@ -181,14 +197,33 @@ def store_rows(rows: dict[str, dict[str, Any]]) -> None:
     machine = describe_machine()
     known = [f"{name} / {way}" for name, example in EXAMPLES.items() for way in example.ways]
     rows = {key: rows[key] for key in known if key in rows}
+    path = RESULTS / "programs.json"
+    if seeds is None:
+        seeds = json.loads(path.read_text()).get("seeds", {}) if path.exists() else {}
     stored = {
         "command": "python benchmarks/programs.py",
         "machine": machine,
         "versions": versions,
         "rows": rows,
+        "seeds": seeds,
     }
-    (RESULTS / "programs.json").write_text(json.dumps(stored, indent=1) + "\n")
-    (RESULTS / "programs.md").write_text(format_table(rows, name_machine(machine, versions)))
+    path.write_text(json.dumps(stored, indent=1) + "\n")
+    table = format_table(rows, name_machine(machine, versions)) + format_seeds(seeds)
+    path.with_suffix(".md").write_text(table)
+
+
+def format_seeds(seeds: dict[str, Any]) -> str:
+    """One line for each row that was measured with other random weights as well."""
+    lines = []
+    for name, found in seeds.items():
+        ratios = sorted(x["bf16"] / x["rescaled fp16"] for x in found)
+        mean = math.prod(ratios) ** (1 / len(ratios))
+        lines.append(
+            f"\n{name}, with {len(found)} seeds: bf16 : rescaled is {ratios[0]:.1f} to {ratios[-1]:.1f}, "
+            f"geometric mean {mean:.1f}; {sum(x['exact'] for x in found)} exact in fp32. Each is a single "
+            "draw of roundings.\n"
+        )
+    return "".join(lines)
 
 
 COLUMNS = ("fp16", "clamped fp16", "bf16", "rescaled fp16")
@@ -281,12 +316,17 @@ def main() -> None:
     parser.add_argument(
         "--here", action="store_true", help="in this process: classes of one program"
     )
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="with --row: with so many seeds, stored"
+    )
     parser.add_argument("--row", nargs=2, metavar=("CLASS", "WAY"), help="print a row, store none")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
-    if options.row:
+    if options.row and options.seeds:
+        measure_spread(*options.row, options.seeds)
+    elif options.row:
         print(json.dumps(measure_row(*options.row)))
     elif options.table:
         store_rows(load_rows())

@@ -3,7 +3,8 @@
 Each draw takes a class with the configuration and arguments that Diffusers tests it with, random weights
 by its seed, and one of the ways in which its weights make it overflow fp16, by a random number of bits.
 `rescale_` gets that call; what it gives is held against bf16, in fp32 to the last bit and cast to fp16.
-Diffusers' tests are no part of its package: take them from its repository, at the same version.
+Diffusers' tests are no part of its package: take them from its repository, and install what they import
+(`pip install parameterized requests-mock`).
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers /tmp/diffusers
     python benchmarks/zoo.py /tmp/diffusers                                  # a hundred draws
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,11 +43,13 @@ from models.rescaling_models import (  # noqa: E402 (the path is set above)
 )
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
-from stopdown.numerics import iterate_tensors, relative_l2  # noqa: E402
+from stopdown.numerics import iterate_tensors, measure_amax, relative_l2  # noqa: E402
 from stopdown.scaling import cast_, rescale_  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 LONGEST_BITS = 26
+LARGEST_SQUARED = 2.0**56
+"""A sum of 65,536 squares of this is finite in fp32."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def _is_latent(value: Any) -> bool:
 def list_subjects(checkout: Path) -> Iterator[Subject]:
     """Every class that the tests of models configure, by name."""
     sys.path.insert(0, str(checkout))
+    _resize_without_torchvision()
     names: Counter[str] = Counter()
     for path in sorted((checkout / "tests" / "models").glob("*/test_*.py")):
         try:
@@ -101,6 +106,24 @@ def list_subjects(checkout: Path) -> Iterator[Subject]:
             name = test().model_class.__name__
             names[name] += 1
             yield Subject(name if names[name] == 1 else f"{name} #{names[name]}", test())
+
+
+def _resize_without_torchvision() -> None:
+    """Give Cosmos' transformers the one function that they take of torchvision, where it is not installed."""
+    cosmos = [
+        importlib.import_module(f"diffusers.models.{x}")
+        for x in ("transformers.transformer_cosmos", "controlnets.controlnet_cosmos")
+    ]
+    resize = SimpleNamespace(
+        resize=lambda x, size, interpolation: torch.nn.functional.interpolate(
+            x, size, mode="nearest"
+        )
+    )
+    stand_in = SimpleNamespace(
+        functional=resize, InterpolationMode=SimpleNamespace(NEAREST="nearest")
+    )
+    for module in cosmos:
+        vars(module).setdefault("transforms", stand_in)
 
 
 def _list_testers(tests: Any) -> list[type]:
@@ -128,10 +151,9 @@ def draw(subject: Subject, seed: int) -> dict[str, Any]:
         return row | {"outcome": "not built", "why": f"{type(error).__name__}: {error}"[:300]}
     ways = [w for w in WAYS if scale_weights(module, WAYS[w], 0)]
     row["way"] = way = rng.choice(ways) if ways else ""
-    row["bits"] = bits = rng.randrange(4, LONGEST_BITS) if ways else 0
-    scale_weights(module, WAYS.get(way, "$."), bits)
+    row["bits"] = enlarge(module, kwargs, WAYS.get(way, "$."), rng.randrange(4, LONGEST_BITS))
     reference = run(module, kwargs, torch.float32)
-    if not all(bool(x.isfinite().all()) for x in reference):
+    if not is_finite(module, kwargs):
         return row | {"outcome": "not finite in fp32"}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         row[name] = run_cast(module, kwargs, reference, dtype)
@@ -170,6 +192,34 @@ def draw(subject: Subject, seed: int) -> dict[str, Any]:
         return row | {"outcome": "not finite"}
     is_worse = row["bf16"] is not None and error > max(row["bf16"], 2.0**-11)
     return row | {"outcome": "worse than bf16" if is_worse else "solved"}
+
+
+def enlarge(module: torch.nn.Module, kwargs: dict[str, Any], pattern: str, most_bits: int) -> int:
+    """Scale the weights of a way by as many bits as fp32 holds all values with; how many they are."""
+    bits = most_bits if scale_weights(module, pattern, most_bits) else 0
+    while bits > 0 and not is_finite(module, kwargs):
+        scale_weights(module, pattern, -2)
+        bits -= 2
+    return bits
+
+
+def is_finite(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether fp32 holds what every module of a call returns, and the squares of what its norms are given."""
+    held = True
+
+    def look(part: torch.nn.Module, args: Any, output: Any) -> None:
+        nonlocal held
+        values = [x for x in iterate_tensors(output) if x.is_floating_point()]
+        held = held and not any(bool((x.isnan() | (x == math.inf)).any()) for x in values)
+        if "Norm" in type(part).__name__:
+            given = [x for x in iterate_tensors(args) if x.is_floating_point() and x.dim() > 1]
+            held = held and all(measure_amax(x) < LARGEST_SQUARED for x in given)
+
+    hooks = [x.register_forward_hook(look) for x in module.modules()]
+    run(module, kwargs, torch.float32)
+    for hook in hooks:
+        hook.remove()
+    return held
 
 
 def run(module: torch.nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ class Bounded:
 
     def list_nodes(self) -> list[Node]:
         """The values that have a bound and can be compared with it."""
-        masked = find_masked(self.capture.graph.graph)
+        masked = find_masked(self.capture)
         return [
             node
             for node in self.capture.graph.graph.nodes

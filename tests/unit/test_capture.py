@@ -200,6 +200,44 @@ def test_a_branch_on_values_goes_as_it_really_went(bias: float, taken: str) -> N
     assert (capture.answers, capture.outputs) == ((("__bool__", taken == "x"),), 1)
 
 
+class ClampingInHalf(nn.Module):
+    """Asks in fp16 alone whether a value is NaN or Inf, and anywhere for the sign of a sum."""
+
+    def __init__(self, *, asks_too: bool) -> None:
+        super().__init__()
+        self.linear, self.asks_too = nn.Linear(2, 2), asks_too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        x = -x if self.asks_too and x.square().sum() >= 0 else x
+        if x.dtype == torch.float16 and (torch.isinf(x).any() or ~torch.isfinite(x).all()):
+            x = x.clamp(-64504, 64504)
+        return x.exp() if self.asks_too and x.sum() > 1e9 else x
+
+
+@pytest.mark.parametrize("asks_too", [False, True])
+def test_a_test_for_inf_in_fp16_alone_is_answered_for_finite_values(asks_too: bool) -> None:
+    """A run in fp32 is not asked; the answers to what it was asked stay with their questions."""
+    module = ClampingInHalf(asks_too=asks_too)
+    capture = capture_call(module, (torch.randn(2, 2),), dtype=torch.float16)
+    names = {operation(node) for node in capture.graph.graph.nodes}
+    assert not names & {"clamp", "exp"}
+    assert ("neg" in names) == asks_too
+    assert [answer for _, answer in capture.answers] == [True, False] * asks_too
+
+
+def test_another_question_in_fp16_alone_is_refused() -> None:
+    """What depends on values is not known without a run that was asked."""
+
+    class AsksInHalf(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return -x if x.dtype == torch.float16 and x.sum() > 0 else x
+
+    with pytest.raises(CaptureError):
+        capture_call(AsksInHalf(2, 2), (torch.randn(2, 2),), dtype=torch.float16)
+
+
 ASKING: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item() > 0,
     "__bool__": lambda x: bool(x.sum() > 0),

@@ -257,6 +257,32 @@ def test_a_weight_that_is_stored_low_gets_more_room() -> None:
         rescaling.undo()
 
 
+class FillingItsMask(nn.Module):
+    """Attention whose causal mask is filled with a tensor's number (BLIP-Diffusion's CLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        mask = torch.empty(len(tokens), length, length, dtype=tokens.dtype)
+        mask.fill_(torch.tensor(torch.finfo(tokens.dtype).min))
+        mask.triu_(1)
+        scores = torch.baddbmm(mask, self.query(tokens), tokens.mT)
+        return torch.softmax(scores, -1) @ self.value(tokens)
+
+
+def test_a_mask_filled_from_a_tensor_is_a_mask() -> None:
+    """Its lowest number needs no room, and what it is added to has a bound."""
+    torch.manual_seed(0)
+    module = FillingItsMask().eval().requires_grad_(False)
+    rescaling = rescale_(module, (torch.randn(2, 5, 8),), ranges="bound")
+    assert not rescaling.fp32_modules
+    assert not rescaling.scaling.outputs
+    assert rescaling.scaling.bounded >= rescaling.scaling.values - 1  # the empty tensor itself
+
+
 def test_a_measurement_beyond_its_bound_wins() -> None:
     """Where something measured exceeds a bound (an input beyond its limit), the bound is not used."""
     seen, bound = Range(9.0, 1.0, 0.1), Range(8.0, 1.0, 0.0, certain=True)

@@ -8,6 +8,7 @@ for every part of the sum as well, so no partial sum is larger.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -280,7 +281,20 @@ def transposed(op: Operands) -> Bound:
 
 def matmul(op: Operands) -> Bound:
     """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
-    first, other = op.given["self"], op.given.get("mat2", op.given.get("other"))
+    return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
+
+
+def matmul_added(op: Operands) -> Bound:
+    """A product of matrices and what is added to it, each times a number."""
+    first = op.given.get("mat1", op.given.get("batch1"))
+    product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
+    alpha, beta = (abs(float(op.given.get(name, 1))) for name in ("alpha", "beta"))
+    added = op.spread(op.given["self"]) if beta else uniform(0.0, op.shape)
+    typical = math.hypot(alpha * product.typical, beta * added.typical)
+    return op.made(alpha * product.peak + beta * added.peak, typical)
+
+
+def _bound_matrices(op: Operands, first: Any, other: Any) -> Bound:
     a, b = op.bound(first), op.bound(other)
     shapes = shape_of(first), shape_of(other)
     if min(map(len, shapes)) < 2:

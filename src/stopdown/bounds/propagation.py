@@ -47,7 +47,7 @@ from stopdown.graph.nodes import (
     shape_of,
 )
 from stopdown.graph.operations import find_operation
-from stopdown.graph.range_measurement import Range
+from stopdown.graph.range_measurement import Range, find_sentinels
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""
@@ -100,6 +100,7 @@ RULES: dict[str, Rule] = {
     "convolve": product_rules.convolve,
     "transposed": product_rules.transposed,
     "matmul": product_rules.matmul,
+    "matmul_added": product_rules.matmul_added,
     "einsum": product_rules.einsum,
     "outer": product_rules.outer,
     "attention": product_rules.attention,
@@ -202,8 +203,10 @@ class Propagation(KnownValues):
 
     def _hold_known(self, node: Node, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().cpu()
-        if tensor.is_complex():
-            self._keep(node, make_bound(tensor.abs(), shape_of(node), typical=1.0))
+        sentinels = find_sentinels(tensor)
+        if tensor.is_complex() or bool(sentinels.any()):
+            sizes = tensor.abs() if tensor.is_complex() else tensor.abs().masked_fill(sentinels, 0.0)
+            self._keep(node, make_bound(sizes.double(), shape_of(node), typical=1.0))
             return
         made = make_interval(tensor)
         if is_float(node):  # as it is, or rounded at the component call

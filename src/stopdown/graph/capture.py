@@ -161,7 +161,7 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
     if answers is None:
         with contextlib.suppress(Exception):  # a call that fails has no answers: say why untraced
             answers = note_answers(first.call, first.args, first.kwargs)
-    if answers:
+    if answers is not None:
         yield replace(first, answers=answers)
         yield replace(first, answers=answers, keeps_buffers=False)
 
@@ -300,6 +300,7 @@ class _Attempt:
     """One way to capture a call; what is not named here is as `capture_call` takes it.
 
     Attributes:
+        answers: to what the code asks tensors for; None lets nothing be asked.
         keeps_buffers: buffers outside the checkpoint stay in their own dtype.
     """
 
@@ -309,7 +310,7 @@ class _Attempt:
     dtype: torch.dtype
     wide: frozenset[str] = frozenset()
     operands: Operands | None = None
-    answers: Answers = ()
+    answers: Answers | None = None
     is_real: bool = False
     keeps_buffers: bool = True
 
@@ -320,35 +321,69 @@ class _Attempt:
 
 
 class _Notes(TorchFunctionMode):
-    """Notes what code asks tensors for; or answers, from what was noted before."""
+    """Notes what code asks tensors for; or answers, from what was noted before.
+
+    Code that asks only in fp16 whether a value is NaN or Inf, to clamp it (LDMBert), is told that it is
+    finite: exponents keep it so.
+    """
 
     def __init__(self, answers: Answers | None = None) -> None:
         super().__init__()
         self.found: list[tuple[str, Any]] = []
         self.asked: list[torch.Tensor] = []
-        self._left = None if answers is None else iter(answers)
+        self._left = None if answers is None else list(answers)
+        self._tests: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func not in _list_questions():
-            return func(*args, **(kwargs or {}))
+            return self._follow_test(func.__name__, args, func(*args, **(kwargs or {})))
         if self._left is not None:
-            self.asked += [x for x in args if isinstance(x, torch.Tensor)]
-            return self._answer(func.__name__)
+            return self._answer(func.__name__, args)
         answer = func(*args, **(kwargs or {}))
         if func is torch.Tensor.tolist:  # of a fake tensor it asks for one item after the other
             self.found += [("item", x) for x in args[0].flatten().tolist()]
         else:
-            self.found.append((func.__name__, answer))
+            self.found.append((self._name(func.__name__, args), answer))
         return answer
 
-    def _answer(self, question: str) -> Any:
+    def _follow_test(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
+        """Note what a test for NaN and Inf, or several of them, says of finite values."""
+        tested = [self._tests.get(id(x)) for x in args if isinstance(x, torch.Tensor)]
+        known = [x[1] for x in tested if x is not None]
+        if name in _TESTS:
+            says = _TESTS[name]
+        elif name in _JOINED_TESTS and known and len(known) == len(tested):
+            says = _JOINED_TESTS[name](known)
+        else:
+            return result
+        self._tests[id(result)] = result, says
+        return result
+
+    def _name(self, question: str, args: tuple[Any, ...]) -> str:
+        return f"{question} of a test" if id(args[0]) in self._tests else question
+
+    def _answer(self, asked: str, args: tuple[Any, ...]) -> Any:
         assert self._left is not None
-        noted, answer = next(self._left, ("nothing more", None))
-        if noted != question:
+        question = self._name(asked, args)
+        noted, answer = self._left[0] if self._left else ("nothing more", None)
+        if noted == question:
+            self.asked += [x for x in args if isinstance(x, torch.Tensor)]
+            del self._left[0]
+            return answer
+        if question == asked:
             raise CaptureError(f"The code asks for {question} where a real run asked for {noted}.")
-        return answer
+        return self._tests[id(args[0])][1]
+
+
+_TESTS = {"isinf": False, "isnan": False, "isfinite": True}
+_JOINED_TESTS: Mapping[str, Callable[[list[bool]], bool]] = {
+    **dict.fromkeys(("any", "__or__", "logical_or", "bitwise_or"), any),
+    **dict.fromkeys(("all", "__and__", "logical_and", "bitwise_and"), all),
+    **dict.fromkeys(("__invert__", "logical_not", "bitwise_not"), lambda x: not x[0]),
+}
+"""What tests for NaN and Inf say of finite values, and how code joins them."""
 
 
 class _RangeClamps(TorchFunctionMode):
@@ -404,7 +439,7 @@ class _Call(torch.nn.Module):
         method: str,
         leaves: list[Any],
         spec: Any,
-        answers: Answers,
+        answers: Answers | None,
         count: Callable[[int], None],
     ):
         super().__init__()
@@ -418,7 +453,7 @@ class _Call(torch.nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         call = getattr(self.component, self._method) if self._method else self.component
         notes = _Notes(self._answers)
-        with _TracedData(), notes if self._answers else contextlib.nullcontext():
+        with _TracedData(), contextlib.nullcontext() if self._answers is None else notes:
             output = call(*args, **kwargs)
         found = {id(x): x for x in iterate_tensors(output)}
         self._count(len(found))
@@ -502,7 +537,7 @@ class _Tracing:
             component=type(self._module).__name__,
             single_outputs=frozenset(path for path, single in singles.items() if single),
             method=self._method,
-            answers=self._attempt.answers,
+            answers=self._attempt.answers or (),
             outputs=self._counts[-1],
             replaceable=replaceable,
             operands=self._attempt.operands or NO_OPERANDS,

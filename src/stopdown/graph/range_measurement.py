@@ -126,18 +126,28 @@ def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
     return {**second, **both}
 
 
-def find_masked(graph: torch.fx.Graph) -> frozenset[Node]:
+def find_masked(capture: Capture) -> frozenset[Node]:
     """The values that carry a mask's sentinels."""
     masked: set[Node] = set()
-    for node in graph.nodes:
+    for node in capture.graph.graph.nodes:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
             continue
+        if bool(find_sentinels(capture.constants.get(node.name)).any()):
+            masked.add(node)
         numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
         sentinel = any(abs(x) >= NEAR_FP16_END and is_float(node) for x in numbers)
         counts = is_kind(node, "slice", "counting")
         if (sentinel and not counts) or masked & set(node.all_input_nodes):
             masked.add(node)
     return frozenset(masked)
+
+
+def find_sentinels(constant: Any) -> torch.Tensor:
+    """Where a constant of the code holds the lowest number of a format, or -Inf; `[]` of no tensor."""
+    if not isinstance(constant, torch.Tensor) or not constant.is_floating_point():
+        return torch.zeros(0, dtype=torch.bool)
+    lowest = torch.tensor([torch.finfo(x).min for x in (*HALVES, torch.float32)] + [-math.inf])
+    return torch.isin(constant.float(), lowest.to(constant.device))
 
 
 def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
@@ -187,7 +197,7 @@ class _Runner(torch.fx.Interpreter):
         self.named = name_parameters(module)
         devices = (x.device for x in tensors.values() if isinstance(x, torch.Tensor) and x.dim())
         self.device = next(devices, None)  # weights that wait elsewhere are brought there
-        self.masked = find_masked(capture.graph.graph)
+        self.masked = find_masked(capture)
         self.ranges: dict[str, tuple[Range, ...]] = {}
 
     def run_node(self, n: Node) -> Any:
