@@ -109,7 +109,7 @@ def list_subjects(checkout: Path) -> Iterator[Subject]:
 
 
 def _resize_without_torchvision() -> None:
-    """Give Cosmos' transformers the one function that they take of torchvision, where it is not installed."""
+    """Give Cosmos' transformers the one function that they take of torchvision."""
     cosmos = [
         importlib.import_module(f"diffusers.models.{x}")
         for x in ("transformers.transformer_cosmos", "controlnets.controlnet_cosmos")
@@ -204,7 +204,7 @@ def enlarge(module: torch.nn.Module, kwargs: dict[str, Any], pattern: str, most_
 
 
 def is_finite(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether fp32 holds what every module of a call returns, and the squares of what its norms are given."""
+    """Whether fp32 holds what modules return, and the squares of what norms are given."""
     held = True
 
     def look(part: torch.nn.Module, args: Any, output: Any) -> None:

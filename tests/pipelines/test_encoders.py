@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from encoder_models import ENCODERS, NOT_BUILT, asks_for_states, list_encoders
+
+from models.encoder_models import ENCODERS, NOT_BUILT, asks_for_states, list_encoders
 
 QUICK = {
     "ContextCLIPTextModel": ("left", "none"),  # writes its mask's lowest number from a tensor

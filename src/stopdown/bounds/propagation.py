@@ -205,7 +205,9 @@ class Propagation(KnownValues):
         tensor = tensor.detach().cpu()
         sentinels = find_sentinels(tensor)
         if tensor.is_complex() or bool(sentinels.any()):
-            sizes = tensor.abs() if tensor.is_complex() else tensor.abs().masked_fill(sentinels, 0.0)
+            sizes = (
+                tensor.abs() if tensor.is_complex() else tensor.abs().masked_fill(sentinels, 0.0)
+            )
             self._keep(node, make_bound(sizes.double(), shape_of(node), typical=1.0))
             return
         made = make_interval(tensor)
