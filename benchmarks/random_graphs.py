@@ -107,15 +107,27 @@ def main() -> None:
 
 
 def store(found: Sequence[Verdict]) -> None:
-    """Write the counts of the seeds so far."""
+    """Write the counts of the seeds so far, beside those of runs of other seeds."""
+    path = RESULTS / "random_graphs.json"
+    known = json.loads(path.read_text())["runs"] if path.exists() else []
+    first, last = found[0].seed, found[-1].seed
+    runs = [x for x in known if x["seeds"][1] < first or x["seeds"][0] > last]
+    runs.append({
+        "seeds": [first, last], "machine": describe_machine(),
+        "versions": {"torch": torch.__version__}, **summarise(found),
+    })  # fmt: skip
+    runs.sort(key=lambda x: x["seeds"])
+    totals = sum((Counter(x["outcomes"]) for x in runs), Counter[str]())
     stored = {
         "command": "python benchmarks/random_graphs.py",
-        "seeds": [found[0].seed, found[-1].seed],
         "machine": describe_machine(),
-        "versions": {"torch": torch.__version__},
-        **summarise(found),
+        "modules": sum(x["modules"] for x in runs),
+        "overflow_in_plain_fp16": sum(x["overflow_in_plain_fp16"] for x in runs),
+        "outcomes": dict(totals.most_common()),
+        "wrong": sum(len(x["wrong"]) for x in runs),
+        "runs": runs,
     }
-    (RESULTS / "random_graphs.json").write_text(json.dumps(stored, indent=1) + "\n")
+    path.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

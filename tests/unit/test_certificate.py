@@ -257,6 +257,47 @@ def test_a_weight_that_is_stored_low_gets_more_room() -> None:
         rescaling.undo()
 
 
+class ResizingByValues(nn.Module):
+    """Positions resized to sizes that a tensor holds, and written into an empty one (SigLIP 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.positions = nn.Parameter(torch.randn(1, 8, 2, 2))
+
+    def forward(self, tokens: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(len(tokens), 6, 8, dtype=tokens.dtype)
+        for number in range(len(tokens)):
+            height, width = sizes[number].tolist()
+            resized = nn.functional.interpolate(
+                self.positions.float(), (height, width), mode="bilinear", antialias=True
+            )
+            resized = resized.reshape(8, height * width).transpose(0, 1).to(tokens.dtype)
+            made[number, : height * width] = resized
+            made[number, height * width :] = resized[0]
+        return self.linear(tokens + made)
+
+
+def test_sizes_that_depend_on_values_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value is larger than its bound, every value has one, and what empty memory holds is none."""
+    torch.manual_seed(0)
+    module = ResizingByValues().eval().requires_grad_(False)
+    args, found = (torch.randn(2, 6, 8), torch.tensor([[2, 2], [2, 2]])), []
+
+    def keep(*given: object, **named: object) -> object:
+        found.append(bound_kinds(*given, **named))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(search, "bound_kinds", keep)
+    scaling = rescale_(module, args, ranges="bound").scaling
+    assert (scaling.bounded, scaling.uncertain) == (scaling.values, ())
+    (kind,), (bounds,) = found[0].kinds, found[0].bounds
+    assert "empty" in bounds.ranges
+    assert "empty" not in bounds.exact
+    for name, parts in kind.measured.ranges.items():
+        assert all(x.amax <= y.amax for x, y in zip(parts, bounds.ranges[name], strict=True)), name
+
+
 class FillingItsMask(nn.Module):
     """Attention whose causal mask is filled with a tensor's number (BLIP-Diffusion's CLIP)."""
 

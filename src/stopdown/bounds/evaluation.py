@@ -55,7 +55,7 @@ def evaluate(node: Node, known: KnownValues) -> Any:
     if is_kind(node, "part"):
         number: Any = node.args[1]
         return values[0][number] if isinstance(values[0], list) else None
-    if any(isinstance(x, list) for x in values) or writes_in_place(node):
+    if any(isinstance(x, list) for x in values) or writes_in_place(node) or is_kind(node, "blank"):
         return None
     if len(sources) < len(node.all_input_nodes):
         is_linear = is_kind(node, "linear") and bool(values)

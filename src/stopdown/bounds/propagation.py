@@ -35,10 +35,11 @@ from stopdown.bounds.known_values import (
     UnboundedError,
 )
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
-from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
+from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform, unsized
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
+    has_known_size,
     has_trait,
     is_float,
     is_kind,
@@ -108,6 +109,13 @@ RULES: dict[str, Rule] = {
     "normalise_groups": rules.normalise_groups,
 }
 """The rules by the names that the table of operations gives them."""
+
+_WITHOUT_SIZES = {
+    **dict.fromkeys(("same", "reshape", "permute", "expand", "slice", "select"), 0),
+    **dict.fromkeys(("tokens", "places", "any"), 0),
+    "copied": 1,
+}
+"""Rules of results whose elements are those of one argument, or means of them; which argument it is."""
 
 
 def bound_call(
@@ -280,15 +288,16 @@ class Propagation(KnownValues):
             self.found.scores[place] = max(
                 self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
             )
+        is_sized = all(map(has_known_size, (node, *node.all_input_nodes)))
         try:
-            bound = RULES[found.bound](op)
+            bound = RULES[found.bound](op) if is_sized else _bound_unsized(found.bound, op)
         except UnboundedError:
             self._miss(node, "")
             return
         if not has_trait(node, "unrounded"):
             bound = self._round(node, bound)
         self._keep(node, bound, op.parts)
-        if not writes_in_place(node):
+        if is_sized and not writes_in_place(node):
             self._follow(op, bound)
 
     def _follow(self, op: Operands, bound: Bound) -> None:
@@ -361,10 +370,14 @@ class Propagation(KnownValues):
             old = self.bound(other)
             if old is None or new is None:
                 self._miss(other, "" if new is not None else "changed in place")
-            else:
+                continue
+            if has_known_size(other) and has_known_size(node):
                 joined = join(old, new, shape_of(other), shape_of(node))
-                self.held[other] = joined
-                self._record(other, joined)
+            else:
+                typical = max(old.typical, new.typical)
+                joined = unsized(max(old.largest, new.largest), typical, len(shape_of(other)))
+            self.held[other] = joined
+            self._record(other, joined)
 
 
 class _Update(Propagation):
@@ -452,6 +465,18 @@ class _Update(Propagation):
         as_exact = all(x.name in self.before.exact for x in sources)
         known = any(x.name in self.before.rowed for x in sources)
         return source.name in self.before.exact and (as_exact or known)
+
+
+def _bound_unsized(name: str, op: Operands) -> Bound:
+    """The bound where a size depends on values, which rules read as 0.
+
+    Raises:
+        UnboundedError: it depends on the size.
+    """
+    if name not in _WITHOUT_SIZES:
+        raise UnboundedError
+    source = op.bound(op.node.args[_WITHOUT_SIZES[name]])
+    return unsized(source.largest, source.typical, len(op.shape))
 
 
 def _as_range(amax: float, typical: float) -> Range:

@@ -125,6 +125,12 @@ def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bou
     return make_bound(peak, shape, typical=magnitude if typical is None else typical)
 
 
+def unsized(magnitude: float, typical: float, rank: int) -> Bound:
+    """One magnitude for every element of a value whose sizes are not known, so that no row has a norm."""
+    peak = torch.full((1,) * rank, float(magnitude), dtype=torch.float64)
+    return Bound(peak, peak, frozenset(), min(typical, float(magnitude)))
+
+
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
     """The same bound with fewer entries: the largest of tokens, frames or rows, not of channels."""
     while bound.numel() > MOST_ENTRIES:

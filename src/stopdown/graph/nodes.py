@@ -70,6 +70,13 @@ def shape_of(node: Any) -> tuple[int, ...]:
     return tuple(map(whole_size, sizes))
 
 
+def has_known_size(node: Any) -> bool:
+    """False when a size of a tensor node depends on values."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return all(isinstance(x, int) or x.node.hint is not None for x in sizes)
+
+
 def whole_size(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
