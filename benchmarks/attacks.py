@@ -71,25 +71,29 @@ def attack_signals(given: argparse.Namespace) -> Counts:
     """Stop each command at random moments by Ctrl-C or SIGTERM: right is one message, 130 or 143, and
     nothing left behind but whole results."""
 
-    def attack(one: Killed, here: Path) -> Attacked:
-        found, wrong = Counter[str](), list[str]()
-        mean_s = given.mean or _measure(one, here) / given.count
-        for seed in range(_MOST_RUNS):  # one run is over sooner than expected, now and then
-            left = given.count - found["tries"]
-            if left <= 0:
+    def attack(name: str, one: Killed, here: Path) -> Attacked:
+        known = given.known.get(name, {})
+        found = Counter({x: known.get(x, 0) for x in ("tries", "right", "wrong", "rounds")})
+        run_s = _measure(one, here)
+        for _ in range(given.rounds):  # a round may be over before all of its tries
+            count = min(_ROUND, given.count - found["tries"])
+            if count <= 0:
                 break
             with tempfile.TemporaryDirectory() as place:
                 words, copy = one.words.split(), shutil.copytree(here, Path(place) / "files")
+                mean_s, seed = given.mean or run_s / count, found["rounds"]
                 more, bad = count_tries(
-                    words, copy, count=left, mean_s=mean_s, makes=one.makes, seed=seed
+                    words, copy, count=count, mean_s=mean_s, makes=one.makes, seed=seed
                 )
-            found, wrong = found + more, [*wrong, *map(json.dumps, bad)]
-        return {"wrong": 0, **found}, wrong
+            found.update(more)
+            found["rounds"] += 1
+            yield found, list(map(json.dumps, bad))
 
     yield from _attack_each(given, COMMANDS, attack)
 
 
-_MOST_RUNS = 5
+_ROUND = 60
+"""Tries of one run of a command; each run draws its moments anew."""
 
 
 def _measure(one: Killed, folder: Path) -> float:
@@ -134,36 +138,45 @@ KILLED = {
 def attack_kills(given: argparse.Namespace) -> Counts:
     """Leave each command as `kill -9` does, at random moments, and run it again: nothing half-written, and
     the results of a run that nobody disturbed."""
-    yield from _attack_each(
-        given,
-        KILLED,
-        lambda one, here: count_kills(one, here, mean_s=given.mean or 0.02, most=given.count),
-    )
+
+    def attack(name: str, one: Killed, here: Path) -> Attacked:
+        yield count_kills(one, here, mean_s=given.mean or 0.02, most=given.count)
+
+    yield from _attack_each(given, KILLED, attack)
 
 
 def attack_pairs(given: argparse.Namespace) -> Counts:
     """Run each command twice at once in one folder: one output, one journal, one batch."""
-    yield from _attack_each(
-        given, KILLED, lambda one, here: count_pairs(one, here, count=given.count, most_s=2.0)
-    )
+
+    def attack(name: str, one: Killed, here: Path) -> Attacked:
+        yield count_pairs(one, here, count=given.count, most_s=2.0)
+
+    yield from _attack_each(given, KILLED, attack)
 
 
-Attacked = tuple[Mapping[str, int], list[str]]
+Attacked = Iterator[tuple[Mapping[str, int], list[str]]]
+"""Counts as they grow, each time with what went wrong since the last."""
 
 
 def _attack_each(
     given: argparse.Namespace,
     commands: Mapping[str, Killed],
-    attack: Callable[[Killed, Path], Attacked],
+    attack: Callable[[str, Killed, Path], Attacked],
 ) -> Counts:
-    wanted = [x for x in given.command or commands if x in commands and x not in given.known]
+    wanted = [x for x in given.command or commands if x in commands and not _is_done(given, x)]
     if not wanted:
         return
     with prepared_folder() as here:
         for name in wanted:
-            found, wrong = attack(commands[name], here)
-            print(name, dict(found), *wrong[:5], sep="\n  ", flush=True)
-            yield name, dict(found)
+            for found, wrong in attack(name, commands[name], here):
+                print(name, dict(found), *wrong[:5], sep="\n  ", flush=True)
+                yield name, dict(found)
+
+
+def _is_done(given: argparse.Namespace, name: str) -> bool:
+    """Whether the count of a command is stored, and of all its tries if it has tries."""
+    known = given.known.get(name)
+    return known is not None and known.get("tries", given.count) >= given.count
 
 
 ATTACKS: dict[str, Callable[[argparse.Namespace], Counts]] = {
@@ -187,7 +200,14 @@ def main() -> None:
     parser.add_argument(
         "--mean", type=float, help="seconds between two moments; without it, over a whole run"
     )
-    parser.add_argument("--missing", action="store_true", help="leave out what is stored already")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="go on from what is stored, and leave out what is done",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=100, help=f"of {_ROUND} signals, for each command, at most"
+    )
     given = parser.parse_args()
     wanted = given.attacks or list(ATTACKS)
     for name in wanted:
