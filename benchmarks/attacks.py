@@ -149,7 +149,8 @@ def attack_pairs(given: argparse.Namespace) -> Counts:
     """Run each command twice at once in one folder: one output, one journal, one batch."""
 
     def attack(name: str, one: Killed, here: Path) -> Attacked:
-        yield count_pairs(one, here, count=given.count, most_s=2.0)
+        known = given.known.get(name, {})
+        yield from count_pairs(one, here, count=given.count, most_s=2.0, known=known)
 
     yield from _attack_each(given, KILLED, attack)
 
@@ -174,9 +175,9 @@ def _attack_each(
 
 
 def _is_done(given: argparse.Namespace, name: str) -> bool:
-    """Whether the count of a command is stored, and of all its tries if it has tries."""
+    """Whether the count of a command is stored, with all its tries or pairs if it has any."""
     known = given.known.get(name)
-    return known is not None and known.get("tries", given.count) >= given.count
+    return known is not None and known.get("tries", known.get("pairs", given.count)) >= given.count
 
 
 ATTACKS: dict[str, Callable[[argparse.Namespace], Counts]] = {

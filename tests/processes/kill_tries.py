@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,16 +163,29 @@ def count_kills(
 
 
 def count_pairs(
-    one: Killed, folder: Path, *, count: int, most_s: float, seed: int = 0
-) -> tuple[Counter[str], list[str]]:
-    """Two processes that run one command in one folder at once: how both ended, and what was wrong."""
-    chance, counts, wrong = random.Random(seed), Counter(pairs=0, both=0, refused=0, wrong=0), []
+    one: Killed, folder: Path, *, count: int, most_s: float, known: Mapping[str, int]
+) -> Iterator[tuple[Counter[str], list[str]]]:
+    """Two processes that run one command in one folder at once: how both ended, and what was wrong.
+
+    Args:
+        one: the command.
+        folder: with what the command reads; it is copied.
+        count: pairs in all.
+        most_s: seconds between their starts at most.
+        known: counts of earlier pairs, to which these are added.
+
+    Yields:
+        Counts so far after each pair, and what was wrong with it.
+    """
+    counts = Counter({name: known.get(name, 0) for name in ("pairs", "both", "refused", "wrong")})
+    chance = random.Random(counts["pairs"])
     alone = Path(f"{folder}-alone")
     shutil.rmtree(alone, ignore_errors=True)
     shutil.copytree(folder, alone)
     assert start(one.words, alone, Path(f"{alone}-log")).wait(LIMIT_S) == 0
     expected, known = read_results(alone, one.makes), list_strays(alone)
-    for number in range(count):
+    for number in range(counts["pairs"], count):
+        wrong = []
         place = Path(f"{folder}-pair-{number}")
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
@@ -193,4 +207,4 @@ def count_pairs(
         ):
             counts["wrong"] += 1
             wrong.append(f"{number}: {codes}, {stray}, {[x[-400:] for x in told]}")
-    return counts, wrong
+        yield counts, wrong

@@ -7,7 +7,7 @@ signature take one path; sizes, dtypes and values of tensors are no part of it.
 **Catches** tensors that are given or not, also in lists, tuples and mappings; their kind and number of
 dimensions; flags, words, whole numbers and objects; flags that a configuration decides.
 **Does not catch** a path that a fraction, a size or the values of a tensor decide; numbers whose name says
-that they are times, sizes or strengths; attributes of a module that are set between calls.
+that they are times, sizes or strengths; attributes of a module (`scaling.module_settings`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sign_call(
             else default is None and name in flags and getattr(config, name, None) is value
         ):
             continue
-        parts += _describe(name, value)
+        parts += describe_argument(name, value)
     for name in flags if config is not None else ():
         if given.get(name) is None and getattr(config, name, None) is True:
             parts.append(f"{name} of its configuration")
@@ -94,23 +94,13 @@ def _read_parameters(
     return places, defaults, flags
 
 
-def _describe(name: str, value: Any) -> Iterator[str]:
-    """An argument by name and kind; of a nest of them each kind once."""
+def describe_argument(name: str, value: Any) -> Iterator[str]:
+    """Describe an argument by name and kind; of a nest of them each kind once."""
     if isinstance(value, torch.Tensor):
         kind = "bool" if value.dtype == torch.bool else f"{max(value.dim(), 1)}d"
         yield f"{name}[{kind}]"
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _describe(f"{name}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        if (
-            value
-            and len(value) <= _MOST_NUMBERS
-            and all(type(x) in (bool, int, str) for x in value)
-        ):
-            yield name if _is_amount(name) else f"{name}={list(value)}"
-            return
-        yield from sorted({part for item in value for part in _describe(f"{name}[]", item)})
+    elif isinstance(value, (Mapping, list, tuple)):
+        yield from _describe_items(name, value)
     elif isinstance(value, (bool, str)):
         yield f"{name}={value}"
     elif isinstance(value, int):
@@ -119,6 +109,18 @@ def _describe(name: str, value: Any) -> Iterator[str]:
         yield name
     elif value is not None:
         yield f"{name}:{value if isinstance(value, torch.dtype) else type(value).__name__}"
+
+
+def _describe_items(name: str, value: Any) -> Iterator[str]:
+    if not value:  # a call may fill it
+        yield f"{name}={value}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from describe_argument(f"{name}.{key}", item)
+    elif len(value) <= _MOST_NUMBERS and all(type(x) in (bool, int, str) for x in value):
+        yield name if _is_amount(name) else f"{name}={list(value)}"
+    else:
+        yield from sorted({part for item in value for part in describe_argument(f"{name}[]", item)})
 
 
 @functools.cache

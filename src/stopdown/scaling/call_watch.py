@@ -7,9 +7,12 @@ or exponents are found that hold for all signatures, where somebody does that; o
 without its exponents, in fp32. The exponents are put back when a call needs them.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
-flags and outputs; results of unmeasured signatures that are not finite; weights that were rewritten.
-**Does not catch** what `graph.call_signatures` does not, calls of parts of the module, and calls of code
-that is compiled later; weights that are written through `.data`.
+flags and outputs, and with other attributes and parts of the module; results of unmeasured signatures that
+are not finite; tensors that a call puts into its caller's containers; weights that were rewritten; hooks on
+parts, which are reported.
+**Does not catch** what `graph.call_signatures` and `module_settings` do not, calls of parts of the module,
+and calls of code that is compiled later; weights that are written through `.data` or in inference mode, and
+single values of a matrix; tensors that the module keeps in attributes for others to read.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from stopdown.component_calls.call_interception import (
     put_layer,
 )
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee
+from stopdown.component_calls.outermost_calls import is_in_training
 from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
@@ -49,6 +53,7 @@ from stopdown.records import Scaling
 from stopdown.scaling.adapters import unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
 from stopdown.scaling.folds import cast_, widen_outputs
+from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
 
 Extend = Callable[[ComponentCall, str], bool]
@@ -62,8 +67,9 @@ _WATCH = "stopdown_call_watch"
 """Attribute of a module under which its watch is found."""
 
 _PLAIN = CallEnds()
+_FILLED = "such calls put tensors into their arguments"
+_NOT_FINITE = "gave values that are not finite, or other outputs"
 _MOST_NAMED = 3
-_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class CallWatch:
         self._wide: list[tuple[str, dict[str, Any], str]] = []
         self._ranges = RangeNotes(self._name, scaling, options.announce)
         self._skeleton = _copy_without_weights(module)
+        self._settings = ModuleSettings(module)
 
     def put_on(self, patches: Patches) -> None:
         """Fold the exponents in and watch the calls, until `patches` is undone."""
@@ -173,8 +180,8 @@ class CallWatch:
     def _enter(self, call: ComponentCall) -> Any:
         if self.has_call_here:
             return call.proceed()
-        method = call.callee.method
-        signature = sign_call(self.module, method, call.args, call.kwargs)
+        method, signature = call.callee.method, self.sign(call)
+        held = _Held((call.args, call.kwargs))
         try:
             if signature not in self._verdicts:
                 self._judge(signature, call)
@@ -184,18 +191,47 @@ class CallWatch:
             if ends is not None:
                 with self._using(is_on=True):
                     self._check_weights()
-                    if ends is _PLAIN:
-                        return self._call_planned(call)
-                    is_good, output = self._call_scaled(ends, call)
-                    if is_good:
+                    is_plain = ends is _PLAIN
+                    restores = () if is_plain and not held else self._save(call)
+                    if is_plain:
+                        is_good, output = True, self._call_planned(call)
+                    else:
+                        is_good, output = self._call_scaled(ends, call)
+                    is_filled = held.is_filled
+                    if is_good and not is_filled:
                         return output
-                self._give_up(
-                    signature, method, "gave values that are not finite, or other outputs"
-                )
+                    for restore in (*restores, held.restore):
+                        restore()
+                    if self._is_removed:  # a guard put exponents on that are for such calls
+                        raise ReplacedError
+                self._give_up(signature, method, _FILLED if is_filled else _NOT_FINITE)
             with self._using(is_on=False):
                 return self._call_bare(call)
         except ReplacedError:
             return call.begin_again()
+
+    def _save(self, call: ComponentCall) -> tuple[Callable[[], object], ...]:
+        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
+        return call.save(self.module, device)
+
+    def sign(self, call: ComponentCall) -> str:
+        """Return the signature of a call, with what was set on the module since exponents were put on."""
+        with self._turn:
+            if not self._users:  # what a call sets is not what leads it elsewhere
+                self._settings.read()
+            others = self._settings.describe()
+            hooked = self._settings.list_new_hooks()
+        if hooked:
+            self._options.announce(
+                f"Forward hooks were put on {_name_some(hooked)} of {self._name}, which has exponents: "
+                "what they are given is multiplied by powers of two. Put them on without the plan, "
+                "guard or rescaling."
+            )
+        signature = sign_call(self.module, call.callee.method, call.args, call.kwargs)
+        if not others:
+            return signature
+        start, _, rest = signature.removesuffix(")").partition("(")
+        return f"{start}({', '.join(filter(None, (rest, *others)))})"
 
     @contextlib.contextmanager
     def _using(self, *, is_on: bool) -> Iterator[None]:
@@ -214,6 +250,8 @@ class CallWatch:
             self._thread.is_inside = False
             with self._turn:
                 self._users -= 1
+                if not self._users:
+                    self._settings.note()
                 self._turn.notify_all()
 
     def _begin(self, *, is_on: bool) -> bool:
@@ -241,8 +279,7 @@ class CallWatch:
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
-        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
-        method, restores = call.callee.method, call.save(self.module, device)
+        method = call.callee.method
         given = _scale_inputs(ends, call) if ends.inputs else call
         if given is None:
             return False, None
@@ -252,8 +289,6 @@ class CallWatch:
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
         if not is_known or not (self._is_guarded(method) or _is_finite(list(made.values()))):
-            for restore in restores:
-                restore()
             return False, None
         there = self.scaling.outputs if method == "forward" else {}  # taken off by its own hook
         numbers = {*ends.outputs, *there}
@@ -279,7 +314,8 @@ class CallWatch:
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
         ends = self._trace(method, args, kwargs)
-        if (ends is None or ends.inputs) and self._options.extend is not None:
+        can_extend = not self._settings.describe()  # else earlier calls would run other code by now
+        if (ends is None or ends.inputs) and can_extend and self._options.extend is not None:
             what = _describe_difference(signature, self.scaling, method)
             with self._options.changing():
                 if not (self._is_removed or signature in self._verdicts):
@@ -295,8 +331,9 @@ class CallWatch:
 
     def _trace(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallEnds | None:
         skeleton = self._skeleton
-        if skeleton is None:
+        if skeleton is None or self._settings.is_other_code:
             return None
+        self._settings.set_on(skeleton)
         own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
         call = skeleton if method == "forward" else getattr(skeleton, method)
@@ -331,6 +368,7 @@ class CallWatch:
         self._put(self._on)
         self._weights = list(_list_weights(self.module, self.scaling))
         self._wide = list(_list_wide(self.module)) if self._casts else []
+        self._settings.note()
         self._is_on = True
         self._forget()
 
@@ -344,6 +382,7 @@ class CallWatch:
         except BaseException:  # memory may run out
             self._switch_on()
             raise
+        self._settings.note()
         self._is_on = False
         self._forget()
 
@@ -358,7 +397,7 @@ class CallWatch:
 
         Cost: two comparisons for each folded tensor; no device is asked unless something changed.
         """
-        if self.module.training:
+        if is_in_training(self.module):
             return
         found = [(name, holder.get(key)) for name, holder, key in self._wide]
         cast = [(name, x.dtype) for name, x in found if x is not None and x.dtype.itemsize < 4]
@@ -372,10 +411,9 @@ class CallWatch:
             )
         changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
         if changed:
-            named = ", ".join(changed[:_MOST_NAMED]) + ", …" * (len(changed) > _MOST_NAMED)
             raise ScalingError(
                 f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
-                f"in: {named}.",
+                f"in: {_name_some(changed)}.",
                 expected="Weights that are written have no exponents, and those around them do.",
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
                 "the pipeline again, write the weights, and make a plan of the result.",
@@ -409,8 +447,51 @@ def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
     watch = find_watch(module)
     if watch is None or not watch._is_on:
         return True
-    signature = sign_call(module, call.callee.method, call.args, call.kwargs)
-    return watch._verdicts.get(signature) is _PLAIN
+    return watch._verdicts.get(watch.sign(call)) is _PLAIN
+
+
+def _name_some(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED)
+
+
+class _Held:
+    """What the containers among a call's arguments hold, so that a call that fills them is seen."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._containers = [(x, copy.copy(x)) for x in _list_containers(arguments)]
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether tensors are in them that were not."""
+        known = {id(x) for _, held in self._containers for x in _list_items(held)}
+        return any(
+            id(x) not in known and any(True for _ in iterate_tensors(x))
+            for container, _ in self._containers
+            for x in _list_items(container)
+        )
+
+    def restore(self) -> None:
+        """Leave in them what they held."""
+        for container, held in self._containers:
+            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
+                container.clear()
+                container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _list_items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _list_containers(value: Any) -> Iterator[Any]:
+    """Lists, sets and dicts inside of a call's arguments."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) in (list, dict, set):
+            yield item
+        if type(item) in (list, dict, tuple):
+            yield from _list_containers(item)
 
 
 @dataclass
@@ -421,13 +502,13 @@ class _Weight:
     holder: dict[str, Any]
     key: str
     tensor: torch.Tensor
-    version: int
+    version: int | None
     sample: torch.Tensor | None
 
     def has_moved(self) -> bool:
         """Whether another tensor is there, or something was written into it."""
         tensor = self.holder.get(self.key)
-        return tensor is not self.tensor or tensor._version != self.version
+        return tensor is not self.tensor or _read_version(tensor) != self.version
 
     def accept(self) -> bool:
         """Whether the tensor that is there has the same values, or none here; it is known then.
@@ -437,13 +518,18 @@ class _Weight:
         tensor = self.holder.get(self.key)
         if tensor is None:
             return False
-        if has_values(tensor) and not tensor.is_inference():
+        if has_values(tensor):
             sample = _sample(tensor)
             if self.sample is not None and not _are_alike(self.sample, sample):
                 return False
-            self.sample, self.version = sample, tensor._version
+            self.sample, self.version = sample, _read_version(tensor)
         self.tensor = tensor
         return True
+
+
+def _read_version(tensor: torch.Tensor) -> int | None:
+    """How often PyTorch counted a write; None in inference mode, where it does not."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -461,21 +547,25 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():
                 name = unwrap_name(f"{path}.{key}".removeprefix("."))
-                if name in names and tensor is not None and not tensor.is_inference():
+                if name in names and tensor is not None:
                     sample = _sample(tensor) if has_values(tensor) else None
-                    yield _Weight(name, holder, key, tensor, tensor._version, sample)
+                    yield _Weight(name, holder, key, tensor, _read_version(tensor), sample)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, max(flat.numel() - 1, 0), _SAMPLES, dtype=torch.float64).long()
-    return flat[places.to(flat.device)] if flat.numel() else flat.clone()
+    """Copy one value or more of each row and of each column of a weight to the host.
+
+    Cost: an operation and a host read.
+    """
+    rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+    numbers = torch.arange(max(rows.shape), device=rows.device)
+    return rows[numbers % rows.shape[0], numbers % rows.shape[1]].cpu()
 
 
 def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether samples are the same in the narrower of their dtypes."""
     narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
-    return torch.equal(before.to(now.device, narrow), now.to(narrow))
+    return torch.equal(before.to(narrow), now.to(narrow))
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
