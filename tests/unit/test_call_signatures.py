@@ -52,6 +52,8 @@ def sign(*args: Any, **kwargs: Any) -> str:
         ({"extra": {"a": X, "b": None}}, "forward(extra.a[2d], x[2d])"),
         ({"extra": (X, X, X)}, "forward(extra[][2d], x[2d])"),
         ({"extra": torch.Generator()}, "forward(extra:Generator, x[2d])"),
+        ({"extra": {}}, "forward(extra={}, x[2d])"),
+        ({"extra": []}, "forward(extra=[], x[2d])"),
         ({"extra": "blocks"}, "forward(extra=blocks, x[2d])"),
         ({"output_hidden_states": True}, "forward(output_hidden_states=True, x[2d])"),
     ],
@@ -70,13 +72,12 @@ def test_what_leads_elsewhere_is_named(kwargs: dict[str, Any], said: str) -> Non
         {"layer": 0},
         {"return_dict": False},
         {"output_hidden_states": False},
-        {"extra": {}},
         {"extra": ()},
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain",
 )
 def test_defaults_are_left_out(kwargs: dict[str, Any]) -> None:
-    """What is given as its default, as its configuration has it, or empty, is as if it was not given."""
+    """What is given as its default, as its configuration has it, or an empty tuple, is as if it was not given."""
     assert sign(X, **kwargs) == sign(X)
 
 

@@ -112,8 +112,9 @@ def describe_argument(name: str, value: Any) -> Iterator[str]:
 
 
 def _describe_items(name: str, value: Any) -> Iterator[str]:
-    if not value:  # a call may fill it
-        yield f"{name}={value}"
+    if not value:
+        if not isinstance(value, tuple):  # a call may fill it
+            yield f"{name}={value}"
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from describe_argument(f"{name}.{key}", item)

@@ -67,7 +67,8 @@ class _Part:
         parts = self.module._modules
         for name in {**self.parts, **parts}:
             before, value = self.parts.get(name, _MISSING), parts.get(name, _MISSING)
-            if not any(value is before or x is before for x in _list_inner(value)):
+            is_around = any(x is before for x in _list_inner(value))
+            if not (is_around or any(x is value for x in _list_inner(before))):
                 yield (self.path, name), before, value
 
 
