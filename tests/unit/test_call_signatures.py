@@ -77,7 +77,7 @@ def test_what_leads_elsewhere_is_named(kwargs: dict[str, Any], said: str) -> Non
     ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain",
 )
 def test_defaults_are_left_out(kwargs: dict[str, Any]) -> None:
-    """What is given as its default, as its configuration has it, or an empty tuple, is as if it was not given."""
+    """What is given as its default, by its configuration, or an empty tuple, is as if not given."""
     assert sign(X, **kwargs) == sign(X)
 
 
