@@ -13,6 +13,14 @@ from torch import nn
 from stopdown.runtime.guard import guard
 from stopdown.runtime.hidden_values import FUNCTIONS, noting_hidden
 
+
+def fill_infinite(x: torch.Tensor) -> torch.Tensor:
+    """A copy with 0 where it is not finite."""
+    x = x.clone()
+    x[~x.isfinite()] = 0
+    return x
+
+
 HIDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": lambda x: torch.tanh(x * 2**-17),
     "sigmoid": lambda x: (x * 2**-17).sigmoid(),
@@ -27,6 +35,16 @@ HIDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "atan2": lambda x: torch.atan2(x * 2**-17, torch.ones_like(x)),
     "division": lambda x: 1 / (1 + x.abs() * 2**-17),
     "rsqrt": lambda x: torch.rsqrt(1 + x.abs() * 2**-17),
+    "power": lambda x: (1 + x.abs() * 2**-17) ** -0.5,
+    "pow": lambda x: torch.pow(1 + x.abs() * 2**-17, -1),
+    "masked_fill": lambda x: x.masked_fill(~x.isfinite(), 0) * 2**-17,
+    "index": lambda x: fill_infinite(x) * 2**-17,
+    "hardsigmoid": lambda x: nn.functional.hardsigmoid(x * 2**-17),
+    "relu6": lambda x: nn.functional.relu6(x * 2**-17),
+    "expit": lambda x: torch.special.expit(x * 2**-17),
+    "NaN as a whole number": lambda x: (
+        ((x - 0.5 * x) * 2**-13).to(torch.int32).clamp(-8, 8).to(x.dtype)
+    ),
     "hardtanh": lambda x: nn.functional.hardtanh(x * 2**-17, -5, 5),
 }
 """Whose true results of values up to 1e6 are moderate."""

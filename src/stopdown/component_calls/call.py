@@ -10,7 +10,7 @@ import copy
 import fnmatch
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from stopdown.component_calls.components import DIFFUSERS_KEEPS, Callee
 from stopdown.component_calls.step_caches import save_caches
 from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
 from stopdown.interception.randomness import Restore, save_random
+from stopdown.numerics import iterate_tensors
 
 PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, and with which arguments: a call of which no component is known."""
@@ -109,6 +110,46 @@ class ComponentCall:
             Functions that put them back.
         """
         return save_random(device, self.kwargs), save_caches(module)
+
+
+class HeldContainers:
+    """What the lists, sets and mappings among a call's arguments hold before it: a call may fill them."""
+
+    def __init__(self, call: ComponentCall) -> None:
+        self._containers = [(x, copy.copy(x)) for x in _list_containers((call.args, call.kwargs))]
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether tensors are in them that were not."""
+        known = {id(x) for _, held in self._containers for x in _list_items(held)}
+        return any(
+            id(x) not in known and any(True for _ in iterate_tensors(x))
+            for container, _ in self._containers
+            for x in _list_items(container)
+        )
+
+    def restore(self) -> None:
+        """Leave in them what they held."""
+        for container, held in self._containers:
+            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
+                container.clear()
+                container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _list_items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _list_containers(value: Any) -> Iterator[Any]:
+    """Lists, sets and dicts inside of a call's arguments."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) in (list, dict, set):
+            yield item
+        if type(item) in (list, dict, tuple):
+            yield from _list_containers(item)
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:

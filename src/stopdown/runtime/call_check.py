@@ -6,8 +6,8 @@ of a class clamp its values at fp16's maximum (T5, CogView3-Plus, Flux), the out
 modules are bounded as well, because a clamp hides an overflow; they are read with the same transfer, and
 so are the arguments, and those of every block where that is asked for (`activation_maxima`).
 
-**Catches** NaN and +-Inf in any floating tensor that a component returns or is called with; in fp16,
-values that a clamp at the end of the range brought back.
+**Catches** NaN and +-Inf in any floating tensor or array that a component returns, and in tensors it is
+called with; in fp16, values that a clamp at the end of the range brought back.
 **Does not catch** values that a softmax inside the component made finite, or a result that is finite and
 wrong for another reason; the finished frames are looked at by `frame_faults`.
 """
@@ -18,9 +18,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from stopdown.numerics import bound_values, headroom_bits, is_readable, iterate_tensors
+from stopdown.numerics import bound_values, headroom_bits, is_readable, iterate_leaves
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.clamps import CLAMPED_FROM
 
@@ -76,7 +77,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
 
     Cost: two operations, one for each note, and one host read.
     """
-    outputs = [t for t in iterate_tensors(output) if is_readable(t)]
+    outputs = list_readable(output)
     bounds = bound_values(outputs, notes.bounds)
     if bounds is None:
         return CallCheck(is_seen=False)
@@ -109,6 +110,36 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         room,
         tuple(end for _, *pair in ends for end in pair),
     )
+
+
+def list_readable(output: Any) -> list[torch.Tensor]:
+    """Floating values in what a call returned, as tensors that can be read.
+
+    Parts of complex tensors and arrays are among them; numbers if there is nothing else.
+    """
+    found = list[torch.Tensor]()
+    for leaf in iterate_leaves(output, (torch.Tensor, np.ndarray)):
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype in (np.float16, np.float32, np.float64) and leaf.size:
+                found.append(torch.from_numpy(np.ascontiguousarray(leaf)))
+            continue
+        tensor = leaf.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if is_readable(tensor):
+            found.append(tensor)
+    numbers = [] if found else list(iterate_leaves(output, (float,)))
+    return [torch.tensor(numbers, dtype=torch.float64)] if numbers else found
+
+
+def is_opaque(output: Any) -> bool:
+    """Whether an output holds other things than tensors, arrays and plain values, such as a generator or a sparse tensor."""
+    plain = (torch.Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
+    if isinstance(output, torch.Tensor):
+        return output.layout is not torch.strided
+    if isinstance(output, (list, tuple, set, dict)):
+        return any(map(is_opaque, output.values() if isinstance(output, dict) else output))
+    return not isinstance(output, plain) and not any(True for _ in iterate_leaves(output, plain))
 
 
 def _is_finite(low: float, high: float) -> bool:

@@ -34,7 +34,7 @@ from stopdown.runtime.hidden_values import FUNCTIONS
 from stopdown.runtime.session_check import SessionFault
 
 _HIDING = ("clamp", "nan_to_num")
-_HIDING_NAMES = {*FUNCTIONS, "_to_copy"}
+_HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}
 _SENTINEL = -FP16.largest
 _LAST = 2**40
 

@@ -6,8 +6,9 @@ and random numbers, is run again. What that gave in fp16 is held against the sam
 the pipeline goes on with it if it is no further off than bf16's, else the next remedy is tried.
 
 **Catches** whatever the check of a call found; repairs that make finite values and wrong ones.
-**Does not catch** arguments that a component changed in place before it failed. Calls that draw random
-numbers, and components whose weights wait elsewhere or do not fit in fp32, are not compared.
+**Does not catch** what is wrong and finite after a repair that could not be compared: of calls that draw
+random numbers, and of components whose weights wait elsewhere or do not fit in fp32. A call that wrote to
+its arguments is not made again: its fault ends the run.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ class FaultHandler:
         is_known, waits = True, vars(fault.guarded.module).get(WAITING, False)
         notes, names = fault.guarded.state.notes, ", ".join(dict.fromkeys(check.clamped))
         try:
-            if waits:
-                raise ScalingError("Its weights are stored elsewhere.")
+            if waits or self._has_written(fault):
+                raise ScalingError("It cannot be made again.")
             wide = self._repeat_in(fault, "fp32")
             allowed = measure_error(self._repeat_in(fault, "bf16"), wide)
         except Exception:  # weights that cannot be cast: nothing is known, and the result is finite
@@ -249,6 +250,11 @@ class FaultHandler:
 
     def _repair(self, case: _Case) -> Any:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
+        if self._has_written(fault):
+            case.tried.append("it wrote to its arguments, so it cannot be made again.")
+            error = self._make_error(case)
+            self._note(case, "none", "The call cannot be made again.")
+            raise error
         case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
@@ -264,6 +270,11 @@ class FaultHandler:
         error = self._make_error(case)
         self._note(case, "none", "No repair gave a finite result.")
         raise error
+
+    def _has_written(self, fault: Fault) -> bool:
+        """Whether the call wrote to tensors that it was given: another one would begin elsewhere."""
+        latest = fault.guarded.latest
+        return latest.repeat is not None and latest.repeat.has_changed
 
     def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
@@ -334,6 +345,10 @@ class FaultHandler:
         state = fault.guarded.state
         state.put_on(case.before)
         if remedy.action == "rescaled":
+            if latest.fills:
+                raise ScalingError(
+                    "It puts tensors into its arguments, where nothing scales them back."
+                )
             self._refuse_kept_state(fault)
         latest.restore()  # the call that exponents are found for is the one that failed
         return state.find_repair(remedy, latest.call or fault.call)
@@ -371,7 +386,7 @@ class FaultHandler:
         return case.fault.call.proceed()
 
     def _find_culprit(self, fault: Fault) -> Culprit:
-        if not self._names_culprit:
+        if not self._names_culprit or self._has_written(fault):
             return Culprit("unknown")
         guarded = fault.guarded
         given, weights = fault.call.named, guarded.state.weights

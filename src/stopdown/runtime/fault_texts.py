@@ -13,7 +13,7 @@ from stopdown.component_calls.components import Callee
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
-from stopdown.runtime.call_check import CallCheck, is_operation
+from stopdown.runtime.call_check import CallCheck, is_operation, list_readable
 from stopdown.runtime.fault_places import describe_place, name_axes
 from stopdown.runtime.guarded_call import GuardedCall
 
@@ -68,7 +68,7 @@ def name_fault(fault: Fault) -> str:
         return (
             f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
         )
-    counts = describe_counts(iterate_tensors(fault.output))
+    counts = describe_counts(list_readable(fault.output))
     return f"`{fault.component}` gave {counts}{_describe_part(fault)}{place}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stopdown.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
-from stopdown.component_calls.call import ComponentCall, find_float_dtype
+from stopdown.component_calls.call import ComponentCall, HeldContainers, find_float_dtype
 from stopdown.component_calls.components import Callee
 from stopdown.graph.capture import casts_weights
 from stopdown.interception.autocast import read_autocast
@@ -66,6 +66,8 @@ class LatestCall(threading.local):
         repeat: the same call as the guard got it, once it is over.
         kept: what the component keeps between calls, as it was before; None if it keeps nothing.
         changed: names of what of it the call wrote.
+        held: what its caller's containers held before.
+        fills: it put tensors into them.
     """
 
     call: ComponentCall | None = None
@@ -74,6 +76,8 @@ class LatestCall(threading.local):
     repeat: RepeatableCall | None = None
     kept: KeptState | None = None
     changed: list[str] = field(default_factory=list)
+    held: HeldContainers | None = None
+    fills: bool = False
 
     def restore(self) -> None:
         """Random numbers, step caches and what the component keeps as they were before it."""
@@ -82,9 +86,11 @@ class LatestCall(threading.local):
             self.kept.restore(self.changed)
 
     def restore_around(self) -> None:
-        """Random numbers and step caches as they were before it."""
+        """Random numbers, step caches and its caller's containers as they were before it."""
         for restore in self.restores:
             restore()
+        if self.held is not None:
+            self.held.restore()
 
 
 @dataclass
@@ -155,6 +161,7 @@ class GuardedCall:
         """Record the arguments of a call without synchronising."""
         self.latest.kept = None if self.state.keeps is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
+        self.latest.held, self.latest.fills = HeldContainers(call), False
         notes = self.state.notes
         notes.clear()
         names = call.callee.argument_names
@@ -206,6 +213,7 @@ class GuardedCall:
     def note_kept(self) -> None:
         """Note what the call that is over wrote into what its component keeps, until one writes nothing."""
         latest = self.latest
+        latest.fills = latest.held is not None and latest.held.is_filled
         if latest.kept is not None:
             latest.changed = latest.kept.list_changes()
             self.state.keeps = bool(latest.changed)

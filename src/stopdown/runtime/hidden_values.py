@@ -5,10 +5,11 @@ whole numbers and others make finite values of that, which are wrong and which n
 So these functions of PyTorch are replaced during a guarded call; what enters them in fp16 gives one flag
 each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
 
-**Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operator `/`.
+**Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
+and `**`, `x[mask] = 0`; NaN that becomes a whole number.
 **Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
-fused operations, NaN that is replaced, -Inf that enters `relu`, `exp` or `softmax`, comparisons, and
-whatever compiled code does.
+fused operations, other NaN that is replaced, -Inf that enters `relu`, `exp` or `softmax`, comparisons,
+places of largest values (`argmax`), and whatever compiled code does.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _FIRST, _BOTH, _SECOND = (0,), (0, 1), (1,)
 FUNCTIONS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("tanh", "sigmoid", "atan", "arctan", "erf", "rsqrt", "reciprocal"), _FIRST),
     **dict.fromkeys(("clamp", "clip", "clamp_max", "hardtanh", "nan_to_num"), _FIRST),
+    **dict.fromkeys(("relu6", "hardsigmoid", "masked_fill", "__setitem__"), _FIRST),
+    **dict.fromkeys(("pow", "__pow__", "float_power"), _FIRST),
     **dict.fromkeys(("int", "long", "short", "to", "type"), _FIRST),
     **dict.fromkeys(("atan2", "arctan2", "minimum", "maximum"), _BOTH),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _SECOND),
@@ -41,8 +44,19 @@ FUNCTIONS: Mapping[str, tuple[int, ...]] = {
 }
 """Names of functions and methods, with the positions of the arguments whose infinities they hide."""
 
-_MASKED = ("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num")
+_ELSEWHERE = (
+    *((functional, name, name) for name in ("hardtanh", "relu6", "hardsigmoid")),
+    *((torch.special, "expit", "sigmoid"), (torch.special, "erf", "erf")),
+)
+"""Module, name there, and which of `FUNCTIONS` it is."""
+
+_MASKED = (
+    *("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num"),
+    *("masked_fill", "__setitem__"),
+)
+_POWERS = ("pow", "__pow__", "float_power")
 _CASTS = ("to", "type")
+_WHOLE_NAMES = ("int", "long", "short")
 _WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
 _LEAST_BOUND = -1e4
 """A bound below this is one for masks."""
@@ -84,13 +98,14 @@ def _put_on() -> None:
         for method in (name, f"{name}_"):
             if (function := getattr(torch.Tensor, method, None)) is not None:
                 _patches.set_class_attribute(torch.Tensor, method, _watch(function, name))
-    _patches.set_attribute(functional, "hardtanh", _watch(functional.hardtanh, "hardtanh"))
+    for module, name, known in _ELSEWHERE:
+        _patches.set_attribute(module, name, _watch(getattr(module, name), known))
 
 
 @functools.cache
 def _watch(original: Any, name: str) -> Any:
     """The same function for good: code that was compiled with it is not compiled again."""
-    positions, is_masked, is_cast = FUNCTIONS[name], name in _MASKED, name in _CASTS
+    positions, is_masked = FUNCTIONS[name], name in _MASKED
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +113,7 @@ def _watch(original: Any, name: str) -> Any:
         if note is not None and not is_traced():
             given = args if len(args) > positions[-1] else (*args, *kwargs.values())
             found = [given[i] for i in positions if i < len(given) and _is_narrow(given[i])]
-            if found and (not is_cast or _WHOLE.intersection(_hashable(args, kwargs))):
+            if found and _hides(name, args, kwargs):
                 _thread.note = None  # what looks at it is not looked at
                 try:
                     for tensor in found:
@@ -108,6 +123,17 @@ def _watch(original: Any, name: str) -> Any:
         return original(*args, **kwargs)
 
     return call
+
+
+def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation makes finite values of infinite ones with these arguments."""
+    if name in _CASTS:
+        return bool(_WHOLE.intersection(_hashable(args, kwargs)))
+    if name in _POWERS:
+        return min(_read_bounds(args, kwargs), default=0.0) < 0
+    if name == "__setitem__":
+        return isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+    return True
 
 
 def _is_narrow(value: Any) -> bool:
@@ -131,5 +157,9 @@ def _look(
         note(name, tensor)  # NaN is one of an overflow as well
         return
     is_mask = is_masked and not (bounds and min(bounds) > _LEAST_BOUND and name != "where")
-    hit = (torch.isposinf if is_mask else torch.isinf)(tensor.detach()).any()
+    values = tensor.detach()
+    if name in (*_CASTS, *_WHOLE_NAMES):  # NaN has no whole number
+        hit = ~torch.isfinite(values).all()
+    else:
+        hit = (torch.isposinf if is_mask else torch.isinf)(values).any()
     note(name, hit * (2 * CLAMPED_FROM))

@@ -11,7 +11,7 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.outermost_calls import wants_gradients
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
-from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
@@ -73,6 +73,12 @@ class Watch:
         repeat.ends, guarded.latest.repeat = check.ends, repeat
         with self._session.counting:
             guarded.count_call(returned - called, check)
+        if not check.is_seen and is_opaque(output):
+            ?.leave(
+                guarded.name,
+                f"`{guarded.name}` returned a {type(output).__name__}, whose values cannot be looked at: "
+                "NaN and Inf in it are not found.",
+            )
         if check.inputs or not check.is_good:
             output = self._handler.answer(self._make_fault(guarded, call, output, check))
         if (observer := self._session.options.observer) is not None:

@@ -29,7 +29,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import name_inputs
-from stopdown.component_calls.call import ComponentCall, find_float_dtype, map_tensors
+from stopdown.component_calls.call import (
+    ComponentCall,
+    HeldContainers,
+    find_float_dtype,
+    map_tensors,
+)
 from stopdown.component_calls.call_interception import (
     UNPLANNED,
     Rank,
@@ -181,7 +186,7 @@ class CallWatch:
         if self.has_call_here:
             return call.proceed()
         method, signature = call.callee.method, self.sign(call)
-        held = _Held((call.args, call.kwargs))
+        held = HeldContainers(call)
         try:
             if signature not in self._verdicts:
                 self._judge(signature, call)
@@ -452,46 +457,6 @@ def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
 
 def _name_some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED)
-
-
-class _Held:
-    """What the containers among a call's arguments hold, so that a call that fills them is seen."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._containers = [(x, copy.copy(x)) for x in _list_containers(arguments)]
-
-    def __bool__(self) -> bool:
-        return bool(self._containers)
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether tensors are in them that were not."""
-        known = {id(x) for _, held in self._containers for x in _list_items(held)}
-        return any(
-            id(x) not in known and any(True for _ in iterate_tensors(x))
-            for container, _ in self._containers
-            for x in _list_items(container)
-        )
-
-    def restore(self) -> None:
-        """Leave in them what they held."""
-        for container, held in self._containers:
-            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
-                container.clear()
-                container.extend(held) if isinstance(container, list) else container.update(held)
-
-
-def _list_items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _list_containers(value: Any) -> Iterator[Any]:
-    """Lists, sets and dicts inside of a call's arguments."""
-    for item in value.values() if isinstance(value, dict) else value:
-        if type(item) in (list, dict, set):
-            yield item
-        if type(item) in (list, dict, tuple):
-            yield from _list_containers(item)
 
 
 @dataclass

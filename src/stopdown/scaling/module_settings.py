@@ -148,9 +148,9 @@ class ModuleSettings:
             part = parts.get(place[0])
             if part is not None and not isinstance(value, torch.nn.Module):
                 if value is _MISSING:
-                    vars(part).pop(place[1], None)
+                    part.__dict__.pop(place[1], None)
                 else:
-                    vars(part)[place[1]] = value
+                    part.__dict__[place[1]] = value
         skeleton.train(self._module.training)
 
     def list_new_hooks(self) -> list[str]:
