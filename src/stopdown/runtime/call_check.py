@@ -133,7 +133,7 @@ def list_readable(output: Any) -> list[torch.Tensor]:
 
 
 def is_opaque(output: Any) -> bool:
-    """Whether an output holds other things than tensors, arrays and plain values, such as a generator or a sparse tensor."""
+    """Whether an output holds what cannot be looked at: a generator, a function, a sparse tensor."""
     plain = (torch.Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
     if isinstance(output, torch.Tensor):
         return output.layout is not torch.strided
