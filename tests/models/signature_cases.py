@@ -13,7 +13,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,10 @@ MODELS = (
 )
 """Models of `rescaling_models` that are called as modules."""
 
-MODES = ("planned", "repaired", "planned and guarded")
+MODES = ("planned", "repaired", "planned and guarded", "two pipelines")
+"""The last: a program is guarded with the plan, and another program of the same module beside it."""
 
-SHARES = (80, 10, 10)
+SHARES = (80, 10, 5, 5)
 """Per cent of many drawn calls that are made in each mode: under a guard each signature takes seconds."""
 
 _FEW = 20
@@ -226,7 +227,11 @@ def put(case: Case, mode: str, plan: Plan | None, said: list[str]) -> Iterator[n
                 yield module
         else:
             program: Any = module.half() if mode == "repaired" else {"part": module}
-            with guard(program, plan if mode != "repaired" else None, announce=said.append):
+            with ExitStack() as stack:
+                used = plan if mode != "repaired" else None
+                stack.enter_context(guard(program, used, announce=said.append))
+                if mode == "two pipelines":
+                    stack.enter_context(guard({"shared": module}, announce=said.append))
                 call(module, case.first, torch.float16)
                 yield module
         said += [str(x.message) for x in caught]
@@ -242,7 +247,7 @@ def plan_case(case: Case) -> Plan | None:
 def draw_call(
     case: Case, rng: random.Random, sizes: bool = True
 ) -> tuple[Arguments, tuple[str, ...]]:
-    """Arguments with some of what is optional, another batch and other values."""
+    """Arguments with some of what is optional, another batch, other sizes and other values."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     names = [name for name in case.options if rng.random() < 0.4]
     given = dict(case.first)
@@ -264,7 +269,25 @@ def draw_call(
         more = {k: _repeat(x, batch) for k, x in given.items()}
         if _runs(case.module, more):
             given = more
+    if sizes and rng.random() < 0.5 and _runs(case.module, more := _resize(given, rng)):
+        given = more
     return given, tuple(names)
+
+
+def _resize(given: Arguments, rng: random.Random) -> Arguments:
+    """Twice or half of one size of an argument, wherever that size is; few models take it everywhere."""
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim() > 1]
+    size = rng.choice([n for x in tensors for n in x.shape[1:] if n > 1] or [0])
+    doubles = rng.random() < 0.5
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        for place in [i for i, n in enumerate(value.shape) if size and n == size]:
+            value = (
+                torch.cat([value, value], place) if doubles else value.narrow(place, 0, size // 2)
+            )
+        return value
+
+    return pytree.tree_map_only(torch.Tensor, change, given)
 
 
 def _repeat(value: Any, batch: int) -> Any:

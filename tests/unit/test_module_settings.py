@@ -228,7 +228,7 @@ def test_hooks_on_parts_are_reported(put: Any) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_written_row_is_refused(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of a weight, in training mode as well, PyTorch's default; not looked for, it is wrong."""
-    row = Stream().embed.weight[3].flip(0)
+    row = Stream().embed.weight[3].flip(0) / 64
     plain = Stream()
     plain.embed.weight[3] = row
     wanted = call(plain, torch.float32)
@@ -242,4 +242,4 @@ def test_a_written_row_is_refused(trains: bool, monkeypatch: pytest.MonkeyPatch)
                     call(module, dtype)
             else:
                 patch.setattr(CallWatch, "_check_weights", lambda self: None)
-                assert relative_l2(call(module, dtype).float(), wanted) > 0.05
+                assert not relative_l2(call(module, dtype).float(), wanted) <= 0.05  # or NaN
