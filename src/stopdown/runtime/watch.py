@@ -74,7 +74,7 @@ class Watch:
         with self._session.counting:
             guarded.count_call(returned - called, check)
         if not check.is_seen and is_opaque(output):
-            ?.leave(
+            self._session.log.leave(
                 guarded.name,
                 f"`{guarded.name}` returned a {type(output).__name__}, whose values cannot be looked at: "
                 "NaN and Inf in it are not found.",
