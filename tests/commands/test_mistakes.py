@@ -43,7 +43,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --steps many", 2, "--steps many is not a whole number. .* --steps 20."),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
     ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
-    ("generate shapes ''", 2, "The prompt is empty. .* Write what it shows"),
+    ("generate shapes ''", 2, "The prompt is empty. .* Describe the picture"),
     ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, and there is none. Give PROMPT, what is"),
     ("generate shapes a -o ''", 2, "--output is an empty text. .* Leave --output out, or name a file."),
     ("generate shapes a --image ''", 2, "--image is an empty text. .* a shell variable that is not set."),
