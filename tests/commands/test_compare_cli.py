@@ -188,7 +188,7 @@ def test_the_command_repeats_the_request() -> None:
     )
     assert describe_command("compare", options, always=("precisions",)) == (
         "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
-        "--precisions fp32,bf16 --precisions plan.json -o a.html --steps 4 --min-psnr 30.0"
+        "--precisions fp32,bf16 --precisions plan.json -o a.html --min-psnr 30.0 --steps 4"
     )
 
 

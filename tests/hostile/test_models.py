@@ -288,7 +288,11 @@ CLASSES = grow_rows(
 
 CODE = grow_rows(
     [
-        (f"{file} {field}", fields(file, **{field: value}), f"MODEL/{file} asks for {said}")
+        (
+            f"{file} {field}",
+            fields(file, **{field: value}),
+            f"MODEL/{file} {'requires' if said.startswith('classes') else 'asks for'} {said}",
+        )
         for file, field, value, said in (
             (
                 ENCODER,

@@ -12,7 +12,7 @@ import pytest
 from hostile.runner import Attack, copy_tiny, run_attack
 from stopdown.errors import PlanError
 from stopdown.plans.plan_files import _compute_seal, read_class_versions, read_plan, seal_plan
-from stopdown.records import ComponentPlan, Plan, to_json
+from stopdown.records import ComponentPlan, Plan, Scaling, to_json
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -104,7 +104,9 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 
 def write_edited(path: Path, edit: Edit) -> None:
     """A plan with an edit, under a seal that fits."""
-    entry = ComponentPlan("transformer", "CogVideoXTransformer3DModel", "0" * 64, "fp16")
+    entry = ComponentPlan(
+        "transformer", "CogVideoXTransformer3DModel", "0" * 64, "fp16", scaling=Scaling()
+    )
     plan = Plan(
         "model", "", "CogVideoXPipeline", "fp16", read_class_versions(), (entry,), (), 1, "cpu", 0.0
     )

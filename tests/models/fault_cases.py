@@ -23,7 +23,7 @@ from stopdown.component_calls.call_interception import find_module
 from stopdown.component_calls.components import find_callees
 from stopdown.number_formats import FORMATS
 from stopdown.records import Repair
-from stopdown.runtime import guard as guard_module
+from stopdown.runtime import run_check, session
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.guard import guard
 
@@ -228,12 +228,8 @@ def switched_off(wanted: bool) -> Iterator[None]:
     """The detectors switched off: whatever is looked at is good."""
     with contextlib.ExitStack() as stack:
         if wanted:
-            stack.enter_context(
-                mock.patch.object(guard_module, "check_call", return_value=CallCheck())
-            )
-            stack.enter_context(
-                mock.patch.object(guard_module, "count_bad", return_value=(0, 0, 0))
-            )
+            stack.enter_context(mock.patch.object(session, "check_call", return_value=CallCheck()))
+            stack.enter_context(mock.patch.object(run_check, "count_bad", return_value=(0, 0, 0)))
         yield
 
 

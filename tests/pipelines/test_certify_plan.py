@@ -102,7 +102,7 @@ def test_what_bounds_scale_far_down_is_said(exponent: int, residual: str, count:
     scaling = Scaling(layers={"proj": (0, exponent), "out": (exponent + 3, 2)})
     said = suggest_stream(scaling, residual)
     assert len(said) == count
-    assert all("as 2^15," in x and 'residual="fp32"' in x for x in said)
+    assert all("up to 2^15," in x and 'residual="fp32"' in x for x in said)
 
 
 def test_a_certificate_with_an_fp32_residual_stream(

@@ -609,7 +609,9 @@ def test_an_effect_beyond_the_limit_is_refused(
     folder, plan = save_planned("sd")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
     monkeypatch.setattr(
-        file_exponents, "measure_kinds", lambda *_: [SimpleNamespace(measured=None)]
+        file_exponents,
+        "measure_kinds",
+        lambda *_: [SimpleNamespace(measured=None, capture=SimpleNamespace(signature="forward()"))],
     )
     monkeypatch.setattr(file_exponents, "find_folds", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:

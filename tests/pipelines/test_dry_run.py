@@ -18,8 +18,8 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener
 from stopdown.pipelines.dry_run import (
     Answers,
-    ComponentCall,
     ComponentFailed,
+    DryCall,
     Listener,
     dry_run,
     make_arguments,
@@ -41,11 +41,11 @@ class Told(Listener):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def begin(self, call: ComponentCall) -> None:
-        self.told.append(f"begin {call.callee.name}")
+    def begin(self, call: DryCall) -> None:
+        self.told.append(f"begin {call.call.callee.name}")
 
     @contextlib.contextmanager
-    def inside(self, call: ComponentCall, paths: ModulePaths) -> Any:
+    def inside(self, call: DryCall, paths: ModulePaths) -> Any:
         self.told.append("inside")
         assert paths.stack == [""]
         yield
@@ -57,8 +57,8 @@ class Told(Listener):
     def leave(self, path: str) -> None:
         self.told.append(f"leave {path}")
 
-    def end(self, call: ComponentCall) -> None:
-        self.told.append(f"end {call.callee.name}")
+    def end(self, call: DryCall) -> None:
+        self.told.append(f"end {call.call.callee.name}")
 
 
 def listen(*listeners: Listener, answers: Answers | None = None, name: str = "sd") -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
+from stopdown.errors import StopdownWarning
 from stopdown.interception.autocast import watched_autocast
 from stopdown.runtime import repairs, watch
 from stopdown.runtime.guard import guard
@@ -229,11 +230,20 @@ class Cache:
     """Keeps values between calls, as language models' caches do."""
 
 
-@pytest.mark.parametrize("where", ["buffer", "list", "tensor", "cache"])
+def test_a_list_that_a_refused_call_filled_is_put_back() -> None:
+    """The call is made again on what the list held, so it holds each value once."""
+    writer, kept = Writer().half().eval().requires_grad_(False), list[torch.Tensor]()
+    with guard(writer) as guarded, pytest.warns(StopdownWarning, match="Inputs are cast"):
+        writer(torch.ones(2, 4), "list", kept)
+    assert len(kept) == 1
+    assert len(guarded.repairs) == 1
+
+
+@pytest.mark.parametrize("where", ["buffer", "tensor", "cache"])
 def test_a_call_that_writes_is_not_made_again(where: str) -> None:
     """It would write twice: the error is the program's own, and buffers and tensors are as it left them."""
     writer = Writer().half().eval().requires_grad_(False)
-    kept: Any = {"list": [], "tensor": torch.zeros(1), "cache": Cache()}.get(where)
+    kept: Any = {"tensor": torch.zeros(1), "cache": Cache()}.get(where)
     with guard(writer) as guarded, pytest.raises(RuntimeError, match=REFUSED) as found:
         writer(torch.ones(2, 4), where, kept)
     assert len(found.value.__notes__) == 1

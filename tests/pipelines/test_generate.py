@@ -261,7 +261,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
         ("cogview3plus+large", "transformer", " at step 1 of 2"),
         ("svd", "unet", " at step 1 of 2"),
         ("sd", "unet", " at step 1 of 2"),
-        ("wan", "transformer", " at step 1 of 2"),
+        ("wan", "transformer", " at step 1 of 2 (sigma 1)"),
     ],
 )
 @pytest.mark.usefixtures("each_device")

@@ -154,7 +154,11 @@ class Request:
     mask: np.ndarray[Any, Any] | None = field(
         default=None,
         metadata=_say(
-            Path, "Mask of --image: white areas are replaced.", "mask_image", "control_mask", "mask"
+            Path,
+            "Mask of the picture: white areas are replaced.",
+            "mask_image",
+            "control_mask",
+            "mask",
         ),
     )
     control_image: np.ndarray[Any, Any] | None = field(
@@ -167,7 +171,7 @@ class Request:
         default=None,
         metadata=_say(
             float,
-            "How much of --image is changed: above 0, up to 1.",
+            "How much of the picture is changed: above 0, up to 1.",
             "strength",
             check=_check_strength,
         ),
