@@ -134,6 +134,7 @@ def test_infinities_that_are_meant_are_left(hide: Callable[[torch.Tensor], torch
         assert torch.equal(module(x), plain)
     assert handle.repairs == ()
     assert said == []
+    assert [call.non_finite for call in handle.record.calls] == [0]
     left = handle.record.unwatched
     assert len(left) <= 1
     assert all(
