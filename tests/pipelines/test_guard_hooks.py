@@ -450,7 +450,7 @@ def test_a_layer_on_a_pipeline_is_not_on_its_copy(make_copy: Callable[[Any], Any
     """The runs of a copy are none of the original's, while that has a layer and afterwards."""
     pipe, seen = make_pipeline(HOOKED), list[str]()
 
-    def layer(call: Any, args: Any, kwargs: Any) -> None:
+    def layer(call: Any) -> None:
         seen.append("layer")
 
     with Patches() as patches:

@@ -444,7 +444,7 @@ def test_a_plan_of_another_program_is_refused() -> None:
     plan = make_plan(program.given, run=program.run)
     with torch.no_grad():
         program.unet.out.weight.add_(1)
-    with pytest.raises(PlanError, match="UNet has other weights"):
+    with pytest.raises(PlanError, match="UNet has weights other than those"):
         apply_plan(program.given, plan)
     with pytest.raises(PlanError, match="it has a UNet, and the pipeline has none"):
         guard(other.given, plan)

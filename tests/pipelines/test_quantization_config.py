@@ -775,7 +775,7 @@ def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path
     with apply_plan(pipe, plan):
         assert is_near(call_pipeline(pipe, "cogvideox"), wanted, 0.005)
     np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), wanted)
-    with pytest.raises(PlanError, match=r"other weights .* or adapters"):
+    with pytest.raises(PlanError, match=r"weights other than .* or additional adapters"):
         apply_plan(load_pipeline(cogvideox, torch.float32), plan)
 
 

@@ -169,7 +169,9 @@ def write_bare_plan(folder: Path, path: Path) -> None:
 
     pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)
     entries = tuple(
-        ComponentPlan(name, type(module).__name__, sample_weights(module), "fp16")
+        ComponentPlan(
+            name, type(module).__name__, sample_weights(module), "fp16", scaling=Scaling()
+        )
         for name, module in find_components(pipe).items()
     )
     plan = Plan(

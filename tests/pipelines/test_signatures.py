@@ -187,7 +187,7 @@ def test_no_exponents_hold() -> None:
             found = [run(module, second) for _ in range(2)]
         assert vars(module)[UNPLANNED]
         assert len(said) == 1
-        assert "run without exponents, in fp32: right, and slower" in str(said[0].message)
+        assert "run without exponents, in fp32: correct, but slower" in str(said[0].message)
         assert all(torch.equal(x, wanted[1]) for x in found)
         assert torch.equal(run(module, first), before)
         assert torch.equal(module.down[2].weight, weight)

@@ -294,7 +294,7 @@ def test_sizes_that_depend_on_values_have_bounds(monkeypatch: pytest.MonkeyPatch
     (kind,), (bounds,) = found[0].kinds, found[0].bounds
     assert "empty" in bounds.ranges
     assert "empty" not in bounds.exact
-    for name, parts in kind.measured.ranges.items():
+    for name, parts in kind.ranges.items():
         assert all(x.amax <= y.amax for x, y in zip(parts, bounds.ranges[name], strict=True)), name
 
 

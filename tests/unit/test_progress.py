@@ -84,7 +84,9 @@ def test_every_stage_has_words() -> None:
             if isinstance(node, ast.Call) and len(node.args) == 4:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 first = node.args[0]
-                if name in ("progress", "told", "_tell") and isinstance(first, ast.Constant):
+                if name in ("progress", "_progress", "told", "_tell") and isinstance(
+                    first, ast.Constant
+                ):
                     told.add(first.value)
     assert {"load", "predict", "certify", "bench", "compare"} <= told
     assert told <= set(STAGES)

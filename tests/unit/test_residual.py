@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
-from stopdown.errors import OptionError, ScalingError
+from stopdown.errors import OptionError, ScalingError, StopdownWarning
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
@@ -135,7 +135,8 @@ def test_an_fp32_module_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     after = module.get_submodule(path).register_forward_hook(
         lambda owner, args, output: seen.extend(x.dtype for x in iterate_tensors(output))
     )
-    outputs = run_calls(calls, torch.float16)
+    with pytest.warns(StopdownWarning, match="Forward hooks were put on"):
+        outputs = run_calls(calls, torch.float16)
     after.remove()
     cast.undo()
     assert set(seen) == {torch.float32 if FP32_MODULES[path] else torch.float16}
