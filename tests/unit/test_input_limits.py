@@ -70,7 +70,7 @@ def test_a_guard_takes_the_limits_of_its_plan() -> None:
     }
     limits = {"forward.hidden_states": 0.5}
     entries["transformer"] = dataclasses.replace(
-        entries["transformer"], scaling=Scaling(limits=limits)
+        entries["transformer"], precision="fp16", scaling=Scaling(limits=limits)
     )
     plan = Plan("x", "", type(pipe).__name__, "fp16", read_class_versions(), tuple(entries.values()),
                 (), 0, "cpu", 0.0)  # fmt: skip
