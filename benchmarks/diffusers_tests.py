@@ -78,16 +78,15 @@ class Recorder:
     def _replace(self, build: Any) -> Any:
         @functools.wraps(build)
         def get_pipeline(test: Any, **components: Any) -> Any:
-            pipe = build(test, **components)
-            for name, component in pipe.components.items():
-                if component is None and name not in pipe._optional_components:
-                    return pipe  # a part of a pipeline, which no folder can hold
+            given, drawn = components, test.get_dummy_components()
+            lacking = {name: x for name, x in drawn.items() if given and given.get(name) is None}
             self.loaded += 1
-            return self._load(pipe)
+            return self._load(build(test, **given | lacking), lacking)
 
         return get_pipeline
 
-    def _load(self, pipe: Any) -> Any:
+    def _load(self, pipe: Any, lacking: Collection[str]) -> Any:
+        """A whole pipeline, loaded again; of a part, the components that it `lacks` are None."""
         import torch
 
         import stopdown
@@ -96,13 +95,16 @@ class Recorder:
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "model"
         pipe.save_pretrained(folder)
         config = stopdown.quantization(folder)
-        absent = {name: None for name, x in pipe.components.items() if x is None}
+        absent = {name: None for name, x in pipe.components.items() if x is None or name in lacking}
+        for name in {*absent} & {*config.quant_mapping}:
+            del config.quant_mapping[name]
         if self.way == "config":
             options = {"dtype": torch.float16, "quantization_config": config}
             made = type(pipe).from_pretrained(folder, **options, **absent)
         else:
             made = type(pipe).from_pretrained(folder, dtype=torch.float32, **absent)
-            stopdown.apply_plan(made, join_plans(config))
+            if config.quant_mapping:
+                stopdown.apply_plan(made, join_plans(config))
         made.set_progress_bar_config(disable=None)
         return made
 

@@ -58,8 +58,8 @@ def _use_pipeline(device: str, name: str, **options: Any) -> Any:
     return pipe
 
 
-def call_pipeline(pipe: Any, name: str, *, steps: int = 2) -> np.ndarray[Any, Any]:
+def call_pipeline(pipe: Any, name: str, *, steps: int = 2, **options: Any) -> np.ndarray[Any, Any]:
     """The pixels of a run with the same seed each time, with NaN where they are NaN."""
-    generator = torch.Generator().manual_seed(0)
-    output = pipe(**CALLS[name], num_inference_steps=steps, generator=generator, output_type="np")
+    options |= {"num_inference_steps": steps, "output_type": "np"}
+    output = pipe(**CALLS[name], generator=torch.Generator().manual_seed(0), **options)
     return np.asarray(output[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,10 @@ import torch
 from hub_server import COMMIT, HubServer
 from safetensors.torch import save_file
 
+import stopdown
 from stopdown import testing
+from stopdown.plans.plan_files import seal_plan, write_plan
+from stopdown.records import Plan
 
 CLIENT = """
 import json, sys, time
@@ -165,6 +169,68 @@ def test_a_downloaded_model_loads_and_runs(hub: HubServer, client: Any) -> None:
     made = testing.make_pipeline("cogvideox", dtype=torch.bfloat16)
     for name, tensor in made.transformer.state_dict().items():
         assert torch.equal(pipe.transformer.state_dict()[name], tensor)
+
+
+LOAD = """
+import json, sys, warnings
+import torch
+from diffusers import CogVideoXTransformer3DModel, DiffusionPipeline
+import stopdown
+from stopdown.plans import plan_choice
+certified, certify = [], plan_choice.certify_plan
+plan_choice.certify_plan = lambda *x, **y: certified.append(1) or certify(*x, **y)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    config = stopdown.quantization(sys.argv[1])
+    known = len(certified)
+    options = {"dtype": torch.float16, "quantization_config": config}
+    pipe = DiffusionPipeline.from_pretrained(sys.argv[1], **options)
+    options["quantization_config"] = stopdown.StopdownConfig()
+    alone = CogVideoXTransformer3DModel.from_pretrained(
+        sys.argv[1], subfolder="transformer", **options
+    )
+said = sorted({str(x.message) for x in caught if "stopdown.json" in str(x.message)})
+sources = [x.hf_quantizer.applied_plan.source for x in (pipe.transformer, pipe.vae, alone)]
+print(json.dumps([sources, known, said]))
+"""
+
+
+@pytest.fixture(scope="module")
+def published(saved: Path) -> Plan:
+    """A plan for the model, as its publisher makes it."""
+    return dataclasses.replace(stopdown.make_plan(saved), source="published")
+
+
+@pytest.mark.parametrize("belongs", [True, False])
+def test_a_plan_in_a_repository_is_found(
+    saved: Path, published: Plan, tmp_path: Path, belongs: bool
+) -> None:
+    """`stopdown.json` beside the model is taken, and nothing is certified, if the weights are its own.
+
+    One that was made for other weights is named and not used, neither for a pipeline nor for one model.
+    """
+    repo = shutil.copytree(saved, tmp_path / "tiny")
+    other = published if belongs else dataclasses.replace(published, fingerprint="0" * 64)
+    write_plan(seal_plan(other), repo / "stopdown.json")
+    with HubServer({"maker/tiny": repo}) as server:
+        environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": server.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "STOPDOWN_CACHE": str(tmp_path / "cache"),
+        }
+        command = [sys.executable, "-c", LOAD, "maker/tiny"]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "stopdown.json" in server.downloaded()
+    sources, certified, said = json.loads(done.stdout.splitlines()[-1])
+    assert certified == (0 if belongs else 1)
+    assert all((x == "published") is belongs for x in sources)
+    assert bool(said) is not belongs
+    assert all("is not used, and a plan is made instead" in x and "fingerprint" in x for x in said)
 
 
 def test_a_revision_is_followed(hub: HubServer, client: Any) -> None:

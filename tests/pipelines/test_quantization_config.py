@@ -48,7 +48,7 @@ def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype = FP16, **options: Any) -> Any:
+def load_pipeline(folder: Path, dtype: Any = FP16, **options: Any) -> Any:
     """A pipeline as a script loads it, without its bars."""
     from diffusers import DiffusionPipeline
 
@@ -61,18 +61,16 @@ def load_transformer(folder: Path, **options: Any) -> Any:
     """The transformer of a pipeline, by a config without a plan."""
     from diffusers import CogVideoXTransformer3DModel
 
-    options.setdefault("quantization_config", stopdown.StopdownConfig())
-    return CogVideoXTransformer3DModel.from_pretrained(
-        folder, subfolder="transformer", dtype=FP16, **options
-    )
+    options = {"quantization_config": stopdown.StopdownConfig(), "dtype": FP16, **options}
+    return CogVideoXTransformer3DModel.from_pretrained(folder, subfolder="transformer", **options)
 
 
 def load_encoder(folder: Path, **options: Any) -> Any:
     """The text encoder of a pipeline, by a config without a plan."""
     from transformers import T5EncoderModel
 
-    options.setdefault("quantization_config", stopdown.StopdownConfig())
-    return T5EncoderModel.from_pretrained(folder, dtype=FP16, **options)
+    options = {"quantization_config": stopdown.StopdownConfig(), "dtype": FP16, **options}
+    return T5EncoderModel.from_pretrained(folder, **options)
 
 
 def have_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
@@ -277,6 +275,47 @@ def test_other_formats_are_refused(cogvideox: Path) -> None:
                 dtype=torch.bfloat16,
                 quantization_config=stopdown.StopdownConfig(),
             )
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder"])
+def test_a_folder_with_a_plan_is_loaded_in_bf16_without_it(
+    cogvideox: Path, tmp_path: Path, name: str
+) -> None:
+    """bf16 needs no exponents: weights are those of fp16 without theirs, rounded once, saved as that."""
+    load = load_transformer if name == "transformer" else load_encoder
+    folder = cogvideox if name == "transformer" else cogvideox / name
+    planned = load(folder)
+    saved = tmp_path if name == "transformer" else tmp_path / name
+    planned.save_pretrained(tmp_path / name)
+    bare = load(saved, quantization_config=None, dtype=torch.bfloat16)
+    wanted = {x: y.bfloat16() for x, y in name_parameters(planned.dequantize()).items()}
+    assert bare.dtype == torch.bfloat16
+    for key, parameter in bare.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, wanted[key])
+    assert not getattr(bare, "is_quantized", False)
+    assert bare.half() is bare
+    bare.to(torch.bfloat16).save_pretrained(tmp_path / "bare" / name)
+    said = json.loads((tmp_path / "bare" / name / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in said
+
+
+def test_formats_of_a_pipeline_are_named_by_component(cogvideox: Path, tmp_path: Path) -> None:
+    """A saved pipeline with one component in bf16: that one without its plan, the others with theirs."""
+    config = stopdown.quantization(cogvideox)
+    load_pipeline(cogvideox, quantization_config=config).save_pretrained(tmp_path / "saved")
+    pipe = load_pipeline(
+        tmp_path / "saved", {"text_encoder": torch.bfloat16, "default": torch.float16}
+    )
+    assert pipe.text_encoder.dtype == torch.bfloat16
+    assert not getattr(pipe.text_encoder, "is_quantized", False)
+    assert pipe.transformer.quantization_method == "stopdown"
+    with pytest.raises(OptionError, match=r"delete its entry of quant_mapping"):
+        load_pipeline(cogvideox, {"vae": torch.bfloat16}, quantization_config=config)
+    del config.quant_mapping["vae"]
+    pipe = load_pipeline(cogvideox, {"vae": torch.bfloat16}, quantization_config=config)
+    assert pipe.vae.dtype == torch.bfloat16
+    assert pipe.transformer.quantization_method == "stopdown"
 
 
 SaveTiny = Callable[..., Path]
@@ -632,15 +671,57 @@ def test_a_controlnet_adds_to_it(sd: Path) -> None:
     assert is_near(run(FP16, quantization_config=stopdown.quantization(sd)), wanted)
 
 
+def draw_ip_adapter(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter for a UNet, as Diffusers reads it from a file."""
+    draw = torch.Generator().manual_seed(0)
+
+    def make(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=draw) * sizes[-1] ** -0.5
+
+    width = unet.config.cross_attention_dim
+    found, number = {}, 1
+    for name in unet.attn_processors:
+        if name.endswith("attn2.processor"):
+            attention = unet.get_submodule(name.removesuffix(".processor"))
+            for part in ("k", "v"):
+                found[f"{number}.to_{part}_ip.weight"] = make(attention.inner_dim, width)
+            number += 2
+    projection = {
+        "proj.weight": make(4 * width, width),
+        "proj.bias": torch.zeros(4 * width),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
+    }
+    return {"image_proj": projection, "ip_adapter": found}
+
+
+def load_ip_adapter(pipe: Any) -> dict[str, Any]:
+    """Load one into a pipeline; return the argument with a picture's embedding."""
+    weights = draw_ip_adapter(pipe.unet)
+    pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
+    width = pipe.unet.config.cross_attention_dim
+    drawn = torch.randn(2, 1, width, generator=torch.Generator().manual_seed(1))
+    return {"ip_adapter_image_embeds": [drawn.to(pipe.dtype)]}
+
+
 def test_an_ip_adapter_is_refused(sd: Path) -> None:
     """Its layers would add to scaled values; the error says what to do instead."""
     pipe = load_pipeline(sd, quantization_config=stopdown.quantization(sd))
-    weights = {
-        "image_proj": {"proj.weight": torch.zeros(8, 8)},
-        "ip_adapter": {"1.to_k_ip.weight": torch.zeros(8, 8)},
-    }
     with pytest.raises(OptionError, match=r"An IP-Adapter.*stopdown\.guard\(pipe\)"):
-        pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
+        load_ip_adapter(pipe)
+
+
+def test_a_guarded_pipeline_takes_an_ip_adapter(sd: Path) -> None:
+    """What the error advises: black in fp16 without the guard, right with it, and the picture counts."""
+    wide = load_pipeline(sd, torch.float32)
+    bare = call_pipeline(wide, "sd")
+    wanted = call_pipeline(wide, "sd", **load_ip_adapter(wide))
+    assert not is_near(bare, wanted, 0.05)
+    pipe = load_pipeline(sd)
+    given = load_ip_adapter(pipe)
+    assert not np.isfinite(call_pipeline(pipe, "sd", **given)).all()
+    with stopdown.guard(pipe):
+        assert is_near(call_pipeline(pipe, "sd", **given), wanted, 0.005)
 
 
 def test_a_cast_to_its_own_dtype_is_none(sd: Path) -> None:
@@ -662,16 +743,29 @@ def test_fused_projections_are_refused(planned: Any, pixels: Any) -> None:
     assert makes(planned, pixels)
 
 
+@pytest.mark.filterwarnings("ignore")  # Diffusers says that modular pipelines are new
 def test_a_modular_pipeline_loads_its_components_by_it(tmp_path: Path) -> None:
-    """`load_components` takes the configs by component."""
+    """`load_components` takes the configs by component; in plain fp16 the picture is NaN."""
     from diffusers import ModularPipeline
 
     folder = save_pipeline("flux", tmp_path / "flux", overflow="transformer")
     config = stopdown.quantization(folder)
-    pipe = ModularPipeline.from_pretrained(str(folder))
-    pipe.load_components(dtype=FP16, quantization_config=config.quant_mapping)
+
+    def run(dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+        pipe = ModularPipeline.from_pretrained(str(folder))
+        pipe.load_components(dtype=dtype, **options)
+        pipe.set_progress_bar_config(disable=True)
+        seed = torch.Generator().manual_seed(0)
+        sizes = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16}
+        found = pipe(prompt="a", generator=seed, output="images", output_type="pt", **sizes)
+        return pipe, found
+
+    _, wanted = run(torch.float32)
+    assert not run(FP16)[1].isfinite().all()
+    pipe, found = run(FP16, quantization_config=config.quant_mapping)
     for name in config.quant_mapping:
         assert pipe.components[name].quantization_method == "stopdown"
+    assert is_near(found, wanted, 0.005)
 
 
 def test_a_single_file_takes_a_plan(sd: Path) -> None:
@@ -758,6 +852,42 @@ def test_a_component_of_torchao_lies_beside_it(tmp_path: Path, other: str) -> No
     methods = {name: getattr(found, name).quantization_method for name in kinds}
     assert methods[mine] == "stopdown"
     assert methods[other].value == "torchao"
+    assert is_near(call_pipeline(found, "flux"), wanted, 0.03)
+
+
+@pytest.mark.parametrize("other", ["transformer", "text_encoder_2"])
+@pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of itself
+def test_a_component_of_bitsandbytes_lies_beside_it(
+    tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them in int8 by the mapping, the other one overflows in fp16 and is certified.
+
+    Transformers runs it on CPUs. Diffusers asks for a GPU before it looks further: that question is left
+    out here, and bitsandbytes computes on the CPU.
+    """
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not among the tested packages")
+    import diffusers
+    import transformers
+    from diffusers.quantizers.bitsandbytes import BnB8BitDiffusersQuantizer
+
+    quantizer = BnB8BitDiffusersQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(quantizer, "update_device_map", lambda *_: {"": "cpu"})
+    kinds = {
+        "transformer": diffusers.BitsAndBytesConfig,
+        "text_encoder_2": transformers.BitsAndBytesConfig,
+    }
+    (mine,) = kinds.keys() - {other}
+    pipe = testing.make_pipeline("flux")
+    testing.overflow_(getattr(pipe, mine))
+    pipe.save_pretrained(tmp_path / "flux")
+    wanted = call_pipeline(load_pipeline(tmp_path / "flux", torch.float32), "flux")
+    config = stopdown.quantization(tmp_path / "flux")
+    config.quant_mapping[other] = kinds[other](load_in_8bit=True)
+    found = load_pipeline(tmp_path / "flux", quantization_config=config)
+    methods = {name: getattr(found, name).quantization_method for name in kinds}
+    assert methods[mine] == "stopdown"
+    assert methods[other].value == "bitsandbytes"
     assert is_near(call_pipeline(found, "flux"), wanted, 0.03)
 
 

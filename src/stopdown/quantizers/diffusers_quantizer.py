@@ -10,7 +10,7 @@ from accelerate.utils import set_module_tensor_to_device
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map, check_dtype
+from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map
 
 
 class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
@@ -22,7 +22,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
         """Refuse other formats, and weights on the disk; called again once the device map is known."""
-        check_dtype(options.get("torch_dtype"))
+        self._loading.request(options.get("torch_dtype"))
         check_device_map(options.get("device_map"))
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
@@ -31,7 +31,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
         """Return what most weights become, for the device map."""
-        return torch.float16
+        return self._loading.bare or torch.float16
 
     def maybe_update_loaded_keys(
         self, loaded_keys: list[str], checkpoint_files: list[str]
@@ -66,7 +66,10 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
         self._loading.begin(model, self._files)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
-        carried = self._loading.finish(model)
+        if (carried := self._loading.finish(model)) is None:
+            del model.quantization_method
+            model.is_quantized = False
+            return self._dequantize(model)
         self.quantization_config = carried
         model.register_to_config(quantization_config=carried)
         return model

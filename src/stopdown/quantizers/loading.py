@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.text_encoders import list_calls
-from stopdown.component_calls.components import is_of_transformers
+from stopdown.component_calls.components import cast_component_, is_of_transformers
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
+from stopdown.fold_names import Folds
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight
@@ -38,23 +39,10 @@ from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.scaling.call_watch import note_weights
+from stopdown.scaling.folds import locate_folds
 from stopdown.sources.sources import Source, resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a dtype that the plan would not follow; fp32 is what pipelines pass if none is given.
-
-    Raises:
-        OptionError: it is bf16 or another narrow format.
-    """
-    if dtype not in (None, torch.float16, torch.float32):
-        raise OptionError(
-            f"from_pretrained was given a StopdownConfig and {dtype}.",
-            expected="A plan makes a model fit fp16, and says itself what stays in another format.",
-            remedy="Use dtype=torch.float16, or leave the quantization_config out.",
-        )
 
 
 def check_device_map(device_map: Any) -> None:
@@ -78,16 +66,36 @@ class Loading:
     Attributes:
         config: that `from_pretrained` was given, or that a `config.json` carries.
         plan, entry: what the model becomes; known once it has begun.
+        bare: format in which the model is loaded without the plan that it carries; None with the plan.
     """
 
     def __init__(self, config: StopdownConfig) -> None:
         self.config, self.entry = config, ComponentPlan("", "", "", "fp32")
         self.plan: Plan | None = None
+        self.bare: torch.dtype | None = None
         self._wanted: dict[str, StoredWeight] = {}
         self._stored: dict[str, _Samples] = {}
         self._saved: dict[str, _Samples] = {}
         self._saves_folded = False
         self._off = Patches()
+
+    def request(self, dtype: torch.dtype | None) -> None:
+        """Note the dtype that `from_pretrained` was given; fp32 is what pipelines pass if none is given.
+
+        A folder that carries a plan is loaded in bf16 as well: without the plan, which is one for fp16.
+
+        Raises:
+            OptionError: it is another narrow format, or bf16 beside a config that was given.
+        """
+        if dtype == torch.bfloat16 and self.config.is_carried:
+            self.bare = dtype
+        elif dtype not in (None, torch.float16, torch.float32):
+            raise OptionError(
+                f"from_pretrained was given a StopdownConfig and {dtype}.",
+                expected="A plan makes a model fit fp16, and says itself what stays in another format.",
+                remedy="Use dtype=torch.float16, or leave the quantization_config out. To load one "
+                "component of a pipeline in another format, delete its entry of quant_mapping.",
+            )
 
     def begin(self, module: torch.nn.Module, files: Sequence[str | Path]) -> None:
         """Put the plan's hooks on a model without weights.
@@ -115,14 +123,28 @@ class Loading:
             for name, tensor in kind(remove_duplicate=False):
                 names.setdefault(id(tensor), []).append(name)
 
-        def put(tensor: torch.Tensor, stored: StoredWeight) -> None:
-            folds = () if self.config.folded else stored.folds
-            wanted = dataclasses.replace(stored, folds=folds)
-            self._wanted.update(dict.fromkeys(names[id(tensor)], wanted))
+        def place(tensor: torch.Tensor, stored: StoredWeight) -> None:
+            self._wanted.update(dict.fromkeys(names[id(tensor)], stored))
             if tensor.is_meta and isinstance(tensor, torch.nn.Parameter):
                 tensor.data = tensor.data.to(stored.dtype)  # what a device map counts
 
-        self._off = load_entry(module, self.entry, put, ("diffusers", "transformers"))
+        def put(tensor: torch.Tensor, stored: StoredWeight) -> None:
+            place(tensor, dataclasses.replace(stored, folds=()) if self.config.folded else stored)
+
+        if self.bare is None:
+            self._off = load_entry(module, self.entry, put, ("diffusers", "transformers"))
+            return
+        scaling, is_scaled = (
+            self.entry.scaling,
+            self.config.folded and self.entry.precision == "fp16",
+        )
+        located = locate_folds(module, scaling.exponents) if scaling and is_scaled else ()
+        folds = {id(tensor): _negate(found) for tensor, found in located}
+
+        def put_bare(tensor: torch.Tensor, stored: StoredWeight) -> None:
+            place(tensor, dataclasses.replace(stored, folds=folds.get(id(tensor), ())))
+
+        cast_component_(module, self.bare, put_bare)
 
     def __deepcopy__(self, memo: object) -> Loading:
         """Return itself: a copy of the model has hooks of its own."""
@@ -144,8 +166,8 @@ class Loading:
         self._saved[name] = take_samples(made if self._saves_folded else unfold(made, wanted))
         return made
 
-    def finish(self, module: torch.nn.Module) -> StopdownConfig:
-        """Check what arrived and guard the model; return what its config carries.
+    def finish(self, module: torch.nn.Module) -> StopdownConfig | None:
+        """Check what arrived and guard the model; return what its config carries, None without its plan.
 
         Raises:
             PlanError: the weights are not those of the plan.
@@ -157,6 +179,9 @@ class Loading:
                 if name in self._wanted and name not in self._stored and not tensor.is_meta:
                     given = dataclasses.replace(self._wanted[name], values=tensor.data)
                     tensor.data = given.read(tensor.device)
+        if self.bare is not None:
+            self.plan = None
+            return None
         note_weights(module)
         component = self.entry.component
         assert self.plan is not None
@@ -366,8 +391,12 @@ def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
     """Return what a weight was before its folds, as near as it holds that."""
     if not made.is_floating_point():
         return StoredWeight(made, made.dtype)
-    back = [(place, -exponent) for place, exponent in wanted.folds]
-    return StoredWeight(made, torch.float32, back)
+    return StoredWeight(made, torch.float32, _negate(wanted.folds))
+
+
+def _negate(folds: Folds) -> Folds:
+    """Return the folds that take these off again."""
+    return [(place, -exponent) for place, exponent in folds]
 
 
 def _find_source(folder: Path, file_name: str) -> Source | None:

@@ -9,7 +9,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map, check_dtype
+from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map
 
 
 class StopdownQuantizer(PlannedModel, HfQuantizer):
@@ -30,7 +30,7 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
         Raises:
             OptionError: bf16 is asked for.
         """
-        check_dtype(dtype)
+        self._loading.request(dtype)
         return torch.float32
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
@@ -52,7 +52,11 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         check_device_map(getattr(model, "hf_device_map", None))
-        self.quantization_config = model.config.quantization_config = self._loading.finish(model)
+        carried = self._loading.finish(model)
+        if carried is None:
+            self.remove_quantization_config(model)
+        else:
+            self.quantization_config = model.config.quantization_config = carried
         for config in (model.config, *_list_parts(model.config)):
             config.dtype = model.dtype
         return model

@@ -143,7 +143,7 @@ def load_scaled(
     Returns:
         The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
     """
-    folds = {id(x): found for x, found in _locate(module, scaling.exponents)}
+    folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
     patches = Patches()
     patches.defer(partial(_unfold, module, scaling.exponents))
     patches.defer(_fold(module, scaling, with_weights=False).undo)
@@ -485,12 +485,12 @@ def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tupl
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
-    for tensor, folds in _locate(module, exponents):
+    for tensor, folds in locate_folds(module, exponents):
         for place, exponent in folds:
             patches.scale_tensor(tensor, exponent, place)
 
 
-def _locate(
+def locate_folds(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
     """Return each tensor that is folded, with its places and exponents."""
