@@ -3,8 +3,8 @@
     python benchmarks/explain.py
     python benchmarks/explain.py --reports reports.json
 
-Five questions, each a table: every distinct message alone; every report with the facts it names, as
-someone pastes them; texts of our own for each family of failures; what the libraries themselves say about
+Six questions, each a table: every distinct message alone; every report with the facts it names, as
+someone pastes them; texts and whole reports of our own; what the libraries themselves say about
 precision; and messages that have nothing to do with it.
 
 With `--reports` the reports of another file are asked, and nothing is stored. Its entries have `text`,
@@ -174,9 +174,8 @@ def print_families() -> None:
         )
 
 
-def grade_reports(path: Path) -> None:
+def grade_reports(reports: list[dict[str, str]]) -> None:
     """How many reports get the class that is expected, with their facts and by their text alone."""
-    reports = json.loads(path.read_text(encoding="utf-8"))
     right = {"with its facts": 0, "its text alone": 0}
     for report in reports:
         expected = report["expected_class"].split(" (")[0].split(" / ")
@@ -194,6 +193,17 @@ def grade_reports(path: Path) -> None:
         print(f"{way}: {count} of {len(reports)} right, {count / len(reports):.0%}")
 
 
+def print_own_reports() -> None:
+    """The counts of whole reports that were written in the style of 2025 and 2026."""
+    reports = json.loads((CASES / "own_reports.json").read_text(encoding="utf-8"))
+    print("\n## Whole reports of our own\n\nWith title, card and model. The first set changed the")
+    print("knowledge; the second was written before that, and was asked after it.\n")
+    for name in ("first", "second"):
+        print(f"Set *{name}*:\n\n```")
+        grade_reports([report for report in reports if report["set"] == name])
+        print("```\n")
+
+
 def print_unrelated() -> None:
     """The table of what is not ours."""
     print("\n## Messages that are no failure of precision\n\n| message | answered |\n|---|---|")
@@ -209,7 +219,7 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, help="a file of reports to ask; nothing is stored")
     options = parser.parse_args()
     if options.reports:
-        grade_reports(options.reports)
+        grade_reports(json.loads(options.reports.read_text(encoding="utf-8")))
         return
     cases, text = read_cases(), io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -236,6 +246,7 @@ def print_tables(cases: list[Case]) -> None:
     print_messages(cases)
     print_reports(cases)
     print_families()
+    print_own_reports()
     print_libraries()
     print_lookups()
     print_unrelated()

@@ -79,20 +79,6 @@ def _openvino(processor: str) -> Any:
     return _read("openvino_f16")["processors"][processor]
 
 
-@_figure
-def openvino_f16() -> str:
-    names = {"t5": "T5", "clip": "CLIP", "cogvideox": "CogVideoX blocks", "vae": "VAE decoder"}
-    arm, x86 = _openvino("aarch64")["rows"], _openvino("x86_64")["rows"]
-    rows = []
-    for key, name in names.items():
-        cells = [x[key][graph] for x in (arm, x86) for graph in ("without f16", "with f16")]
-        cells += [arm[key][x] for x in ("torch_same_sums", "torch")]
-        rows.append((name, *("NaN" if x is None else _percent(float(f"{x:.2g}")) for x in cells)))
-    headings = ("Arm, without exponents", "with", "x86, without exponents", "with")
-    torch = ("PyTorch, sums in fp16", "sums in fp32")
-    return _make_table(("", *headings, *torch), rows)
-
-
 def _long_sum(processor: str) -> str:
     row = _openvino(processor)["reader"]["probe"]["products"]["4096"]
     return _percent(float(f"{row['rel_err']:.2g}"))
@@ -158,33 +144,6 @@ def residual_ratio() -> str:
 def rescale_multiplies() -> str:
     counts = [x["multiplies"] for x in _rows()]
     return f"{sum(n == 0 for n in counts)} of {len(counts)}"
-
-
-@_figure
-def rescale_table() -> str:
-    """One row a class: how many ways it was made to overflow, and what each precision loses."""
-    rows = []
-    for name in dict.fromkeys(x["class"] for x in _rows()):
-        own = [x for x in _rows() if x["class"] == name]
-        plain = sum(x["fp16"]["l2"] == float("inf") for x in own)
-        ratios = _ratios(own, "rescaled fp16")
-        kept = _ratios(own, "fp32 residual")
-        rows.append(
-            [
-                name,
-                f"{plain} of {len(own)}",
-                f"{sum(x['exact'] for x in own)} of {len(own)}",
-                f"{statistics.median(ratios):.1f}",
-                f"{min(ratios):.1f}",
-                f"{statistics.median(kept):.1f}" if kept else "–",
-                max(x["multiplies"] for x in own),
-            ]
-        )
-    headings = (
-        *("class", "NaN or Inf in plain fp16", "exact in fp32", "median", "worst"),
-        *("with fp32 residual", "multiplies at most"),
-    )
-    return _make_table(headings, rows)
 
 
 def _worst_words(name: str) -> float:
@@ -290,15 +249,6 @@ def largest_score() -> str:
 
 
 @_figure
-def depth_table() -> str:
-    rows = _read("depth")["rows"]
-    names = ("fp16", "fp16 with fp32 residual")
-    return _make_table(
-        ("blocks", *names), [[x["blocks"], *(f"{x['ratios'][n]:.1f}" for n in names)] for x in rows]
-    )
-
-
-@_figure
 def shapes_ratio() -> str:
     return f"{_read('shapes_fp16')['bf16_over_planned_median']:.1f}"
 
@@ -359,22 +309,6 @@ def single_files_exact() -> str:
     return f"{sum(row['converted fp32'] == 0 for row in rows)} of {len(rows)}"
 
 
-@_figure
-def sdcpp_table() -> str:
-    """What stable-diffusion.cpp makes of each file."""
-
-    def word(difference: float | None) -> str:
-        if difference is None:
-            return ""
-        return "white" if difference > 100 else f"{difference:.4f}"
-
-    rows = _read("stable_diffusion_cpp")["rows"]
-    files = (
-        (f"{x['model']}, {x['file']}", word(x["original"]), word(x["converted"])) for x in rows
-    )
-    return _make_table(("file", "original", "converted"), files)
-
-
 # What it costs
 
 
@@ -406,27 +340,11 @@ def own_share() -> str:
 
 
 @_figure
-def guard_table() -> str:
-    names = {
-        "guard": "the guard",
-        "guard with block maxima": "the guard with `--maxima`",
-        "a hook on every module": "a hook on every module, read once a call",
-        "DebugUnderflowOverflow": "Transformers' `DebugUnderflowOverflow`",
-    }
+def guard_added() -> str:
     rows = [x for x in _read("guard")["rows"] if x["work"].startswith("CogVideoX")]
-    (plain,) = (x for x in rows if x["way"] == "plain")
-    return _make_table(
-        ("what watches", "operations added", "host reads a call"),
-        [
-            [
-                names[x["way"]],
-                f"{x['operations'] - plain['operations']:,} (+{_percent(x['operations_ratio'] - 1)})",
-                f"{x['host_reads_a_call']:,.0f}",
-            ]
-            for x in rows
-            if x["way"] in names
-        ],
-    )
+    plain, watched = (next(x for x in rows if x["way"] == way) for way in ("plain", "guard"))
+    added = watched["operations"] - plain["operations"]
+    return f"{added:,} (+{_percent(watched['operations_ratio'] - 1)})"
 
 
 @_figure
@@ -472,31 +390,6 @@ def certificate_table() -> str:
 
 
 # Fixed questions
-
-
-@_figure
-def parallel_table() -> str:
-    """What each of several devices sends, holds and computes in a step of CogVideoX-5B."""
-    return _make_table(
-        (
-            "devices",
-            "sent by each a step",
-            "messages",
-            "values in the transformer",
-            "products a step",
-        ),
-        [
-            (
-                row["ranks"],
-                f"{row['sent_gib_per_step']:.2f} GiB",
-                row["messages_per_step"],
-                f"{row['transformer_values_gib']:.2f} GiB",
-                f"{row['transformer_tflop']:.0f} TFLOP",
-            )
-            for row in _read("parallel")["rows"]
-            if row["ranks"] in (1, 2, 4, 8)
-        ],
-    )
 
 
 @_figure
@@ -701,17 +594,6 @@ def reported_failures() -> str:
 
 
 # What is known, from the files that the commands read
-
-
-@_figure
-def findings() -> str:
-    """Every kind of finding of `check`, with its severity and its reason."""
-    kinds = tomllib.loads((KNOWLEDGE / "rules/findings.toml").read_text(encoding="utf-8"))
-    return "\n".join(
-        f"- **`{kind}`** ({entry['severity']}). {entry['why']}"
-        for kind, entry in kinds.items()
-        if "{" not in entry["why"]
-    )
 
 
 @_figure

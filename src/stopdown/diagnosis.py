@@ -167,6 +167,8 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
     for file in files:
         for kind, entries in file.items():
             tables.setdefault(kind, []).extend(entries)
+    words = {f"<<{entry['name']}>>": entry["any"] for entry in tables.get("word", [])}
+    tables = _fill_words(tables, words)
     symptoms = {entry["name"]: entry for entry in tables.get("symptom", [])}
     causes = [_expand_cause(entry, symptoms) for entry in tables.get("cause", [])]
 
@@ -185,6 +187,15 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
             tables.get("generation", []), tuple[Generation, ...], dec_hook=_compile
         ),
     )
+
+
+def _fill_words(known: Any, words: Mapping[str, str]) -> Any:
+    """The tables with each `<<name>>` of a pattern replaced by the pattern of such words."""
+    if isinstance(known, str):
+        return re.sub("<<[a-z]+>>", lambda found: words[found[0]], known)
+    if isinstance(known, Mapping):
+        return {key: _fill_words(value, words) for key, value in known.items()}
+    return [_fill_words(value, words) for value in known] if isinstance(known, list) else known
 
 
 def _expand_cause(entry: dict[str, Any], symptoms: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -345,7 +356,7 @@ def _counts(cause: Cause, match: re.Match[str]) -> bool:
 
 
 def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str] | None:
-    """The match of the first pattern that has one: patterns stand in the order of what they tell."""
+    """The match of the first pattern that has one: patterns are in the order of how much they tell."""
     return next((match for pattern in patterns if (match := pattern.search(text))), None)
 
 

@@ -178,7 +178,7 @@ def bound_values(
     """Smallest and largest value of each floating tensor in turn, `[2 * n]` on the first one's device.
 
     Both are NaN where a tensor holds NaN, and infinite where it holds Inf, so that one read tells
-    whether all is finite, and how near to the end of its format it comes. None without a tensor.
+    whether all is finite, and how near to the maximum of its format it comes. None without a tensor.
     `known` are pairs of scalars that were found before; they stand behind those of the tensors.
     Cost: one pass and one operation a tensor, one more for each dtype; no host read.
     """

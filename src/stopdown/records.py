@@ -565,7 +565,7 @@ class Scaling(Displayed):
         eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
         multiplies: module path to the exponent that its output is multiplied with.
         fp32_modules: paths of the modules that stay in fp32; "" is the component itself.
-        headroom_bits: bits between the largest 16-bit value seen and the end of the range; None
+        headroom_bits: bits between the largest 16-bit value seen and the format's maximum; None
             where nothing was measured.
         tightest: the value with the least headroom.
         certified: True when the ranges are bounds; False when they were measured.

@@ -98,7 +98,7 @@ def inject(
         kind: `nan`, `inf`: every seventh value of the output becomes NaN, or +Inf. `row`, `frame`:
             the last row of the batch, or the last frame (of a text the last token), becomes NaN.
             `range`: from that call on the weights are so large that fp16 overflows, as `overflow`
-            of `make_pipeline` makes them. `clamp`: in fp16 values reach the end of the range and
+            of `make_pipeline` makes them. `clamp`: in fp16 values reach the maximum and
             are clamped there, so that the output is finite and wrong; fp32 and bf16 stay right.
         module_path: dotted path of a submodule that it happens in; then its calls are counted. For `clamp`
             a linear or convolution, without it the first one.
@@ -189,7 +189,7 @@ def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class Saturation(torch.nn.Module):
-    """Clamps at the end of its argument's format, as authors of models do against Inf."""
+    """Clamps at the maximum of its argument's format, as authors of models do against Inf."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same values `x`, none beyond the end."""

@@ -172,5 +172,5 @@ def test_no_call_is_an_error() -> None:
     """Nothing would be found and nothing folded: the message says what to give."""
     with pytest.raises(OptionError) as caught:
         rescale_(nn.Linear(2, 2))
-    assert caught.value.what == "rescale_ was given a Linear and no call of it."
+    assert caught.value.what == "rescale_ was given a Linear but no example call of it."
     assert "calls=[(module, args, kwargs)]" in caught.value.remedy

@@ -374,6 +374,18 @@ def test_every_text_of_a_family_is_answered_with_one_of_its_faults() -> None:
     assert wrong == {}
 
 
+def test_reports_of_our_own_are_answered() -> None:
+    """Whole reports in the style of 2025 and 2026, with title, card and model: nine of ten as expected."""
+    reports = json.loads((CASES / "own_reports.json").read_text(encoding="utf-8"))
+    assert len(reports) >= 180
+    wrong = []
+    for report in reports:
+        parts = [report[name] for name in ("title", "text", "device", "model")]
+        if explain("\n".join(parts)).fault not in report["expected_class"].split(" / "):
+            wrong.append(report["title"])
+    assert len(wrong) <= len(reports) // 10, wrong
+
+
 def test_advice_of_a_program_is_not_read() -> None:
     """What a program says to try in another case names neither a fault nor its cause."""
     advice = "If you are using SageAttention, try --disable-sage when you get black images"

@@ -76,7 +76,7 @@ def _make_room(record: RunRecord) -> Text:
     """How the run stayed within its memory, and which calls were run again for it."""
     limit = record.request.get("memory") or "auto"
     limit = "the device's memory" if limit == "auto" else limit
-    lines = [f"\npredicted to stay within {limit}: {record.strategy}"]
+    lines = [f"\npredicted to fit in {limit}: {record.strategy}"]
     lines += [record.reduced.reason] if record.reduced else []
     lines += [
         f"{one.component} ran out of memory with {one.before}; run again with {one.after}"

@@ -41,7 +41,7 @@ def read_defaults(
         here = Path.cwd()
     except OSError as error:
         raise OptionError(
-            f"The folder that this command was started in is not there: {error.strerror}.",
+            f"The folder in which this command was started no longer exists: {error.strerror}.",
             expected="It was deleted or moved after the shell had entered it.",
             remedy="Go to a folder that exists: cd ~",
         ) from error

@@ -100,7 +100,7 @@ SECONDS_BETWEEN_LINES = 10.0
 """At most one line of progress in this time, except for the first of each stage."""
 
 LEAST_SHARE = 0.1
-"""Share of a stage that has to be done before the time left is estimated from it."""
+"""Share of a stage that has to be done before the time left is estimated, in ten seconds or more."""
 
 LONGEST_SILENCE_S = 30.0
 """After this time without a line, the stage that goes on is printed again."""
@@ -166,7 +166,7 @@ class Lines(Display):
         share, spent = done / total if total else 0.0, now - self._since
         left = (
             f", left {_show_time(spent / share - spent)}"
-            if spent and LEAST_SHARE <= share < 1
+            if spent >= SECONDS_BETWEEN_LINES and LEAST_SHARE <= share < 1
             else ""
         )
         self._print(self._shown, now, left)

@@ -29,7 +29,7 @@ from stopdown.runtime.guard import Observer
 _PRELOADED = ("stopdown.batch.worker", "diffusers.pipelines.pipeline_utils")
 
 Event = tuple[int, Answer | str]
-"""The number of a worker, and what it answered; or of one that died how, as a sentence: a new one stands in
+"""The number of a worker, and what it answered; or of one that died how, as a sentence: a new one takes
 its place."""
 
 

@@ -142,7 +142,7 @@ def describe_rest(entry: ComponentPlan) -> str:
         parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
     if scaling.operands:
         parts.append("casts of operands that its code mixes")
-    return " and ".join(parts) or "eps that no configuration sets"
+    return " and ".join(parts) or "eps that no configuration field sets"
 
 
 def rests_on_bounds(scaling: Scaling) -> bool:

@@ -1,8 +1,8 @@
 """What is read while one run goes on: block maxima, samples of blocks, outputs of calls, latents.
 
 Hooks stand at the blocks of each component (members of its module lists, and what is beside the
-lists). Each notes the smallest and largest value on the device, how many values stand at the end of
-fp16, and a few values at fixed places; they are read with one transfer at the end of the call. The
+lists). Each notes the smallest and largest value on the device, how many values are at fp16's
+maximum, and a few values at fixed places; they are read with one transfer at the end of the call. The
 outputs of calls and of the scheduler's steps are copied to the CPU, except for decoded pictures,
 which are the frames themselves.
 

@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
         said = "; ".join(f"line {x.line}: {x.reason.rstrip('.').lower()}" for x in bad[:3])
         raise InputError(
             f"The prompt file {path} holds no prompt: {said or 'it is empty'}.",
-            expected="Prompts are a text file with one prompt on each line, in UTF-8.",
+            expected="Prompts are read from a text file in UTF-8 with one prompt on each line.",
             remedy=f'Write one: echo "a red circle moving left" > {path}',
         )
     return good, bad

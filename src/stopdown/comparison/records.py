@@ -131,8 +131,8 @@ class Cell(Displayed):
         non_finite: NaN and Inf in what the components returned and in the frames.
         saturated: values at the outputs of blocks that stand at fp16's maximum, in fp16.
         clamped: values that a clamp brought back.
-        headroom_bits: bits between the largest magnitude at a block's output and 65504, the end of
-            fp16, whatever the precision; negative where fp16 would overflow. None when not finite.
+        headroom_bits: bits between the largest magnitude at a block's output and 65504, fp16's
+            maximum, whatever the precision; negative where fp16 would overflow. None when not finite.
         tightest: where that is.
         faults: what the guard saw, each with where it began; nothing was repaired.
         findings: frames that are black, grey, frozen or noise.

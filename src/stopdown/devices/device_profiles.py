@@ -4,7 +4,7 @@ A profile is a TOML file in `knowledge/devices/`, or one of the user's own: whic
 computes in and at what rate, its compute capability, its memory, and what is known to be wrong with
 it. It answers what a probe would have answered: `supports` gives `Support` by format, so that every
 decision about a precision can be taken for a machine that is not here. What depends on the compute
-capability alone (attention kernels, missing operations) stands in `backends`.
+capability alone (attention kernels, missing operations) is in `backends`.
 
 **Catches** a file with an unknown key, a state that does not exist, or a fact without a source.
 **Does not catch** a fact that is wrong. Rates are those of large matrix products; a run sees a part.

@@ -349,7 +349,7 @@ def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_index(index: Any) -> Any:
-    """An index whose whole numbers that stand in fake tensors are read: `x[:, :lengths[0]]`."""
+    """An index whose whole numbers are read from fake tensors: `x[:, :lengths[0]]`."""
     if isinstance(index, (tuple, list)):
         return type(index)(_read_index(x) for x in index)
     if isinstance(index, slice):

@@ -1,7 +1,7 @@
 """Every strategy of a pipeline predicted, and the cheapest that stays below a limit.
 
 Where the speed of the device is known, the time of each is estimated: operations at the rate of a
-large matrix product, and weights over the link between host and device. Otherwise they stand in the
+large matrix product, and weights over the link between host and device. Otherwise they are in the
 order of what they usually cost.
 """
 

@@ -282,7 +282,7 @@ class MemoryListener(Listener):
             seen: CallMemory = run.kept["memory"]
             peaks = {path: peak + self._start for path, peak in seen.peaks.items()}
             self._calls.append(dataclasses.replace(seen, peaks=peaks, shapes=shapes))
-        # the call's own peak stands in what was noted of it
+        # the call's own peak is in what was noted of it
         self._tracker.peak_bytes = max(self._between, self._tracker.live_bytes)
         self._tracker.__enter__()
         self._tracker.count(iterate_tensors(run.output))

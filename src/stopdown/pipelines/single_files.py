@@ -44,7 +44,7 @@ _UNREAD, _LEFT = -(2**15), -(2**15) - 1
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a file's tensors stand in the parameters of its pipeline.
+    """Where the rows of a file's tensors are in the parameters of its pipeline.
 
     Attributes:
         tensors: of the file, in its order.

@@ -118,7 +118,7 @@ def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
 
 
 class Tokens:
-    """What stands in for a tokenizer: every prompt is one token, padded to the length asked for."""
+    """A tokenizer that needs no files: every prompt is one token, padded to the requested length."""
 
     model_max_length = 77
     pad_token_id = 0

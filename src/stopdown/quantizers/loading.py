@@ -53,7 +53,7 @@ def check_device_map(device_map: Any) -> None:
     """
     if isinstance(device_map, dict) and "disk" in device_map.values():
         raise OptionError(
-            "The device_map puts weights on the disk, and a StopdownConfig was given.",
+            "The device_map puts weights on the disk, but a StopdownConfig was given.",
             expected="Weights are written there as they are stored, without their exponents.",
             remedy='Give max_memory with more room for "cpu", or run `stopdown generate --memory`, which '
             "keeps weights in the files that they come from.",

@@ -5,7 +5,7 @@ again; the processor calls attention through Diffusers' dispatch, which exchange
 it is in the form in which Diffusers' other models have it (`_cp_plan`, `_parallel_config`).
 
 Text and video tokens are both split, and each rank attends over its own text and video tokens together.
-After the exchange the keys stand in another order, so sums are added in another order: in fp32 the result
+After the exchange the keys are in another order, so sums are added in another order: in fp32 the result
 is that of one rank within rounding.
 """
 
@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
 """`_cp_plan` of a class of transformers. Text tokens leave the last block unused and are not gathered."""
 
 REPLACED = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
-"""Processors that call attention directly, which `CogVideoXAttnProcessor` stands in for."""
+"""Processors that call attention directly, which `CogVideoXAttnProcessor` replaces."""
 
 
 class CogVideoXAttnProcessor:

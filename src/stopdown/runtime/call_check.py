@@ -7,7 +7,7 @@ modules are bounded as well, because a clamp hides an overflow; they are read wi
 so are the arguments, and those of every block where that is asked for (`activation_maxima`).
 
 **Catches** NaN and +-Inf in any floating tensor or array that a component returns, and in tensors it is
-called with; in fp16, values that a clamp at the end of the range brought back.
+called with; in fp16, values that a clamp at the maximum changed.
 **Does not catch** values that a softmax inside the component made finite, or a result that is finite and
 wrong for another reason; the finished frames are looked at by `frame_faults`.
 """

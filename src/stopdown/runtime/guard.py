@@ -11,8 +11,8 @@ any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noi
 **Does not catch** arguments that a component changed in place before it failed. Calls that another
 thread began before the guard was put on. Faults outside of the
 components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired. Components
-whose parameters' gradients are wanted are left alone, which is said once: in training mode their calls, in
-eval mode their faults.
+whose parameters' gradients are wanted are left alone, which is reported once: in training mode their calls,
+in eval mode their faults.
 """
 
 from __future__ import annotations
@@ -366,8 +366,8 @@ def _refuse_overlap(pipe: Any) -> None:
             if id(other) in own or any(part is module for part in other.modules()):
                 inner, outer = (other, module) if id(other) in own else (module, other)
                 raise InputError(
-                    f"A guard was requested for {name}, a {type(module).__name__}, and a guard is on a "
-                    f"{type(other).__name__} already.",
+                    f"A guard was requested for {name}, a {type(module).__name__}, but a guard is already on a "
+                    f"{type(other).__name__}.",
                     expected=f"The {type(inner).__name__} is a part of the {type(outer).__name__}, and "
                     "repairs of both would multiply the same values.",
                     remedy=f"Guard the {type(outer).__name__} alone.",

@@ -419,7 +419,7 @@ class CallWatch:
             raise ScalingError(
                 f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
                 f"in: {_name_some(changed)}.",
-                expected="Weights that are written have no exponents, and those around them do.",
+                expected="Weights that were rewritten have no exponents, but the weights around them do.",
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
                 "the pipeline again, write the weights, and make a plan of the result.",
             )

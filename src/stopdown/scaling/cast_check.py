@@ -63,7 +63,7 @@ class CastCheck:
         raise ScalingError(
             f"{kind} was rescaled and then cast by other means than cast_: {name} is "
             f"{name_dtype(after)}, and was {name_dtype(before)}.",
-            expected=f"Its rescaling has {self.needs}, which .half() and .to() know nothing of.",
+            expected=f"Its rescaling has {self.needs}, which .half() and .to() do not preserve.",
             remedy="Load it again and use stopdown.cast_(module, torch.float16, rescaling), or "
             "rescale_(..., cast=True).",
         )

@@ -1,6 +1,6 @@
 """Numbers that a module's code clamps norms from below, scaled while the module's calls run.
 
-`functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number that stands in
+`functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number that is in
 the code. If the norm is stored times a power of two, the number has to be multiplied with the same.
 
 **Catches** `clamp`, `clip`, `clamp_min`, their in-place forms and methods, and `normalize`, with a number.

@@ -7,7 +7,7 @@ clamps have rules of their own. An operation without a rule is pinned and report
 
 **Catches** every operation in `RULES`, their in-place forms, autocast regions (walked into by the
 capture), eps that is written as an attribute of the module whose code uses it.
-**Does not catch** an eps that is a literal in the code: the sum it stands in is pinned.
+**Does not catch** an eps that is a literal in the code: the sum that it is in is pinned.
 """
 
 from __future__ import annotations

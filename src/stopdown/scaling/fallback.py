@@ -80,7 +80,7 @@ def scale_by_hooks(
 
     Args:
         module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
-        failure: why; its words stand in the note of the result.
+        failure: why; its words go into the note of the result.
         reference: gives what its calls are tried against; None tries none.
 
     Cost: a forward in fp32 for each call, and one in `dtype` (not of large calls on a processor).

@@ -68,7 +68,7 @@ class Rescaling:
 
     @property
     def headroom_bits(self) -> float:
-        """Bits between the largest 16-bit value seen and the end of the range."""
+        """Bits between the largest 16-bit value seen and the format's maximum."""
         return read_headroom(self.scaling)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether calls under a plan stay within what it was measured for; said once, without waiting for a device.
+"""Whether calls under a plan stay within what was measured; reported once, without waiting for a device.
 
 The largest magnitudes of a call's arguments and outputs are found on the device. On a processor they are
 read at once; elsewhere they are copied while the program goes on, and read at a later call.

@@ -96,7 +96,7 @@ def rescale_(
     given = _list_calls(module, args, kwargs, calls)
     if not given:
         raise OptionError(
-            f"rescale_ was given a {type(module).__name__} and no call of it.",
+            f"rescale_ was given a {type(module).__name__} but no example call of it.",
             expected="Exponents are computed from calls, and no call was given.",
             remedy="Give its arguments, rescale_(module, args, kwargs), or calls=[(module, args, kwargs)].",
         )

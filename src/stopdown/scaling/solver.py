@@ -283,7 +283,7 @@ def _add_limit(
     hard_top_bits: float,
     lifts: Mapping[str, int],
 ) -> None:
-    """`log2(amax) + exponent` stays below the end of the value's dtype."""
+    """`log2(amax) + exponent` stays below the maximum of the value's dtype."""
     if limit.range.amax == 0:
         return
     root = problem.system.find(limit.unknown)
@@ -297,7 +297,7 @@ def _add_limit(
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
-    """Representative to how many it stands for since unknowns of like modules were merged."""
+    """Representative to how many unknowns it represents since unknowns of like modules were merged."""
     apart = problem.apart or problem.system
     pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
     return Counter(root for root, _ in pairs)

@@ -1,7 +1,7 @@
 """A pipeline's folder for plain Diffusers: descriptions copied, weights written, fields changed.
 
 Everything that describes a component (configurations, tokenizers, the index, licences) is copied as
-it stands, so that only weights and the named fields differ from the original.
+it is, so that only weights and the named fields differ from the original.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _PATTERNS = tuple(
 
 
 def split_prefix(name: str) -> tuple[str, str, str]:
-    """The component that a tensor's name begins with, that beginning as it stands, and the rest.
+    """The component that a tensor's name begins with, that beginning as written, and the rest.
 
     The component is as a pipeline names it, or `DENOISER`; it and the beginning are "" where nothing stands
     before the name. In `text_encoders.t5xxl.transformer.encoder`, `transformer.` belongs to neither.

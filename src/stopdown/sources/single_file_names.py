@@ -1,7 +1,7 @@
 """Components in the names that single files have: tensors renamed, fused, transposed, never computed.
 
 Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
-in `knowledge/rules/single_file_names.toml`. Every value of a component stands in one place of its file.
+in `knowledge/rules/single_file_names.toml`. Every value of a component has one place in its file.
 
 **Catches** classes without a table.
 **Does not catch** a wrong table. `tests/pipelines/test_single_file_names.py` does: what was written is read
@@ -51,7 +51,7 @@ class Whole(msgspec.Struct, frozen=True):
 
     Attributes:
         source: where that is known from.
-        layouts: component to the table that stands in for its class's.
+        layouts: component to the table that replaces its class's.
     """
 
     pipeline: str
