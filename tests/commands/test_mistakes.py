@@ -188,8 +188,9 @@ def test_a_working_folder_that_is_gone(
     code, out, err = run(*split(command))
     assert (code, out) == (2, "")
     assert err == (
-        "stopdown: The folder in which this command was started no longer exists: No such file or directory. It "
-        "was deleted or moved after the shell had entered it. Go to a folder that exists: cd ~\n"
+        "stopdown: The folder in which this command was started no longer exists: No such file or "
+        "directory. It was deleted or moved after the shell had entered it. Go to a folder that exists: "
+        "cd ~\n"
     )
     assert run("--version")[0] == 0
 

@@ -81,8 +81,8 @@ class Worker:
         self._source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(self._source) != job.fingerprint:
             raise SourceError(
-                f"The model {settings.source} has other weights on a worker than where the batch "
-                "was started.",
+                f"The model {settings.source} has different weights on a worker and on the "
+                "machine that started the batch.",
                 expected="All items of a batch use the same model.",
                 remedy="Copy the same files there, or name a commit of a Hub id with `revision`.",
             )

@@ -366,8 +366,8 @@ def _refuse_overlap(pipe: Any) -> None:
             if id(other) in own or any(part is module for part in other.modules()):
                 inner, outer = (other, module) if id(other) in own else (module, other)
                 raise InputError(
-                    f"A guard was requested for {name}, a {type(module).__name__}, but a guard is already on a "
-                    f"{type(other).__name__}.",
+                    f"A guard was requested for {name}, a {type(module).__name__}, but a guard is already "
+                    f"on a {type(other).__name__}.",
                     expected=f"The {type(inner).__name__} is a part of the {type(outer).__name__}, and "
                     "repairs of both would multiply the same values.",
                     remedy=f"Guard the {type(outer).__name__} alone.",
