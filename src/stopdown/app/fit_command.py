@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 class FitOptions(RunOptions, ModelOptions):
     """Say whether a model fits into memory, and how.
 
-    Predicts what each strategy takes on a device, which need not be here, from the configurations of the
-    model. Nothing is loaded.
+    Predicts what each strategy takes on a device, which need not be in this machine, from the
+    configurations of the model. Nothing is loaded.
 
     Examples:
       stopdown fit shapes
