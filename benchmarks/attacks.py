@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
+from revision import describe_code  # noqa: E402
+
 from processes.guarded_threads import call_from_threads  # noqa: E402 (the path is set above)
 from processes.kill_tries import Killed, count_kills, count_pairs, start  # noqa: E402
 from processes.signal_tries import count_tries  # noqa: E402
@@ -39,7 +41,15 @@ Counts = Iterator[tuple[str, Mapping[str, int]]]
 
 def attack_threads(given: argparse.Namespace) -> Counts:
     """Call a guarded module 10,000 times from 8 threads; inputs overflow more and more."""
-    yield "guarded module", call_from_threads(10_000, 8)
+    counted = ("command", "code")
+    found = Counter({k: x for k, x in given.known.get(_MODULE, {}).items() if k not in counted})
+    while found["calls"] < _CALLS:
+        found += call_from_threads(_CALLS // 10, 8, first=found["calls"])
+        print(_MODULE, dict(found), flush=True)
+        yield _MODULE, found
+
+
+_MODULE, _CALLS = "guarded module", 10_000
 
 
 SMALL = "--frames 9 --height 32 --width 32"
@@ -236,6 +246,7 @@ def store(name: str, command: str, counts: Mapping[str, int], given: argparse.Na
         f"{f' --mean {given.mean:g}' if given.mean else ''}"
         if name != "threads"
         else "python benchmarks/attacks.py threads",
+        "code": describe_code(),
     }
     entry["command"] = f"python benchmarks/attacks.py {name}"
     entry["what"] = " ".join((ATTACKS[name].__doc__ or "").split())

@@ -3,8 +3,8 @@
     python benchmarks/command_matrix.py                 # all kinds, one after the other
     python benchmarks/command_matrix.py svd wan --missing
 
-Each cell is stored in `results/command_matrix.json` with its outcome and the seconds of processor time that
-it took in the process of the tests, as soon as its kind is done.
+Each cell is stored in `results/command_matrix.json` with its outcome, the commit of the code, and the
+seconds of processor time that it took in the process of the tests, as soon as its kind is done.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "command_matrix.json"
 TESTS = "tests/pipelines/test_command_matrix.py"
 sys.path[:0] = [str(ROOT / "tests" / "pipelines"), str(ROOT / "tests")]
 
+from revision import describe_code  # noqa: E402
 from test_command_matrix import COMMANDS  # noqa: E402
 
 from stopdown.devices.environment import describe_machine  # noqa: E402 (the path is set above)
@@ -63,7 +64,8 @@ def main() -> None:
         wanted = [x for x in given.command or COMMANDS if not (given.missing and x in known)]
         if not wanted:
             continue
-        known.update(run_kind(name, wanted))
+        code = describe_code()
+        known.update({x: {**cell, "code": code} for x, cell in run_kind(name, wanted).items()})
         stored["command"] = "python benchmarks/command_matrix.py"
         stored["machine"] = describe_machine()
         RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")

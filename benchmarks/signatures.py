@@ -2,11 +2,12 @@
 
 Tiny models of 24 classes overflow in fp16. Exponents are found for one call: in a plan, as a repair of the
 guard, and as both. Then each optional input and output that the class takes is given by itself (`--table`),
-or any of them at once, with other values, batches and dtypes (`--draws`).
+or any of them at once, with other values, sizes, batches and dtypes (`--draws`). What was found is stored
+model by model; `--missing` goes on from there.
 
     python benchmarks/signatures.py                       # both (an hour)
     python benchmarks/signatures.py --table --models T5 Flux
-    python benchmarks/signatures.py --draws 2000
+    python benchmarks/signatures.py --draws 2000 --missing
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from revision import describe_code  # noqa: E402
+
 from models.signature_cases import MODELS, MODES, fuzz, run_table  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 
@@ -36,23 +39,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--draws", type=int, default=0)
+    parser.add_argument("--missing", action="store_true", help="leave out models that are stored")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     options = parser.parse_args()
     is_all = not (options.table or options.draws)
     models = "" if options.models is MODELS else f" --models {shlex.join(options.models)}"
     report: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    report["machine"] = describe_machine()
+    report |= {"machine": describe_machine(), "code": describe_code()}
     warnings.simplefilter("ignore")
     if options.table or is_all:
-        report["table"] = {
-            "command": f"python benchmarks/signatures.py --table{models}",
-            "models": {},
-        }
-        _fill_table(report["table"]["models"], options.models, report)
+        command = f"python benchmarks/signatures.py --table{models}"
+        known = report.get("table", {}).get("models", {}) if options.missing else {}
+        report["table"] = {"command": command, "models": known}
+        _fill_table(known, [x for x in options.models if x not in known], report)
     if options.draws or is_all:
         count = options.draws or 2000
         command = f"python benchmarks/signatures.py --draws {count}{models}"
-        report["draws"] = {"command": command}
+        known = report.get("draws", {}) if options.missing else {}
+        report["draws"] = {"models": {}, "wrong": [], "total": {}, **known, "command": command}
         _draw(report["draws"], options.models, count, report)
 
 
@@ -67,9 +71,10 @@ def _fill_table(table: dict[str, Any], models: list[str], report: dict[str, Any]
 
 
 def _draw(draws: dict[str, Any], models: list[str], count: int, report: dict[str, Any]) -> None:
-    total: Counter[str] = Counter()
-    draws |= {"models": {}, "wrong": []}
+    total = Counter(draws["total"])
     for number, name in enumerate(models):
+        if name in draws["models"]:
+            continue
         begun = time.perf_counter()
         found, wrong = fuzz(name, len(range(number, count, len(models))))
         draws["models"][name] = dict(found)

@@ -1,11 +1,13 @@
 """Calls of tiny models with their optional arguments, drawn and compared with fp32.
 
 What is optional is read from the signature of a class's `forward`: an argument whose default is None or
-False, if a value that its name calls for runs.
+False, if a value that its name calls for runs; and `return_dict`. An IP-Adapter is loaded into classes that
+take one while the exponents are on, and its pictures are given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -80,11 +82,13 @@ class Case:
         module: in fp32.
         first: arguments of the call that exponents are found for.
         options: name to what gives a value for a call of these arguments.
+        changes: name to what changes the model, given these arguments, and returns those for it.
     """
 
     module: nn.Module
     first: Arguments
     options: Mapping[str, Callable[[Arguments, torch.Generator], Any]] = field(default_factory=dict)
+    changes: Mapping[str, Callable[[nn.Module, Arguments], Arguments]] = field(default_factory=dict)
 
 
 def make_case(name: str) -> Case | None:
@@ -101,7 +105,9 @@ def make_case(name: str) -> Case | None:
             return None
         low = call(copy.deepcopy(module).half(), first, torch.float16)
         if measure_error(low, wanted) > 0.1:  # T5 clamps what overflows
-            return Case(module, first, dict(_list_options(module, first)))
+            takes_pictures = type(module).__name__ in _TAKE_PICTURES
+            changes = {"IP-Adapter": add_ip_adapter} if takes_pictures else {}
+            return Case(module, first, dict(_list_options(module, first)), changes)
     return None
 
 
@@ -157,6 +163,9 @@ def _list_options(
             break
     for name in [x for x in first if "mask" in x]:
         yield f"no {name}", lambda given, generator: None
+    with contextlib.suppress(Exception):  # not every class has it
+        call(module, {**first, "return_dict": False})
+        yield "return_dict", lambda given, generator: False
 
 
 def _list_draws(
@@ -210,6 +219,40 @@ def _draw_like(
     draws = (torch.rand(x.shape, generator=generator) * 2 - 1 for x in found)
     sizes = (min(float(x.float().square().mean().sqrt()), 3e4) for x in found)
     return tuple(x * size * share for x, size in zip(draws, sizes, strict=True))
+
+
+_TAKE_PICTURES = ("UNet2DConditionModel", "FluxTransformer2DModel")
+_PICTURE = 8
+
+
+def add_ip_adapter(module: Any, first: Arguments) -> Arguments:
+    """Load an IP-Adapter with random weights, as a pipeline does; arguments of a call with a picture."""
+    draw = torch.Generator().manual_seed(7)
+    config = module.config
+    width = getattr(config, "cross_attention_dim", 0) or config.joint_attention_dim
+    is_unet, weights = hasattr(config, "cross_attention_dim"), {}
+    names = [x for x in module.attn_processors if "attn1" not in x and "single" not in x]
+    for number, name in enumerate(names):
+        heads = module.get_submodule(name.removesuffix(".processor")).to_k.weight.shape[0]
+        key = 2 * number + 1 if is_unet else number
+        for part in ("to_k_ip", "to_v_ip"):
+            drawn = torch.randn(heads, width, generator=draw) * width**-0.5
+            weights[f"{key}.{part}.weight"] = drawn
+            if not is_unet:
+                weights[f"{key}.{part}.bias"] = torch.zeros(heads)
+    picture = {
+        "proj.weight": torch.randn(4 * width, _PICTURE, generator=draw) * _PICTURE**-0.5,
+        "proj.bias": torch.zeros(4 * width),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
+    }
+    state = {"image_proj": picture, "ip_adapter": weights}
+    module._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
+    module.requires_grad_(False)
+    shown = [torch.randn(1, 1, _PICTURE, generator=draw)]
+    if is_unet:
+        return {"added_cond_kwargs": {**first.get("added_cond_kwargs", {}), "image_embeds": shown}}
+    return {"joint_attention_kwargs": {"ip_adapter_image_embeds": shown}}
 
 
 # Calls under exponents
@@ -345,13 +388,26 @@ def run_table(name: str) -> dict[str, Any] | None:
                 if not _runs(case.module, given):
                     continue
                 found = compare(case, module, given, (option,), torch.float16, with_bf16=True)
-                row = rows.setdefault(option or "as measured", {"bf16": found.bf16})
-                row[mode] = found.said if found.error is None else found.error
-                if not found.is_right:
-                    row.setdefault("wrong", []).append(mode)
+                _note(rows, option or "as measured", mode, found)
+            for name, change in case.changes.items():
+                plain = copy.deepcopy(case.module)
+                given = {**case.first, **change(plain, case.first)}
+                change(module, case.first)
+                found = compare(
+                    Case(plain, case.first), module, given, (name,), torch.float16, with_bf16=True
+                )
+                _note(rows, name, mode, found)
         if said:
             rows.setdefault("said", {})[mode] = sorted({take_first_line(x)[:160] for x in said})
     return rows
+
+
+def _note(rows: dict[str, Any], name: str, mode: str, found: Outcome) -> None:
+    row = rows.setdefault(name, {"bf16": found.bf16})
+    row["bf16"] = max(row["bf16"], found.bf16)
+    row[mode] = found.said if found.error is None else found.error
+    if not found.is_right:
+        row.setdefault("wrong", []).append(mode)
 
 
 def fuzz(name: str, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:

@@ -48,8 +48,16 @@ def make_streams() -> tuple[Stream, Stream, Stream]:
     return half.half(), narrow, wide.bfloat16()
 
 
-def call_from_threads(calls: int, threads: int, calls_per_guard: int = 200) -> Counter[str]:
+def call_from_threads(
+    calls: int, threads: int, calls_per_guard: int = 200, first: int = 0
+) -> Counter[str]:
     """Call one module under guards, and judge every output.
+
+    Args:
+        calls: how many.
+        threads: that share them.
+        calls_per_guard: calls before a new guard.
+        first: number of the first call; each number draws an input of its own.
 
     Returns:
         Counts of `calls`, `right` (no worse against fp32 than bf16 is, twice that for a small input),
@@ -78,8 +86,8 @@ def call_from_threads(calls: int, threads: int, calls_per_guard: int = 200) -> C
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads change places in the middle of everything
     try:
-        for begin in range(0, calls, calls_per_guard):
-            numbers = range(begin, min(begin + calls_per_guard, calls))
+        for begin in range(first, first + calls, calls_per_guard):
+            numbers = range(begin, min(begin + calls_per_guard, first + calls))
             with guard(module, announce=lambda text: None) as handle:
                 with ThreadPoolExecutor(threads) as pool:
                     found.update(pool.map(call, numbers))

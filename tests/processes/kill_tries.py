@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT_S = 900
+LIMIT_S = 3600
 
 
 @dataclass(frozen=True)

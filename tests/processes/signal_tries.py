@@ -22,8 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-CHILD_S = 120
-"""After which a child that does not end is killed."""
+CHILD_S = 900
+"""After which a child that does not end is killed: on a busy machine one that ends takes minutes."""
 
 CODES = {"SIGINT": 130, "SIGTERM": 143}
 

@@ -33,7 +33,7 @@ class Stream(nn.Module):
         torch.manual_seed(0)
         self.embed, self.up, self.down, self.last = (nn.Linear(16, 16) for _ in range(4))
         self.norm, self.table = nn.RMSNorm(16, eps=1e-6), nn.Parameter(torch.randn(16))
-        self.mode, self.calls = "", 0
+        self.mode, self.calls, self.shares = "", 0, [0.0]
         self.eval().requires_grad_(False)
         for layer in (self.embed, self.down):
             layer.weight.mul_(2.0**17)
@@ -45,7 +45,7 @@ class Stream(nn.Module):
         h = h + self.down(self.up(self.norm(h)))
         if self.mode == "added":
             h = h + self.table * 1e5
-        if self.mode == "gated":
+        if self.mode == "gated" or self.shares[0] != 0:
             h = h * torch.sigmoid(h * 1e-5)
         if isinstance(store, list):
             store.append(h)
@@ -99,6 +99,7 @@ def replace_part(module: Stream) -> None:
 SET: dict[str, tuple[Callable[[Stream], object], str]] = {
     "added": (lambda module: setattr(module, "mode", "added"), "with mode=added (forward)"),
     "gated": (lambda module: setattr(module, "mode", "gated"), "with mode=gated (forward)"),
+    "list": (lambda module: module.shares.__setitem__(0, 0.5), "with shares[] (forward)"),
     "part": (replace_part, "with another embed (forward)"),
 }
 
@@ -122,14 +123,14 @@ def test_what_is_set_is_asked_for(name: str, put: Any) -> None:
             return
         found = [call(module, dtype) for _ in range(2)]
         if name != "part":
-            module.mode = ""
+            module.mode, module.shares[0] = "", 0.0
             assert torch.equal(call(module, dtype), before)
             assert UNPLANNED not in vars(module)
     assert max(relative_l2(x.float(), wanted) for x in found) < 2e-3
     assert sum(text in x for x in said) == 1
 
 
-@pytest.mark.parametrize("name", ["gated", "part"])
+@pytest.mark.parametrize("name", ["gated", "list", "part"])
 def test_not_looked_for_it_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look at what was set the same calls are wrong by far, and nothing is said."""
     monkeypatch.setattr(ModuleSettings, "read", lambda self: None)

@@ -5,9 +5,10 @@ to a scaled value has to be scaled, and what leaves at another place has to be s
 signature take one path; sizes, dtypes and values of tensors are no part of it.
 
 **Catches** tensors that are given or not, also in lists, tuples and mappings; their kind and number of
-dimensions; flags, words, whole numbers and objects; flags that a configuration decides.
-**Does not catch** a path that a fraction, a size or the values of a tensor decide; numbers whose name says
-that they are times, sizes or strengths; attributes of a module (`scaling.module_settings`).
+dimensions; flags, words, whole numbers and objects; fractions that are 0, by which code leaves work out;
+flags that a configuration decides.
+**Does not catch** a path that any other fraction, a size or the values of a tensor decide; whole numbers
+whose name says that they are times, sizes or strengths; attributes of a module (`scaling.module_settings`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _AMOUNTS = (
     *("*frame*", "*height*", "*width*", "*ratio*", "*fps*", "*seed*", "t", "s"),
 )
 """Names of numbers that lead no code elsewhere: each step of a run may have its own."""
+
+_TIMES = ("*time*", "*step*", "*sigma*", "t", "s")
+"""Names of fractions that are 0 at the end of a run, as at any other of its steps."""
 
 _MOST_NUMBERS = 32
 
@@ -106,7 +110,7 @@ def describe_argument(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, int):
         yield name if _is_amount(name) else f"{name}={value}"
     elif isinstance(value, float):
-        yield name
+        yield name if value or _is_like(name, _TIMES) else f"{name}=0"
     elif value is not None:
         yield f"{name}:{value if isinstance(value, torch.dtype) else type(value).__name__}"
 
@@ -120,10 +124,23 @@ def _describe_items(name: str, value: Any) -> Iterator[str]:
             yield from describe_argument(f"{name}.{key}", item)
     elif len(value) <= _MOST_NUMBERS and all(type(x) in (bool, int, str) for x in value):
         yield name if _is_amount(name) else f"{name}={list(value)}"
+    elif _has_zero(value) and not _is_like(name, _TIMES):
+        yield f"{name}=[{', '.join('…' if x else '0' for x in value)}]"
     else:
         yield from sorted({part for item in value for part in describe_argument(f"{name}[]", item)})
 
 
-@functools.cache
+def _has_zero(value: Any) -> bool:
+    """Whether a short list is of numbers, fractions among them, and one of them is 0."""
+    return (
+        len(value) <= _MOST_NUMBERS and all(type(x) in (int, float) for x in value) and 0 in value
+    )
+
+
 def _is_amount(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name.rpartition(".")[2], pattern) for pattern in _AMOUNTS)
+    return _is_like(name, _AMOUNTS)
+
+
+@functools.cache
+def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name.rpartition(".")[2], pattern) for pattern in patterns)

@@ -4,11 +4,12 @@ Exponents were found for the code that ran then. `module.mode = "b"` leads that 
 argument does, so what differs from then is a part of a call's signature. A part that was replaced has
 weights without exponents.
 
-**Catches** attributes that are set between calls, numbers and flags by value, other objects by kind; parts
+**Catches** attributes that are set between calls, numbers and flags by value, other objects by kind; what
+is written into short lists and mappings of numbers, flags and words, as an IP-Adapter's scales are; parts
 that are replaced, added or removed, but for adapters and compiled code around the part that was there;
 forward hooks that are put on parts; training mode.
 **Does not catch** what a call sets itself, which is a state of its own (`kept_state`); what is inside of
-containers and other objects; methods that are replaced; names that begin with an underscore and hook, as
+other containers and objects; methods that are replaced; names that begin with an underscore and hook, as
 Accelerate's.
 """
 
@@ -33,6 +34,7 @@ _INNER = ("base_layer", "_orig_mod")
 _LIBRARIES = ("stopdown.", "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, frozenset)
+_MOST_ITEMS = 64
 _MISSING = object()
 
 Place = tuple[str, str]
@@ -45,14 +47,26 @@ class _Part:
     module: torch.nn.Module
     attributes: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
     hooks: set[int] = field(default_factory=set)
 
     def note(self) -> None:
         self.attributes, self.parts = dict(vars(self.module)), dict(self.module._modules)
+        self.copies = {
+            name: copied
+            for name, value in self.attributes.items()
+            if isinstance(value, _CONTAINERS) and name not in _OWN
+            if (copied := _copy_plain(value)) is not _MISSING
+        }
 
     def is_same(self) -> bool:
+        now = vars(self.module)
         try:
-            return vars(self.module) == self.attributes and self.module._modules == self.parts
+            return (
+                now == self.attributes
+                and self.module._modules == self.parts
+                and all(now[name] == copied for name, copied in self.copies.items())
+            )
         except Exception:  # tensors and arrays are not equal or unequal as a whole
             return False
 
@@ -61,6 +75,13 @@ class _Part:
         now = vars(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, _MISSING), now.get(name, _MISSING)
+            if name in self.copies and (copied := _copy_plain(value)) is not _MISSING:
+                before, value = (
+                    self.copies[name],
+                    copied,
+                )  # the same object may have been written to
+                if before == value:
+                    continue
             is_method = callable(getattr(type(self.module), name, None))
             if before is not value and not (name in _OWN or name.startswith(_FOREIGN) or is_method):
                 yield (self.path, name), before, value
@@ -70,6 +91,21 @@ class _Part:
             is_around = any(x is before for x in _list_inner(value))
             if not (is_around or any(x is value for x in _list_inner(before))):
                 yield (self.path, name), before, value
+
+
+def _copy_plain(value: Any, depth: int = 2) -> Any:
+    """A copy of a short container of numbers, flags and words; `_MISSING` of anything else."""
+    if isinstance(value, _PLAIN):
+        return value
+    if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple)) or len(value) > _MOST_ITEMS:
+        return _MISSING
+    if isinstance(value, dict):
+        found = {name: _copy_plain(item, depth - 1) for name, item in value.items()}
+        return _MISSING if any(x is _MISSING for x in found.values()) else found
+    items = [_copy_plain(item, depth - 1) for item in value]
+    if any(x is _MISSING for x in items):
+        return _MISSING
+    return type(value)(items) if type(value) in (list, tuple, set, frozenset) else items
 
 
 def _list_inner(part: Any) -> Iterator[Any]:
@@ -184,8 +220,11 @@ def _is_foreign(hook: Any) -> bool:
 
 def _is_alike(before: Any, now: Any) -> bool:
     """Whether code that asks for an attribute goes the same way."""
-    if now is before or isinstance(now, _CONTAINERS) or isinstance(before, _CONTAINERS):
+    if now is before:
         return True
+    if isinstance(now, _CONTAINERS) or isinstance(before, _CONTAINERS):
+        known = _MISSING not in (_copy_plain(before), _copy_plain(now))
+        return bool(before == now) if known else True
     if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
         return True
     return type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before)
