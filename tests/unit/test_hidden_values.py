@@ -21,6 +21,8 @@ def fill_infinite(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+EDGES = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0])
+
 HIDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": lambda x: torch.tanh(x * 2**-17),
     "sigmoid": lambda x: (x * 2**-17).sigmoid(),
@@ -46,6 +48,30 @@ HIDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         ((x - 0.5 * x) * 2**-13).to(torch.int32).clamp(-8, 8).to(x.dtype)
     ),
     "hardtanh": lambda x: nn.functional.hardtanh(x * 2**-17, -5, 5),
+    "masked_scatter": lambda x: x.masked_scatter(~x.isfinite(), torch.zeros_like(x)) * 2**-17,
+    "index_put": lambda x: x.index_put((~x.isfinite(),), torch.zeros((), dtype=x.dtype)) * 2**-17,
+    "NaN and a mask": lambda x: torch.nan_to_num(x * x.isfinite()) * 2**-17,
+    "nansum": lambda x: torch.nansum(x - x.clone() * 0.5, -1, keepdim=True).expand_as(x) * 2**-17,
+    "threshold": lambda x: -nn.functional.threshold(-(x * 2**-17).abs(), -5.0, -5.0),
+    "min": lambda x: torch.min((x * 2**-17).abs(), torch.full_like(x, 5.0)),
+    "fmin": lambda x: torch.fmin((x * 2**-17).abs(), torch.full_like(x, 5.0)),
+    "amin": lambda x: torch.stack([(x * 2**-17).abs(), torch.full_like(x, 5.0)]).amin(0),
+    "elu": lambda x: nn.functional.elu(-x.abs() * 2**-17),
+    "selu": lambda x: nn.functional.selu(-x.abs() * 2**-17),
+    "celu": lambda x: nn.functional.celu(-x.abs() * 2**-17),
+    "softplus": lambda x: nn.functional.softplus(-x.abs() * 2**-17),
+    "logsigmoid": lambda x: nn.functional.logsigmoid(x.abs() * 2**-17),
+    "comparison": lambda x: (x * 2**-17 > 5).to(x.dtype),
+    "comparing method": lambda x: x.ge(2.0**18).to(x.dtype),
+    "argmax": lambda x: nn.functional.one_hot(x.argmax(-1), 16).to(x.dtype),
+    "topk": lambda x: nn.functional.one_hot(x.topk(3, -1).indices, 16).sum(-2).to(x.dtype),
+    "argsort": lambda x: x.argsort(-1).to(x.dtype),
+    "sort": lambda x: x.sort(-1).indices.to(x.dtype),
+    "bucketize": lambda x: torch.bucketize(x * 2**-17, EDGES.to(x.dtype)).to(x.dtype),
+    "heaviside": lambda x: torch.heaviside(x * 2**-17 - 5, torch.zeros_like(x)),
+    "floor division": lambda x: 16 // (1 + x.abs() * 2**-17),
+    "asked": lambda x: torch.zeros_like(x) if torch.isinf(x).any() else x * 2**-17,
+    "fp8": lambda x: (x * 2**-14).to(torch.float8_e4m3fn).to(x.dtype),
 }
 """Whose true results of values up to 1e6 are moderate."""
 

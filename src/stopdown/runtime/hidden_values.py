@@ -6,10 +6,10 @@ So these functions of PyTorch are replaced during a guarded call; what enters th
 each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
 
 **Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
-and `**`, `x[mask] = 0`; NaN that becomes a whole number.
+`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN that `nan_to_num`
+or `nansum` replaces, or that becomes a whole number or a number of 8 bits.
 **Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
-fused operations, other NaN that is replaced, -Inf that enters `relu`, `exp` or `softmax`, comparisons,
-places of largest values (`argmax`), and whatever compiled code does.
+fused operations, -Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
 """
 
 from __future__ import annotations
@@ -35,29 +35,46 @@ _FIRST, _BOTH, _SECOND = (0,), (0, 1), (1,)
 FUNCTIONS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("tanh", "sigmoid", "atan", "arctan", "erf", "rsqrt", "reciprocal"), _FIRST),
     **dict.fromkeys(("clamp", "clip", "clamp_max", "hardtanh", "nan_to_num"), _FIRST),
-    **dict.fromkeys(("relu6", "hardsigmoid", "masked_fill", "__setitem__"), _FIRST),
+    **dict.fromkeys(
+        ("relu6", "hardsigmoid", "masked_fill", "masked_scatter", "__setitem__"), _FIRST
+    ),
+    **dict.fromkeys(
+        ("index_put", "threshold", "elu", "selu", "celu", "softplus", "logsigmoid"), _FIRST
+    ),
+    **dict.fromkeys(("argmax", "argmin", "argsort", "sort", "topk", "bucketize", "amin"), _FIRST),
+    **dict.fromkeys(("isfinite", "isinf", "isposinf", "nansum", "nanmean"), _FIRST),
     **dict.fromkeys(("pow", "__pow__", "float_power"), _FIRST),
     **dict.fromkeys(("int", "long", "short", "to", "type"), _FIRST),
-    **dict.fromkeys(("atan2", "arctan2", "minimum", "maximum"), _BOTH),
+    **dict.fromkeys(("atan2", "arctan2", "minimum", "maximum", "min", "fmin", "fmax"), _BOTH),
+    **dict.fromkeys(("heaviside", "gt", "lt", "ge", "le"), _BOTH),
+    **dict.fromkeys(("__gt__", "__lt__", "__ge__", "__le__"), _BOTH),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _SECOND),
+    **dict.fromkeys(("floor_divide", "__floordiv__"), _SECOND),
     "where": (0, 1, 2),
 }
 """Names of functions and methods, with the positions of the arguments whose infinities they hide."""
 
 _ELSEWHERE = (
-    *((functional, name, name) for name in ("hardtanh", "relu6", "hardsigmoid")),
+    *((functional, name, name) for name in ("hardtanh", "relu6", "hardsigmoid", "threshold")),
+    *((functional, name, name) for name in ("elu", "selu", "celu", "softplus", "logsigmoid")),
     *((torch.special, "expit", "sigmoid"), (torch.special, "erf", "erf")),
 )
 """Module, name there, and which of `FUNCTIONS` it is."""
 
 _MASKED = (
     *("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num"),
-    *("masked_fill", "__setitem__"),
+    *("masked_fill", "masked_scatter", "index_put", "__setitem__", "min", "amin", "fmin", "fmax"),
+    *("argmax", "argmin", "argsort", "sort", "topk", "bucketize", "isfinite", "isinf", "isposinf"),
+    *("heaviside", "gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"),
 )
 _POWERS = ("pow", "__pow__", "float_power")
 _CASTS = ("to", "type")
 _WHOLE_NAMES = ("int", "long", "short")
-_WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+_WHOLE = {
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
+_NAN_TOO = ("nan_to_num", "nansum", "nanmean")
 _LEAST_BOUND = -1e4
 """A bound below this is one for masks."""
 
@@ -133,6 +150,9 @@ def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
         return min(_read_bounds(args, kwargs), default=0.0) < 0
     if name == "__setitem__":
         return isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+    if name == "index_put":
+        places = args[1] if len(args) > 1 else kwargs.get("indices", ())
+        return any(x is not None and x.dtype == torch.bool for x in places)
     return True
 
 
@@ -160,6 +180,8 @@ def _look(
     values = tensor.detach()
     if name in (*_CASTS, *_WHOLE_NAMES):  # NaN has no whole number
         hit = ~torch.isfinite(values).all()
+    elif name in _NAN_TOO:
+        hit = (values.isnan() | ((torch.isposinf if is_mask else torch.isinf)(values))).any()
     else:
         hit = (torch.isposinf if is_mask else torch.isinf)(values).any()
     note(name, hit * (2 * CLAMPED_FROM))
