@@ -3,7 +3,8 @@
 Tiny models of 24 classes overflow in fp16. Exponents are found for one call: in a plan, as a repair of the
 guard, and as both. Then each optional input and output that the class takes is given by itself (`--table`),
 or any of them at once, with other values, sizes, batches and dtypes (`--draws`). What was found is stored
-model by model; `--missing` goes on from there.
+model by model, with the commit of the code; models that are not named keep what was stored, and `--missing`
+leaves out those that are.
 
     python benchmarks/signatures.py                       # both (an hour)
     python benchmarks/signatures.py --table --models T5 Flux
@@ -45,11 +46,13 @@ def main() -> None:
     is_all = not (options.table or options.draws)
     models = "" if options.models is MODELS else f" --models {shlex.join(options.models)}"
     report: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    report |= {"machine": describe_machine(), "code": describe_code()}
+    report["machine"] = describe_machine()
     warnings.simplefilter("ignore")
     if options.table or is_all:
         command = f"python benchmarks/signatures.py --table{models}"
-        known = report.get("table", {}).get("models", {}) if options.missing else {}
+        known = report.get("table", {}).get("models", {})
+        if not options.missing:
+            known = {name: rows for name, rows in known.items() if name not in options.models}
         report["table"] = {"command": command, "models": known}
         _fill_table(known, [x for x in options.models if x not in known], report)
     if options.draws or is_all:
@@ -57,6 +60,7 @@ def main() -> None:
         command = f"python benchmarks/signatures.py --draws {count}{models}"
         known = report.get("draws", {}) if options.missing else {}
         report["draws"] = {"models": {}, "wrong": [], "total": {}, **known, "command": command}
+        report["draws"]["code"] = describe_code()
         _draw(report["draws"], options.models, count, report)
 
 
@@ -65,7 +69,7 @@ def _fill_table(table: dict[str, Any], models: list[str], report: dict[str, Any]
         begun = time.perf_counter()
         rows = run_table(name)
         if rows is not None:
-            table[name] = rows
+            table[name] = {**rows, "code": describe_code()}
         print(f"{name}: {json.dumps(rows)} {time.perf_counter() - begun:.0f} s", flush=True)
         _store(report)
 
@@ -99,9 +103,10 @@ def _store(report: dict[str, Any]) -> None:
         f"| model | argument | bf16 | {' | '.join(MODES)} |",
         f"|---|---|--:|{'--:|' * len(MODES)}",
     ]
-    for name, rows in report.get("table", {}).get("models", {}).items():
-        for option, row in rows.items():
-            if option != "said":
+    table = report.get("table", {}).get("models", {})
+    for name in filter(table.__contains__, MODELS):
+        for option, row in table[name].items():
+            if option not in ("said", "code"):
                 cells = " | ".join(_show(row.get(mode)) for mode in MODES)
                 lines.append(f"| {name} | {option} | {_show(row['bf16'])} | {cells} |")
     if "total" in report.get("draws", {}):

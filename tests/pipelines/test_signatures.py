@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
+from models.signature_cases import add_ip_adapter, make_case
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.numerics import iterate_tensors, relative_l2
@@ -362,6 +364,83 @@ def test_a_guard_says_nothing_of_ranges() -> None:
         found = run(module, large)
     assert measure_error(found, wanted) < 2e-3
     assert not any("headroom" in x for x in said)
+
+
+# Calls in other ways
+
+
+@pytest.mark.parametrize("put", [planned, repaired])
+def test_forward_itself_is_a_call_of_the_module(put: Any) -> None:
+    """`module.forward(...)` passes by hooks, some of which take exponents off: it is `module(...)`."""
+    module, first = make_encoder()
+    second = {**first, "hidden": True}
+    wanted = run(module, second)
+    with put(module, first), torch.no_grad():
+        found = module.forward(first["x"].half(), hidden=True)
+        assert all(map(torch.equal, found, run(module, second, torch.float16)))
+    assert measure_error(found, wanted) < 2e-3
+
+
+@pytest.mark.parametrize("put", [planned, repaired])
+def test_a_cache_of_keys_and_values(put: Any) -> None:
+    """A cache that is given, full or empty, is filled once, with values that later calls compute with."""
+    from transformers import DynamicCache
+
+    case = make_case("Llama")
+    assert case is not None
+    ids = case.first["input_ids"]
+
+    def generate(module: nn.Module) -> list[torch.Tensor]:
+        cache = DynamicCache()
+        with torch.no_grad():
+            calls = (ids, ids[:, :3], ids[:, :1])
+            return [
+                module(input_ids=x, past_key_values=cache, use_cache=True).last_hidden_state
+                for x in calls
+            ]
+
+    wanted = generate(case.module)
+    bf16 = measure_error(generate(copy.deepcopy(case.module).bfloat16()), wanted)
+    with warnings.catch_warnings(), put(case.module, case.first):
+        warnings.simplefilter("ignore", StopdownWarning)
+        found = generate(case.module)
+    assert measure_error(found, wanted) < bf16 / 2
+
+
+def make_pictured_unet() -> tuple[nn.Module, dict[str, Any]]:
+    """A UNet with an IP-Adapter whose values overflow, and a call with a picture."""
+    module, [(_, _, first)] = make_example("SD UNet")
+    given = add_ip_adapter(module, first)
+    scale_weights(module, WAYS["attention values"], 14)
+    scale_weights(module, "to_v_ip", 14)
+    return module, {**first, **given}
+
+
+def weigh_pictures(module: Any, scale: float) -> None:
+    """As `set_ip_adapter_scale` does."""
+    for processor in module.attn_processors.values():
+        if hasattr(processor, "scale"):
+            processor.scale[0] = scale
+
+
+def test_an_ip_adapter_that_is_turned_on() -> None:
+    """Its scale was 0 in the planned call, which leaves its layers out: another scale is another call."""
+    module, first = make_pictured_unet()
+    wanted = []
+    for scale in (0.0, 1.0):
+        weigh_pictures(module, scale)
+        wanted.append(run(module, first))
+    bf16 = measure_error(run(copy.deepcopy(module).bfloat16(), first, torch.bfloat16), wanted[1])
+    weigh_pictures(module, 0.0)
+    with warnings.catch_warnings(), planned(module, first):
+        warnings.simplefilter("ignore", StopdownWarning)
+        found = [run(module, first)]
+        weigh_pictures(module, 1.0)
+        found.append(run(module, first))
+        weigh_pictures(module, 0.0)
+        assert torch.equal(run(module, first)[0], found[0][0])
+    errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
+    assert max(errors) < bf16 / 2
 
 
 # Two pipelines of the same components

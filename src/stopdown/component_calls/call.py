@@ -7,6 +7,7 @@ at a boundary is asked of the call (`keeps`); how nested tensors are changed, si
 from __future__ import annotations
 
 import copy
+import enum
 import fnmatch
 import functools
 import itertools
@@ -113,13 +114,28 @@ class ComponentCall:
 
 
 class HeldContainers:
-    """What the lists, sets and mappings among a call's arguments hold before it: a call may fill them."""
+    """What lists, sets, mappings and objects among a call's arguments hold before it: a call may fill them.
+
+    An object, such as a cache of keys and values, is kept as the mapping of its attributes.
+    """
 
     def __init__(self, call: ComponentCall) -> None:
-        self._containers = [(x, copy.copy(x)) for x in _list_containers((call.args, call.kwargs))]
+        found = _list_containers((call.args, call.kwargs), set())
+        self._containers = [(x, copy.copy(x)) for x in found]
+        self._objects = list(_list_objects((call.args, call.kwargs)))
 
     def __bool__(self) -> bool:
         return bool(self._containers)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether objects are among the arguments that a call may write to."""
+        return bool(self._objects)
+
+    @property
+    def has_kept_tensors(self) -> bool:
+        """Whether such objects hold tensors already."""
+        return any(True for x in self._objects for _ in iterate_tensors(x))
 
     @property
     def is_filled(self) -> bool:
@@ -143,13 +159,34 @@ def _list_items(container: Any) -> list[Any]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
-def _list_containers(value: Any) -> Iterator[Any]:
-    """Lists, sets and dicts inside of a call's arguments."""
+def _list_containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Lists, sets, dicts and objects' dicts of attributes inside of a call's arguments, each once."""
     for item in value.values() if isinstance(value, dict) else value:
+        if id(item) in seen:
+            continue
         if type(item) in (list, dict, set):
+            seen.add(id(item))
             yield item
         if type(item) in (list, dict, tuple):
-            yield from _list_containers(item)
+            yield from _list_containers(item, seen)
+        elif _is_object(item):
+            seen.add(id(item))
+            yield vars(item)
+            yield from _list_containers(vars(item), seen)
+
+
+def _list_objects(value: Any) -> Iterator[Any]:
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) in (list, dict, tuple):
+            yield from _list_objects(item)
+        elif _is_object(item):
+            yield item
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value has attributes that code may set: no tensor, module, type or function."""
+    plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
+    return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:

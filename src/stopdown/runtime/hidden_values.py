@@ -6,8 +6,8 @@ So these functions of PyTorch are replaced during a guarded call; what enters th
 each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
 
 **Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
-`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN that `nan_to_num`
-or `nansum` replaces, or that becomes a whole number or a number of 8 bits.
+`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN that
+`nan_to_num` or `nansum` replaces, or that becomes a whole number or a number of 8 bits.
 **Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
 fused operations, -Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
 """

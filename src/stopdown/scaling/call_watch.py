@@ -8,8 +8,8 @@ without its exponents, in fp32. The exponents are put back when a call needs the
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
 flags and outputs, and with other attributes and parts of the module; results of unmeasured signatures that
-are not finite; tensors that a call puts into its caller's containers; weights that were rewritten; hooks on
-parts, which are reported.
+are not finite; tensors that a call puts into its caller's containers and caches; weights that were
+rewritten; hooks on parts, which are reported.
 **Does not catch** what `graph.call_signatures` and `module_settings` do not, calls of parts of the module,
 and calls of code that is compiled later; weights that are written through `.data` or in inference mode, and
 single values of a matrix; tensors that the module keeps in attributes for others to read.
@@ -145,6 +145,8 @@ class CallWatch:
         self._switch_on()
         self._own.set_attribute(self.module, _WATCH, self)
         self.follow()
+        callee = Callee("", self.module, "forward", "decode", GENERAL_KEEPS)
+        put_layer(self.module, "forward", self._enter_whole, self._own, Rank.EXPONENTS, callee)
         for method in ("encode", "decode"):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
@@ -189,7 +191,7 @@ class CallWatch:
         held = HeldContainers(call)
         try:
             if signature not in self._verdicts:
-                self._judge(signature, call)
+                self._judge(signature, call, held)
             ends = self._verdicts[signature]
             if ends is not None and ends.inputs and self._is_guarded(method):
                 ends = None  # a repair would take what is scaled for what was given
@@ -214,6 +216,16 @@ class CallWatch:
                 return self._call_bare(call)
         except ReplacedError:
             return call.begin_again()
+
+    def _enter_whole(self, call: ComponentCall) -> Any:
+        """Make a call of `forward` itself, which passes by the module's hooks, as one of the module."""
+        if self.has_call_here or getattr(self._thread, "is_led", False):
+            return call.proceed()
+        self._thread.is_led = True  # what is compiled may come here again
+        try:
+            return self.module(*call.args, **call.kwargs)
+        finally:
+            self._thread.is_led = False
 
     def _save(self, call: ComponentCall) -> tuple[Callable[[], object], ...]:
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
@@ -313,13 +325,19 @@ class CallWatch:
 
     # What holds for a signature
 
-    def _judge(self, signature: str, call: ComponentCall) -> None:
-        """Find what holds for calls of a signature that was not met before."""
+    def _judge(self, signature: str, call: ComponentCall, held: HeldContainers) -> None:
+        """Find what holds for calls of a signature that was not met before.
+
+        Args:
+            held: what the call's arguments hold, which a trace may change.
+        """
         method = call.callee.method
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
-        ends = self._trace(method, args, kwargs)
-        can_extend = not self._settings.describe()  # else earlier calls would run other code by now
+        ends = None if held.has_kept_tensors else self._trace(method, args, kwargs)
+        held.restore()
+        is_other_code = self._settings.describe()  # earlier calls would run it as well by now
+        can_extend = not (is_other_code or held.has_objects)  # nor would a cache be as it was then
         if (ends is None or ends.inputs) and can_extend and self._options.extend is not None:
             what = _describe_difference(signature, self.scaling, method)
             with self._options.changing():
