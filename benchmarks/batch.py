@@ -29,6 +29,7 @@ from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
 from stopdown.devices.environment import describe_machine
+from stopdown.runtime.guard import GuardOptions
 from stopdown.runtime.runs import make_frames, write_frames
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,7 +50,7 @@ def make_loop(items: list[Item], folder: Path) -> Callable[[], float]:
         begun = time.perf_counter()
         for item in items:
             name = str(folder / f"{item.seed}.mp4")
-            made = make_frames(loaded, item.make_request(), output=name)
+            made = make_frames(loaded, item.make_request(), output=name, settings=GuardOptions())
             write_frames(name, made.frames, 8.0)
         return time.perf_counter() - begun
 

@@ -481,6 +481,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.plan_choice import choose_plan
     from stopdown.plans.planned_loader import load_plan
+    from stopdown.records import MemoryPlan
     from stopdown.sources.sources import resolve_source, verify_source
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
@@ -489,8 +490,8 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     chosen = select_pipeline(source, request)
     precision = str(name_plan(folder, stage)) if stage in _MADE_BY else stage
     begun = time.perf_counter()
-    plan = choose_plan(chosen.source, precision, device, request=request)
-    loaded = load_plan(chosen.source, plan, device, move=False)
+    plan = choose_plan(chosen.source, precision, device, memory=MemoryPlan(), request=request)
+    loaded = load_plan(chosen.source, plan, device)
     load_s, load_peak = time.perf_counter() - begun, watch.restart()
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     pipe.set_progress_bar_config(disable=True)

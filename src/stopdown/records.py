@@ -191,6 +191,38 @@ class Reduction(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class MemoryPlan(Displayed):
+    """How a run stays within a limit of memory, and what it is predicted to take.
+
+    Attributes:
+        asked: an amount, `8GiB`; or `auto`, what the device has: on the CPU what is free.
+        allow: what may change for it: `smaller`, the size of what is made.
+        share: runs that the device has at the same time, which `auto` divides by.
+        limit_bytes: what `asked` comes to; 0 until a run is placed.
+        strategy: `resident`, `component+tiling`; "" until a run is placed.
+        peak_bytes: most bytes on the device at a time, weights included.
+        stored_bytes: weights that wait in host memory or in their files.
+        seconds: of the run; None where the speed of the device is not known.
+        size: frames, height and width of what is made; None where nothing is decoded, and where nothing
+            was predicted.
+        reduced: what is made smaller than asked for; None when nothing is.
+        reason: why so, a whole sentence.
+    """
+
+    asked: str = "auto"
+    allow: tuple[str, ...] = ()
+    share: int = 1
+    limit_bytes: int = 0
+    strategy: str = ""
+    peak_bytes: int = 0
+    stored_bytes: int = 0
+    seconds: float | None = None
+    size: tuple[int, int, int] | None = None
+    reduced: Reduction | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
 class MemoryRow(Displayed):
     """One strategy and what it is predicted to take.
 
@@ -437,6 +469,7 @@ class RunRecord(Displayed):
         plan: seal of the plan that an item of a batch was made by; "" without one.
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
         parallel: how calls were spread over several processes; "" for one alone.
+        memory: how it was to stay within the device's memory, and what was predicted; None without a limit.
     """
 
     source: str
@@ -468,6 +501,7 @@ class RunRecord(Displayed):
     plan: str = ""
     preview: str = ""
     parallel: str = ""
+    memory: MemoryPlan | None = None
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 
@@ -680,8 +714,10 @@ class Plan(Displayed):
         steps: denoising steps of the measured runs.
         device: where it was measured.
         elapsed_s: seconds that it took.
-        seal: sha256 over everything else but `chosen`; it shows that a file was edited.
+        seal: sha256 over everything else but `chosen` and `memory`; it shows that a file was edited.
         chosen: what reasons call it: `plan.json`; `a plan of its own, because fp16 was requested`.
+        memory: where the weights of a run are and at which size it runs; None places all of them on the
+            device. It belongs to one run on one device, so files have none.
     """
 
     source: str
@@ -696,6 +732,7 @@ class Plan(Displayed):
     elapsed_s: float = 0.0
     seal: str = ""
     chosen: str = ""
+    memory: MemoryPlan | None = None
     kind: str = "plan"
     schema: int = field(default=SCHEMA)
 

@@ -404,12 +404,12 @@ def test_several_runs_load_the_model_once(
     run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--num 3` loads once, and gives what three commands with these seeds give."""
-    from stopdown.app import generate_command
+    from stopdown.runtime import runs
 
     loads: list[str] = []
-    load = generate_command._load
+    load = runs.load_plan
     monkeypatch.setattr(
-        generate_command, "_load", lambda *given: loads.append("load") or load(*given)
+        runs, "load_plan", lambda *given, **named: loads.append("load") or load(*given, **named)
     )
     words = ("generate", save_tiny("cogvideox"), "a", *SIZES)
     assert run(*words, "--num", 3, "-o", "c.mp4")[0] == 0

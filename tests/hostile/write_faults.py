@@ -43,22 +43,22 @@ def main() -> None:
 def _replace_work() -> None:
     """Results that are there already, for what would be computed."""
     from models.comparisons import make_comparison
-    from stopdown.app import generate_command as commands
     from stopdown.comparison import matrix
     from stopdown.dtype_rules import check
     from stopdown.dtype_rules import mend as fixes
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
+    from stopdown.runtime import runs
     from stopdown.runtime.runs import Made
     from stopdown.runtime.scripts import ScriptGuard
 
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **named: Any) -> Any:
         import numpy as np
 
         noise = np.random.default_rng(0).integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
         return Made(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, {})
 
-    commands._run = run
+    runs.make_frames = run
     calibrated.measure_plan = certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
     put_on = ScriptGuard.put_on

@@ -21,11 +21,12 @@ import pytest
 from stopdown.app import batch_command
 from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
-from stopdown.batch import jobs, request_digest, worker
+from stopdown.batch import jobs, request_digest
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
 from stopdown.frames.media import write_media
 from stopdown.records import Plan, RunRecord, from_json
+from stopdown.runtime import runs
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
 PROMPTS = "a red circle moving left\na blue square\na green circle\n"
@@ -133,16 +134,14 @@ def test_a_fault_that_stays_is_a_result(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One item that fails is recorded and counted, the others are made, and the exit code is 1."""
-    from stopdown.batch import worker
-
-    make_frames = worker.make_frames
+    make_frames = runs.make_frames
 
     def fail(loaded: Any, request: Any, **named: Any) -> Any:
         if request.prompt == "a blue square":
             raise ValueError("it is blue")
         return make_frames(loaded, request, **named)
 
-    monkeypatch.setattr(worker, "make_frames", fail)
+    monkeypatch.setattr(runs, "make_frames", fail)
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
     code, out, err = run(*words)
     assert code == 1
@@ -150,7 +149,7 @@ def test_a_fault_that_stays_is_a_result(
     assert "failed: ValueError: it is blue" in err
     assert [x.status for x in read_summary().items] == ["made", "failed", "made"]
     assert "ValueError: it is blue" in Path("out/batch.html").read_text()
-    monkeypatch.setattr(worker, "make_frames", make_frames)
+    monkeypatch.setattr(runs, "make_frames", make_frames)
     assert run(*words)[0] == 0
     assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
 
@@ -284,9 +283,7 @@ def test_ctrl_c_keeps_what_is_finished(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the second item: exit 130, the first one stays, and the same command goes on."""
-    from stopdown.batch import worker
-
-    make_frames, seen = worker.make_frames, []
+    make_frames, seen = runs.make_frames, []
 
     def interrupt(loaded: Any, request: Any, **named: Any) -> Any:
         seen.append(request.prompt)
@@ -294,7 +291,7 @@ def test_ctrl_c_keeps_what_is_finished(
             raise KeyboardInterrupt
         return make_frames(loaded, request, **named)
 
-    monkeypatch.setattr(worker, "make_frames", interrupt)
+    monkeypatch.setattr(runs, "make_frames", interrupt)
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
     code, _, err = run(*words)
     assert code == 130
@@ -423,16 +420,14 @@ def test_a_strategy_is_put_on_once_for_all_items(
     run: Run, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that wait elsewhere go there once, as long as items have the same size."""
-    from stopdown.batch import worker
-
     fitted: list[Any] = []
-    fit = worker.fit_run
+    fit = runs.fit_run
 
     def count(loaded: Any, request: Any, *others: Any) -> Any:
         fitted.append((request.height, request.width))
         return fit(loaded, request, *others)
 
-    monkeypatch.setattr(worker, "fit_run", count)
+    monkeypatch.setattr(runs, "fit_run", count)
     rows = ['{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c", "height": 48}']
     Path("prompts.jsonl").write_text("\n".join(rows))
     words = ("batch", save_tiny("sd", "fp32"), "--prompts", "prompts.jsonl", "-o", "out")
@@ -573,7 +568,7 @@ def test_a_journal_is_resumed_on_another_day(run: Run, tiny: str, tmp_path: Path
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES, "--journal", "kept")
     Path("prompts.txt").write_text("a red circle\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "write_frames", stop_once)
+        patch.setattr(runs, "write_frames", stop_once)
         assert run(*words)[0] == 130
     for path in Path("kept").rglob("*"):
         os.utime(path, (4e9, 4e9))

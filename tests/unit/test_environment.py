@@ -449,15 +449,29 @@ def test_pytorch_says_what_onednn_takes(monkeypatch: pytest.MonkeyPatch, is_fp16
 def test_measurements_join_the_verdict() -> None:
     """The ratio is the geometric mean of both operations, and the reason says what it means."""
     reference = Timing(0.001, 0.002)
-    support = weigh_support("bf16", Verdict(False, "Emulated."), Timing(0.004, 0.002), reference)
+    verdict = Verdict(True, "Nothing is known.", is_known=False)
+    support = weigh_support("bf16", verdict, Timing(0.004, 0.002), reference)
     assert asdict(support) == {
-        "native": False,
+        "native": True,
         "works": True,
         "time_ratio": 2.0,
-        "reason": "Emulated. Here it takes more than 1.5 times as long as fp32.",
+        "reason": "Nothing is known. Here it takes more than 1.5 times as long as fp32.",
         "measured": "Measured here, a matmul takes 4 and a convolution 1 times the time of fp32: it saves "
         "memory but is slower.",
+        "is_slow": True,
     }
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("seconds", [0.2, 1.49, 1.51, 30.0])
+def test_where_facts_are_known_no_time_decides(native: bool, seconds: float) -> None:
+    """Other work on the machine changes times, and no choice or reason with them."""
+    timing = Timing(seconds, seconds)
+    support = weigh_support("bf16", Verdict(native, "Documented."), timing, Timing(1.0, 1.0))
+    assert (support.native, support.is_slow, support.reason) == (native, False, "Documented.")
+    assert native or "fast" not in support.measured
+    unknown = Verdict(True, "Nothing is known.", is_known=False)
+    assert weigh_support("bf16", unknown, timing, Timing(1.0, 1.0)).is_slow is (seconds > 1.5)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.records import MemoryPlan
 from stopdown.sources.sources import resolve_source
 
 pytestmark = pytest.mark.skipif(
@@ -214,7 +215,9 @@ def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
     with apply_plan(plain, plan):
         right = {part: name_parameters(x) for part, x in find_components(plain).items()}
         loaded = find_components(load_plan(source, plan, cpu).pipe)
-        waiting = find_components(load_plan(source, plan, cpu, move=False).pipe)
+        waiting = find_components(
+            load_plan(source, dataclasses.replace(plan, memory=MemoryPlan()), cpu).pipe
+        )
         store = WeightStore("cpu", None)
         for part, tensors in right.items():
             found, later = name_parameters(loaded[part]), name_parameters(waiting[part])
@@ -256,7 +259,9 @@ def test_weights_are_known_wherever_they_wait(save_tiny: Callable[..., Path]) ->
         choose_device("cpu"),
     )
     there = load_plan(source, plan, cpu).pipe.transformer
-    waiting = load_plan(source, plan, cpu, move=False).pipe.transformer
+    waiting = load_plan(
+        source, dataclasses.replace(plan, memory=MemoryPlan()), cpu
+    ).pipe.transformer
     assert sample_weights(waiting) == sample_weights(there)
     store = WeightStore("cpu", None)
     with Patches() as patches:

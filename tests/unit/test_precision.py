@@ -53,7 +53,8 @@ PLAIN_CPU = {
     for (name, verdict), ratio in zip(judge_cpu([]).items(), (1.0, 2.0, 8.0), strict=True)
 }
 SLOW_CPU = make_supports(
-    Support(True, True, 3.0, "bf16 is native and slow."), Support(False, True, 9.0, "No fp16.")
+    Support(True, True, 3.0, "bf16 is native and slow.", is_slow=True),
+    Support(False, True, 9.0, "No fp16."),
 )
 NOISY = make_supports(
     Support(True, True, None, "bf16 is native; too noisy."),
@@ -116,9 +117,8 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     _, reason = choose_precision(make_facts("bf16"), V100)
     assert reason == (
         "Its weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
-        "that has is 8.0); torch emulates it in fp32, and still says that it is supported. "
-        "Here it takes more than 1.5 times as long as fp32. In fp16 (maximum 65504), values of "
-        "bf16-trained models may overflow."
+        "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
+        "(maximum 65504), values of bf16-trained models may overflow."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import decide, gather_facts, load_plan
-from stopdown.records import Plan
+from stopdown.records import MemoryPlan, Plan
 from stopdown.sources.sources import resolve_source
 
 REQUEST = Request(prompt="a cat", steps=2, height=32, width=32, frames=5)
@@ -97,7 +98,8 @@ def test_a_repair_finds_weights_wherever_they_wait(
     )
 
     def run(place: str | None) -> torch.Tensor:
-        pipe = load_plan(source, decisions, cpu, move=place is None).pipe
+        memory = None if place is None else MemoryPlan()
+        pipe = load_plan(source, dataclasses.replace(decisions, memory=memory), cpu).pipe
         pipe.set_progress_bar_config(disable=True)
         arguments = {**build_arguments(pipe, REQUEST), "output_type": "pt"}
         with contextlib.ExitStack() as stack:
@@ -158,7 +160,7 @@ def test_weights_that_wait_in_their_file_go_back_there(
     decisions = Plan(
         source.name, components=decide(gather_facts(source), probe_formats(cpu), "fp32")
     )
-    unet = load_plan(source, decisions, cpu, move=False).pipe.unet
+    unet = load_plan(source, dataclasses.replace(decisions, memory=MemoryPlan()), cpu).pipe.unet
     right = load_plan(source, decisions, cpu).pipe.unet
     for _ in range(2):
         store = WeightStore("cpu", tmp_path)

@@ -165,7 +165,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
         refuse_unmeasurable(source, request, options.device, display, precision=widest)
     from stopdown.comparison.matrix import compare as run_matrix
     from stopdown.comparison.subjects import describe_subject
-    from stopdown.runtime.memory_limits import Limit
+    from stopdown.records import MemoryPlan
 
     with _held(folder):
         try:
@@ -174,7 +174,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
                 dataclasses.replace(request, prompt=numbered[0][1] or None),
                 device=options.device,
                 progress=display.progress,
-                limit=None if options.memory is None else Limit(options.memory),
+                memory=None if options.memory is None else MemoryPlan(options.memory),
                 names=names,
             )
             made = run_matrix(

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import ConfigOption, RevisionOption, RunOptions, SourceArgument
+from stopdown.app.flags import ConfigOption, ConvertRunOptions, RevisionOption, SourceArgument
 from stopdown.app.request_options import find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent
 from stopdown.sources.lora_names import is_lora_file
+from stopdown.sources.sources import is_hub_id
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ConvertOptions(RunOptions):
+class ConvertOptions(ConvertRunOptions):
     """Write a plan into the weights of a model.
 
     The result is an ordinary fp16 model for programs without Stopdown. Its plan is computed from the
@@ -114,7 +115,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
-    is_lora = is_lora_file(Path(options.source).expanduser())
+    is_lora, request = is_lora_file(Path(options.source).expanduser()), read_request(options)
     if options.plan is None and not is_lora:
         encoder = _find_encoder(options, display)
         if encoder is not None:
@@ -122,7 +123,6 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     _check_plan(options)
     if is_lora:
         return _convert_lora(options, display)
-    request = read_request(options)
     plan = read_plan(options.plan) if options.plan is not None else None
 
     source = find_source(options, display)
@@ -185,6 +185,10 @@ def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
 
 def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
     """Return the text encoder that SOURCE is, or that --component names; None for a model."""
+    root = Path(options.source).expanduser()
+    is_model = root.is_file() or (root / "model_index.json").is_file()
+    if options.component is None and (is_model or not (root.exists() or is_hub_id(options.source))):
+        return None
     load_libraries(display, has_pipelines=False)
     from stopdown.checkpoints.text_encoders import find_encoder
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import ModelOptions, RunOptions, SourceArgument
+from stopdown.app.flags import FitRunOptions, ModelOptions, SourceArgument
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import find_source, read_request
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FitOptions(RunOptions, ModelOptions):
+class FitOptions(FitRunOptions, ModelOptions):
     """Say whether a model fits into memory, and how.
 
     Predicts what each strategy takes on a device, which need not be in this machine, from the

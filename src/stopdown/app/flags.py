@@ -70,8 +70,15 @@ def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
         kind, option = entry.metadata["kind"], typer.Option(help=entry.metadata["help"])
         hint = kind | None if entry.default is None else kind
         entries.append((entry.name, Annotated[hint, option], entry.default))
+    given = {entry[0] for entry in entries}
+    left_out = {entry.name: entry.default for entry in FIELDS if entry.name not in given}
     return dataclasses.make_dataclass(
-        name, entries, bases=(SourceOptions,), frozen=True, kw_only=True, namespace=_NOT_TAKEN
+        name,
+        entries,
+        bases=(SourceOptions,),
+        frozen=True,
+        kw_only=True,
+        namespace=_NOT_TAKEN | left_out,
     )
 
 
@@ -83,9 +90,19 @@ _NOT_TAKEN = {
 }
 """What a command has that does not take these options."""
 
-RunOptions = make_options("RunOptions", (x for x in FIELDS if x.name != "prompt"))
-"""Everything that is asked of a run except its prompt, which commands take in ways of their own."""
+LEFT_OUT = {
+    "run": ("prompt",),
+    "plan": ("prompt", "negative", "seed", "strength"),
+    "fit": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
+    "convert": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
+}
+"""What a command does not take of the fields of a request. Prompts are taken in ways of their own. Ranges
+and memory do not depend on the others, and forecasts and conversions draw pictures that they need."""
 
+RunOptions, PlanRunOptions, FitRunOptions, ConvertRunOptions = (
+    make_options(f"{name.title()}Options", (x for x in FIELDS if x.name not in names))
+    for name, names in LEFT_OUT.items()
+)
 SizeOptions = make_options(
     "SizeOptions", (x for x in FIELDS if x.name in ("frames", "height", "width"))
 )

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,7 +39,6 @@ from stopdown.app.request_options import (
     read_request,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.environment import Device, choose_device, read_rank
 from stopdown.errors import OptionError
 from stopdown.extensions import require_offer
@@ -48,15 +47,14 @@ from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
-from stopdown.records import Finding, RunRecord, describe_no_run
+from stopdown.records import Plan, RunRecord, describe_no_run
 from stopdown.runtime.consensus import ALONE, Consensus
 from stopdown.sources.sources import Source, fingerprint
 
 if TYPE_CHECKING:
     from stopdown.pipelines.class_selection import Selection
-    from stopdown.plans.planned_loader import Loaded
     from stopdown.runtime.journal import CallAnswers
-    from stopdown.runtime.runs import Made
+    from stopdown.runtime.runs import Runner
 
 
 DEFAULT_OUTPUT = "stopdown.mp4"
@@ -231,11 +229,13 @@ class Kept:
 
     Attributes:
         chosen: with the class that serves the request.
-        loaded: None also where a run taught its plan something that the next one is loaded by.
+        plan: that it runs by; None also where a run taught it something that the next one is loaded by.
+        runner: has the pipeline.
     """
 
     chosen: Selection | None = None
-    loaded: Loaded | None = None
+    plan: Plan | None = None
+    runner: Runner | None = None
 
 
 def generate(
@@ -281,8 +281,10 @@ def generate(
     from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display, consensus) as journal:
-        run = _Run(started, numbered, journal, consensus, kept)
-        record = _generate(options, request, device, source, display, run)
+        plan = _decide(options, request, device, source, display, consensus, kept)
+        record = _generate(
+            options, request, plan, display, consensus, kept, journal, started, numbered
+        )
         if record.output is not None:
             write_record(record, record.output)
         if journal is not None:
@@ -290,109 +292,95 @@ def generate(
     return record
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What a run knows of itself before anything is loaded.
-
-    Attributes:
-        started: by the clock of `time.perf_counter`.
-        numbered: the output was not named, so it gets a free number.
-        journal: what keeps its calls.
-        consensus: of the processes that make it together.
-        kept: the model, for further runs.
-    """
-
-    started: float
-    numbered: bool
-    journal: CallAnswers | None
-    consensus: Consensus
-    kept: Kept
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process writes the output."""
-        return self.consensus.number == 0
-
-
-def _generate(
+def _decide(
     options: GenerateOptions,
     request: Request,
     device: Device,
     source: Source,
     display: Display,
-    run: _Run,
-) -> RunRecord:
-    """Decide, load, run and write; what happened is the record."""
+    consensus: Consensus,
+    kept: Kept,
+) -> Plan:
+    """Return how the model runs, decided by the first of several runs; nothing is loaded."""
     from stopdown.plans.plan_choice import choose_plan
-    from stopdown.plans.planned_loader import load_plan
-    from stopdown.runtime.memory_limits import choose_limit, fit_run
-    from stopdown.runtime.runs import describe_run
+    from stopdown.runtime.memory_limits import ask_memory
+    from stopdown.runtime.runs import Runner
 
-    kept, limit = run.kept, None
-    if run.consensus.is_alone:
-        requested = parse_request(options.precision)
-        limit = choose_limit(options.memory, options.allow, requested)
+    memory = None
+    if consensus.is_alone:
+        memory = ask_memory(options.memory, options.allow, parse_request(options.precision))
     if kept.chosen is None:
-        memory = limit.memory if limit is not None else None
-        kept.chosen = _choose(options, request, device, source, display, memory)
-    chosen, known, stages = kept.chosen, kept.loaded, dict[str, float]()
-    if known is not None:
-        load = lambda: known  # noqa: E731 - the other way to have it is a partial
-    else:
-        plan = run.consensus.follow(
-            lambda: choose_plan(
-                chosen.source,
-                options.precision,
-                device,
-                request=request,
-                progress=display.progress,
-            )
+        asked = memory.asked if memory is not None else None
+        kept.chosen = _choose(options, request, device, source, display, asked)
+    if kept.runner is None:
+        kept.runner = Runner(kept.chosen.source, device)
+    if kept.plan is None:
+        choose = functools.partial(
+            choose_plan,
+            kept.chosen.source,
+            options.precision,
+            device,
+            memory=memory,
+            request=request,
+            progress=display.progress,
         )
-        opened = functools.partial(load_plan, chosen.source, plan, device, move=limit is None)
-        load = functools.partial(_load, opened, display, stages)
-    stages["prepare"] = time.perf_counter() - run.started
-    with peak_memory(device) as peak:
-        loaded = kept.loaded = load()
-        begun = time.perf_counter()
-        fitted = fit_run(loaded, request, device, limit, chosen.configs, display.announce)
-        stages["place"] = time.perf_counter() - begun
-        offloader, request = fitted.offloader, fitted.request
-        with (
-            offloader or contextlib.nullcontext(),
-            run.consensus.spread(loaded.pipe, options.parallel, display.announce) as parallel,
-        ):
-            made = _run(loaded, request, options, display, run.journal)
-    stages |= made.stages_s
-    output: str | None = None
-    findings: tuple[Finding, ...] = ()
-    if run.writes:
-        output, findings = _write(options, made.frames, stages, run.numbered)
-    record = describe_run(
-        chosen.source,
-        loaded,
-        device,
-        made,
-        peak,
-        request=_describe_options(options),
-        stages_s=stages,
-        findings=findings,
-        output=output,
-        elapsed_s=time.perf_counter() - run.started,
-    )
-    updated_plan = None
-    if made.updated is not None and run.writes:
-        path = find_plan_path(options.precision)
-        updated_plan = keep_updated(made.updated, path, options.keep_repairs, display.announce)
-    if updated_plan is not None:
-        kept.loaded = None
-    return dataclasses.replace(
-        record,
-        strategy=offloader.taken.strategy.name if offloader else "",
-        steps_down=tuple(offloader.steps_down) if offloader else (),
-        reduced=fitted.reduced,
-        updated_plan=updated_plan,
-        parallel=parallel,
-    )
+        kept.plan = consensus.follow(choose)
+    return kept.plan
+
+
+def _generate(
+    options: GenerateOptions,
+    request: Request,
+    plan: Plan,
+    display: Display,
+    consensus: Consensus,
+    kept: Kept,
+    journal: CallAnswers | None,
+    started: float,
+    numbered: bool,
+) -> RunRecord:
+    """Make the file; what happened is the record.
+
+    Args:
+        started: by the clock of `time.perf_counter`.
+        numbered: the output was not named, so it gets a free number.
+    """
+    from stopdown.runtime.guard import GuardOptions
+
+    def observe(component: str, stage: str, done: int, total: int) -> None:
+        display.progress(stage, component, done + (stage == "denoise"), total)
+
+    runner, writes = kept.runner, consensus.number == 0
+    assert runner is not None
+    try:
+        record, made = runner.make(
+            plan,
+            request,
+            output=str(options.output),
+            fps=options.fps,
+            settings=GuardOptions(
+                on_fault=options.on_fault,
+                observer=observe,
+                announce=display.announce,
+                journal=journal,
+                maxima=options.maxima,
+            ),
+            started=started,
+            numbered=numbered,
+            writes=writes,
+            spread=lambda pipe: consensus.spread(pipe, options.parallel, display.announce),
+            progress=display.progress,
+            fields={"request": _describe_options(options)},
+        )
+    finally:
+        runner.release()
+    if made.updated is None or not writes:
+        return record
+    path = find_plan_path(options.precision)
+    written = keep_updated(made.updated, path, options.keep_repairs, display.announce)
+    if written is not None:
+        kept.plan = None
+    return dataclasses.replace(record, updated_plan=written)
 
 
 def _choose(
@@ -471,50 +459,6 @@ def _check_output_early(options: GenerateOptions) -> None:
     check_target(record, noun="record", replaces=describe_no_run, force=force, inputs=read)
     if options.keep_repairs and plan is not None:
         check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
-
-
-def _load(loader: Callable[..., Loaded], display: Display, stages: dict[str, float]) -> Loaded:
-    begun = time.perf_counter()
-    loaded = loader(progress=display.progress)
-    stages["load"] = time.perf_counter() - begun
-    return loaded
-
-
-def _run(
-    loaded: Loaded,
-    request: Request,
-    options: GenerateOptions,
-    display: Display,
-    journal: CallAnswers | None,
-) -> Made:
-    """Call the pipeline under the guard."""
-    from stopdown.runtime.runs import make_frames
-
-    def observe(component: str, stage: str, done: int, total: int) -> None:
-        display.progress(stage, component, done + (stage == "denoise"), total)
-
-    return make_frames(
-        loaded,
-        request,
-        output=str(options.output),
-        on_fault=options.on_fault,
-        observer=observe,
-        announce=display.announce,
-        journal=journal,
-        maxima=options.maxima,
-    )
-
-
-def _write(
-    options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
-) -> tuple[str, tuple[Finding, ...]]:
-    """Write the file; where it is, and what is wrong with the frames."""
-    from stopdown.runtime.runs import write_frames
-
-    begun = time.perf_counter()
-    output, findings = write_frames(str(options.output), frames, options.fps, numbered=numbered)
-    stages["write"] = time.perf_counter() - begun
-    return str(output) if numbered else str(options.output), findings
 
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     ForceOption,
     ModelOptions,
-    RunOptions,
+    PlanRunOptions,
     SourceArgument,
 )
 from stopdown.app.request_options import find_source, read_request
@@ -35,7 +35,7 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 
 @dataclass(frozen=True)
-class PlanOptions(RunOptions, ModelOptions):
+class PlanOptions(PlanRunOptions, ModelOptions):
     """Find how a model runs in fp16 without overflow.
 
     Computes bounds from the weights that hold for every prompt, and runs nothing. With --measure, or with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.records import CallSummary
-from stopdown.runtime.guard import Guard, GuardOptions, Observer
+from stopdown.runtime.guard import GuardOptions, Observer
+from stopdown.runtime.runs import run_guarded, sum_stages
 from stopdown.sources.library_messages import quiet_libraries
 
 
@@ -65,19 +65,14 @@ def run_cell(
         names_culprit: run a call that gives NaN or Inf once more to find where they begin.
     """
     begun = time.perf_counter()
-    options = GuardOptions(
+    settings = GuardOptions(
         on_fault="warn",
-        decisions=opened.loaded.decisions,
         observer=observer,
         announce=lambda text: None,
-        frames=False,
         names_culprit=names_culprit,
     )
-    guarding = Guard(opened.loaded.pipe, options).put_on()
     try:
-        outcome = _run(opened, name, request, device, guarding, run)
-        cell = dataclasses.replace(outcome.cell, faults=guarding.repairs)
-        return dataclasses.replace(outcome, cell=cell)
+        return _run(opened, name, request, device, settings, run)
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
         return fail_cell(name, describe_error(error), time.perf_counter() - begun)
 
@@ -87,29 +82,25 @@ def _run(
     name: str,
     request: Request,
     device: Device,
-    guarding: Guard,
+    settings: GuardOptions,
     run: Run | None,
 ) -> Outcome:
     start = _prepare(opened, request, run)
-    begun = time.perf_counter()
     with (
-        guarding,
         Probe(opened.loaded.pipe, clamps=name == "clamp") as probe,
         quiet_libraries(),
-        torch.no_grad(),
         torch.autocast(device.type, torch.float16) if name == "autocast" else nullcontext(),
         peak_memory(device) as memory,
         ignoring_warnings(RuntimeWarning),  # NaN cast to a pixel: counted below
     ):
-        result = start()
-    elapsed_s = time.perf_counter() - begun
-    frames, broken = read_values(result) if run else clean_frames(read_frames(result))
+        ran = run_guarded(opened.loaded, start, settings)
+    frames, broken = read_values(ran.result) if run else clean_frames(read_frames(ran.result))
     trace = probe.trace
     headroom, tightest = find_headroom(trace)
     cell = Cell(
         precision=name,
-        stages_s=_sum_stages(guarding.record.calls, trace),
-        elapsed_s=elapsed_s,
+        stages_s=_sum_stages(ran.seen.calls, trace),
+        elapsed_s=ran.elapsed_s,
         peak_bytes=memory.peak_bytes,
         non_finite=trace.non_finite + broken,
         saturated=trace.saturated,
@@ -117,6 +108,7 @@ def _run(
         headroom_bits=headroom,
         tightest=tightest,
         findings=find_frame_findings(to_uint8(frames), "frames") if frames.ndim > 1 else (),
+        faults=ran.seen.repairs,
     )
     return Outcome(cell, frames, trace, memory.method)
 
@@ -137,12 +129,9 @@ def _prepare(opened: Opened, request: Request, run: Run | None) -> Run:
 
 def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:
     """Seconds in the components by stage, without those of the probes."""
-    stages: dict[str, float] = {}
-    for call in calls:
-        stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
     return {
         stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
-        for stage, seconds in stages.items()
+        for stage, seconds in sum_stages(calls).items()
     }
 
 

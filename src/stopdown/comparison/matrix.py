@@ -159,8 +159,9 @@ class _Matrix:
         device = self.subject.device
         run = self.runs[index] if self.runs else None
         made = run_cell(opened, name, request, device, observe, names_culprit=is_new, run=run)
-        if opened.offloader is not None:  # as it ended: a call that ran out of memory steps down
-            strategy = opened.offloader.taken.strategy.name
+        offloader = opened.loaded.offloader
+        if offloader is not None:  # as it ended: a call that ran out of memory steps down
+            strategy = offloader.taken.strategy.name
             self._keep_variant(dataclasses.replace(self.variants[name], strategy=strategy))
         return made
 

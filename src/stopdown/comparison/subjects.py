@@ -34,7 +34,6 @@ from stopdown.errors import OptionError, StopdownError
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
-from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.class_selection import select_pipeline
@@ -46,8 +45,8 @@ from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
-from stopdown.records import ComponentPlan, Plan
-from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
+from stopdown.records import ComponentPlan, MemoryPlan, Plan
+from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, fingerprint, resolve_source, verify_source
@@ -84,13 +83,11 @@ class Opened:
     Attributes:
         loaded: the pipeline on its device, with what is taken off when it is closed.
         load_s: seconds that it took.
-        offloader: keeps it within a limit of memory; None without one.
     """
 
     loaded: Loaded
     load_s: float
     weights_bytes: int
-    offloader: Offloader | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -117,7 +114,7 @@ class Subject:
     _load: Callable[[str, Plan | None], Loaded]
     """By a precision; or by a plan, and what it is called."""
     _make_plan: Callable[[], Plan]
-    _fit: Callable[[Loaded], Offloader | None] = lambda loaded: None
+    _fit: Callable[[Loaded], Loaded] = lambda loaded: loaded
     _opened: dict[str, Opened] = field(default_factory=dict)
     scheduler: str = ""
     keeps_one: bool = False
@@ -136,7 +133,7 @@ class Subject:
             plan = self._find_plan(name, folder)
             loaded = self._load(_LOADED_AS.get(name, name), plan)
             load_s, size = time.perf_counter() - begun, _count_bytes(loaded.pipe)
-            found = Opened(loaded, load_s, size, self._fit(loaded))
+            found = Opened(self._fit(loaded), load_s, size)
         self._opened[name] = found
         return found
 
@@ -172,7 +169,7 @@ def describe_subject(
     device: str = "auto",
     progress: Progress | None = None,
     runs: Sequence[Run] = (),
-    limit: Limit | None = None,
+    memory: MemoryPlan | None = None,
     names: Sequence[str] = (),
 ) -> Subject:
     """What is to be compared, before anything is loaded.
@@ -181,7 +178,7 @@ def describe_subject(
         given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
             folder, single safetensors file, bundled model, or `Source`.
         runs: what runs a program that is no pipeline, one function a row.
-        limit: what each run of a checkpoint is to stay within.
+        memory: what each run of a checkpoint is to stay within.
         names: the precisions that are compared: if one has to decode in tiles within the limit, all do,
             because tiles change the picture.
 
@@ -201,16 +198,15 @@ def describe_subject(
     source = given if isinstance(given, Source) else resolve_source(given)
     verify_source(source)
     source = select_pipeline(source, request).source
-    move, tiling = limit is None, None
-    if limit is not None:
-        tiling = _choose_tiling(source, target, request, limit.count_bytes(target), names)
+    limit_bytes = count_limit(memory, target) if memory is not None else 0
+    tiling = _choose_tiling(source, target, request, limit_bytes, names) if memory else None
 
     def load(precision: str, plan: Plan | None) -> Loaded:
         if plan is None:
             plan = choose_plan(source, precision, target, request=request)
         elif precision.endswith(".json"):
             plan = dataclasses.replace(plan, chosen=Path(precision).name)
-        return load_plan(source, plan, target, move=move)
+        return load_plan(source, dataclasses.replace(plan, memory=memory), target)
 
     return Subject(
         source.name,
@@ -220,10 +216,10 @@ def describe_subject(
         tuple(class_name for _, class_name in source.components.values()),
         load,
         partial(_choose_plan, source, target, request, progress),
-        partial(_fit, source, target, request, limit, tiling),
+        partial(_fit, source, target, request, tiling),
         scheduler=source.scheduler,
-        keeps_one=limit is not None,
-        memory=str(limit.count_bytes(target)) if limit is not None else "",
+        keeps_one=memory is not None,
+        memory=str(limit_bytes) if memory is not None else "",
     )
 
 
@@ -247,19 +243,18 @@ def _fit(
     source: Source,
     device: Device,
     request: Request,
-    limit: Limit | None,
     tiling: bool | None,
     loaded: Loaded,
-) -> Offloader | None:
-    """What keeps the runs of a checkpoint within a limit, once it is on."""
+) -> Loaded:
+    """The pipeline within the limit of its plan."""
     configs = read_configs(source.described)
     try:
-        fitted = fit_run(loaded, request, device, limit, configs, lambda _: None, tiling=tiling)
+        loaded = fit_run(loaded, request, device, configs, lambda _: None, tiling=tiling)
     except StopdownError as error:
         raise StopdownError(error.what, expected=error.expected, remedy=_MORE) from error
-    if fitted.offloader is not None:
-        loaded.patches.defer(fitted.offloader.__enter__().__exit__)
-    return fitted.offloader
+    if loaded.offloader is not None:
+        loaded.patches.defer(loaded.offloader.__enter__().__exit__)
+    return loaded
 
 
 def _choose_tiling(

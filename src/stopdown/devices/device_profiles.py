@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from stopdown.devices.environment import (
+    SLOW,
     Device,
     Support,
     Verdict,
@@ -159,7 +160,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return Support(False, False, None, f"Nothing is known of {name} on {self.title}.")
         works = fact.state not in ("missing", "broken")
         ratio = round(1 / fact.rate, 3) if fact.rate and works else None
-        return Support(fact.state == "native", works, ratio, self.describe_format(name))
+        said, is_slow = self.describe_format(name), ratio is not None and ratio > SLOW
+        return Support(fact.state == "native", works, ratio, said, is_slow=is_slow)
 
     def describe_format(self, name: str) -> str:
         """What is known of a format here, in whole sentences with the source."""

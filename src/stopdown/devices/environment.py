@@ -434,10 +434,12 @@ class Verdict:
 
     Attributes:
         native: the device's arithmetic units compute in it, and no fault of theirs is known.
+        is_known: False where nothing is documented, so that only a timed probe can tell.
     """
 
     native: bool
     reason: str
+    is_known: bool = True
 
 
 class _Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -619,6 +621,8 @@ class Support:
         reason: why a precision is chosen by it, in whole sentences. It has no figures that were measured:
             it stays the same from run to run on one machine.
         measured: the figures that were measured here, a whole sentence; "" for none.
+        is_slow: it takes more than `SLOW` times as long as fp32. Times that are measured decide this only
+            where nothing is documented, because other work on the machine changes them.
     """
 
     native: bool
@@ -626,6 +630,7 @@ class Support:
     time_ratio: float | None
     reason: str
     measured: str = ""
+    is_slow: bool = False
 
 
 SLOW = 1.5
@@ -665,7 +670,8 @@ def judge_device(device: Device) -> dict[str, Verdict]:
         unknown = (
             f"Nothing is known of the arithmetic of {device.type} devices but what a probe tells."
         )
-        return {"fp32": _FP32, "bf16": Verdict(True, unknown), "fp16": Verdict(True, unknown)}
+        untold = Verdict(True, unknown, is_known=False)
+        return {"fp32": _FP32, "bf16": untold, "fp16": untold}
     import torch
 
     if torch.version.hip:
@@ -725,12 +731,14 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     if is_noisy or min(matmul, convolution) < LEAST_RATIO:
         busy = "The times measured here are too noisy to show how fast it is."
         return Support(verdict.native, True, None, verdict.reason, busy)
-    slow = f" Here it takes more than {SLOW} times as long as fp32." if ratio > SLOW else ""
+    is_slow = not verdict.is_known and ratio > SLOW
+    slow = f" Here it takes more than {SLOW} times as long as fp32." if is_slow else ""
+    meaning = f": {_describe_speed(ratio)}" if verdict.native else ""
     measured = (
         f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
-        f"the time of fp32: {_describe_speed(ratio)}."
+        f"the time of fp32{meaning}."
     )
-    return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured)
+    return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured, is_slow)
 
 
 def _describe_speed(ratio: float) -> str:

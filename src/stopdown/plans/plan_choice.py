@@ -32,7 +32,7 @@ from stopdown.plans.precision import (
     list_rescaled,
     parse_request,
 )
-from stopdown.records import Plan
+from stopdown.records import MemoryPlan, Plan
 from stopdown.sources.hub import PLAN_BESIDE, Progress
 from stopdown.sources.sources import Source, fingerprint, narrow_source
 
@@ -42,6 +42,7 @@ def choose_plan(
     precision: str,
     device: Device,
     *,
+    memory: MemoryPlan | None = None,
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -52,6 +53,7 @@ def choose_plan(
 
     Args:
         precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
+        memory: what runs are to stay within, from `ask_memory`; None for no limit.
         request: sizes and prompt of the run, for a plan that has to be made.
 
     Raises:
@@ -63,7 +65,7 @@ def choose_plan(
     if (path := find_plan_path(precision)) is not None:
         named = read_plan(path)
         check_source(named, source)
-        return dataclasses.replace(named, chosen=Path(path).name)
+        return dataclasses.replace(named, chosen=Path(path).name, memory=memory)
     asked, facts, supports = parse_request(precision), gather_facts(source), probe_formats(device)
     decided = decide(facts, supports, precision)
     others = dict[str, str]()
@@ -78,9 +80,10 @@ def choose_plan(
             if name not in rescaled
         }
     if not why:
-        return Plan(source.name, precision=precision, components=decided)
+        return Plan(source.name, precision=precision, components=decided, memory=memory)
     plan = find_or_certify(source, device, request=request, progress=progress, others=others)
-    return dataclasses.replace(plan, chosen=f"a plan of its own, because {why}")
+    why = f"a plan of its own, because {why}"
+    return dataclasses.replace(plan, chosen=why, memory=memory)
 
 
 def find_or_certify(

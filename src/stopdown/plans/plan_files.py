@@ -53,15 +53,20 @@ def read_class_versions() -> dict[str, str]:
 
 def seal_plan(plan: Plan) -> Plan:
     """The plan as it will be read, with the seal that its content gives."""
-    plan = from_json(to_json(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
-    return dataclasses.replace(plan, seal=_compute_seal(to_json(plan)))
+    plan = from_json(_to_text(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
+    return dataclasses.replace(plan, seal=_compute_seal(_to_text(plan)))
+
+
+def _to_text(plan: Plan) -> str:
+    """Return what a file says: nothing of the memory of one run."""
+    return to_json(dataclasses.replace(plan, memory=None))
 
 
 def _compute_seal(text: str | bytes) -> str:
     """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
     content = parse_json(text.encode() if isinstance(text, str) else text)
-    sealed = msgspec.json.encode({**content, "seal": "", "chosen": ""})
-    return hashlib.sha256(sealed).hexdigest()
+    sealed = {x: y for x, y in content.items() if x != "memory"} | {"seal": "", "chosen": ""}
+    return hashlib.sha256(msgspec.json.encode(sealed)).hexdigest()
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
@@ -87,7 +92,7 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
         "It is the path of a file.",
         'Use write_plan(plan, "plan.json").',
     )
-    text = to_json(plan)
+    text = _to_text(plan)
     if numbered:
         return write_numbered(path, lambda part: part.write_text(text, encoding="utf-8"))
     with written_beside(path, replaces=describe_no_plan) as part:
@@ -101,7 +106,8 @@ describe_no_plan = functools.partial(describe_other, "plan")
 
 def carry_plan(plan: Plan) -> dict[str, Any]:
     """Return a plan as a part of another JSON file, sealed so that the order of keys does not matter."""
-    content: dict[str, Any] = parse_json(to_json(dataclasses.replace(plan, seal="")).encode())
+    plain = dataclasses.replace(plan, seal="", memory=None)
+    content: dict[str, Any] = parse_json(to_json(plain).encode())
     return {**content, "seal": _compute_carried_seal(content)}
 
 

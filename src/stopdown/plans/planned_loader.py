@@ -22,6 +22,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.environment import Device, Support
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import wait_
+from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
@@ -60,6 +61,7 @@ class Loaded:
         patches: what was put on the pipeline while loading: casts at the component calls of components that
             differ, and the second copy of an autoencoder whose directions differ.
         off: component to what takes its entry off: the weights are in fp32 then. Empty without exponents.
+        offloader: keeps runs within a limit while it is entered; None where nothing has to.
     """
 
     pipe: Any
@@ -67,6 +69,7 @@ class Loaded:
     decisions: tuple[ComponentPlan, ...]
     patches: Patches
     off: Mapping[str, Patches] = field(default_factory=dict)
+    offloader: Offloader | None = None
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
@@ -114,19 +117,17 @@ def load_plan(
     device: Device,
     *,
     progress: Progress | None = None,
-    move: bool = True,
 ) -> Loaded:
     """Load a checkpoint as a plan says, and move it to a device.
 
-    Args:
-        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read.
+    With `Plan.memory` its weights stay in the checkpoint's files until a run is placed.
 
     Raises:
         PlanError: the plan does not belong to this checkpoint, with all that differs.
         SourceError: the weights do not fit their model.
     """
     load = _load_bare if plan.is_bare else _load_scaled
-    return load(source, plan, device, progress, move)
+    return load(source, plan, device, progress, plan.memory is None)
 
 
 def _load_bare(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.component_call_names import split_call
-from stopdown.devices.environment import SLOW, Support
+from stopdown.devices.environment import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
 from stopdown.records import ComponentPlan
@@ -329,9 +329,8 @@ def prefers_fp16(supports: Mapping[str, Support]) -> bool:
 
 
 def _is_good(support: Support) -> bool:
-    """Whether a format is native and not slow; where no time is known, what the maker says decides."""
-    ratio = support.time_ratio
-    return support.works and support.native and (ratio is None or ratio <= SLOW)
+    """Whether a format works, is native and is not slow."""
+    return support.works and support.native and not support.is_slow
 
 
 def _why_not_other(stored: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from stopdown.pipelines.requests import Request
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import Loaded, load_plan
 from stopdown.plans.precision import parse_request, write_request
-from stopdown.records import Plan
+from stopdown.records import MemoryPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.runtime.memory_limits import Limit, choose_limit, fit_run
+from stopdown.runtime.memory_limits import ask_memory, fit_run
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import (
     OPTIONAL_COMPONENTS,
@@ -82,12 +83,16 @@ def load(
     with quiet_libraries():
         found = complete_source(found)
         _check_parts(parts, found.components)
-        limit = _choose_limit(memory, asked, target)
-        plan = asked if isinstance(asked, Plan) else choose_plan(found, asked, target)
-        loaded = load_plan(found, plan, target, move=limit is None)
+        limit = _ask_memory(memory, asked, target)
+        plan = (
+            dataclasses.replace(asked, memory=limit)
+            if isinstance(asked, Plan)
+            else choose_plan(found, asked, target, memory=limit)
+        )
+        loaded = load_plan(found, plan, target)
         loaded.pipe.register_modules(**parts)
         if limit is not None:
-            _place(loaded, found, target, limit)
+            loaded = _place(loaded, found, target)
     pipe = loaded.pipe
     pipe.stopdown_decisions = loaded.decisions
     if guard:
@@ -96,7 +101,7 @@ def load(
     return pipe
 
 
-def _choose_limit(memory: str, asked: str | Plan, target: Device) -> Limit | None:
+def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | None:
     """Return what runs are to stay within; None on a CPU unless an amount was named."""
     check_type(
         "load(memory=...)", memory, str, 'It is "auto", an amount or "none".', 'Use memory="8GiB".'
@@ -106,16 +111,16 @@ def _choose_limit(memory: str, asked: str | Plan, target: Device) -> Limit | Non
     if memory == "auto" and target.type == "cpu":
         return None
     targets = () if isinstance(asked, Plan) else parse_request(asked)
-    return choose_limit(None if memory == "auto" else memory, (), targets)
+    return ask_memory(None if memory == "auto" else memory, targets=targets)
 
 
-def _place(loaded: Loaded, source: Source, target: Device, limit: Limit) -> None:
+def _place(loaded: Loaded, source: Source, target: Device) -> Loaded:
     """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
     request = complete_request(loaded.pipe, Request())
-    configs = read_configs(source.described)
-    offloader = fit_run(loaded, request, target, limit, configs, warn_user).offloader
-    if offloader is not None:
-        loaded.pipe.stopdown_offloader = offloader.__enter__()
+    loaded = fit_run(loaded, request, target, read_configs(source.described), warn_user)
+    if loaded.offloader is not None:
+        loaded.pipe.stopdown_offloader = loaded.offloader.__enter__()
+    return loaded
 
 
 def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, str]]) -> None:

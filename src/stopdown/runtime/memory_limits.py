@@ -7,7 +7,6 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
 from stopdown.memory.forecast import Fit, choose, keep_tiling
-from stopdown.memory.offloader import Offloader, make_offloader, predict_run
+from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.number_formats import format_bytes, parse_bytes
@@ -27,97 +26,85 @@ from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
 from stopdown.plans.planned_loader import Loaded
-from stopdown.records import Reduction
+from stopdown.records import MemoryPlan, Plan, Reduction
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A run that is to stay within a limit.
-
-    Attributes:
-        request: what is made; smaller than asked for when `reduced` says so.
-        offloader: keeps it within the limit; None when there is none.
-        reduced: what was made smaller; None when nothing was.
-        size: of what is made; None where it is not known.
-    """
-
-    request: Request
-    offloader: Offloader | None = None
-    reduced: Reduction | None = None
-    size: Size | None = None
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What a run is to stay within.
-
-    Attributes:
-        memory: an amount, `8GiB`, or `auto` for what the device has: on the CPU what is free.
-        allow: what may change for that: `smaller`, the size of what is made.
-        share: runs that the device has at the same time, which `auto` divides by.
-    """
-
-    memory: str = "auto"
-    allow: Collection[str] = ()
-    share: int = 1
-
-    def count_bytes(self, device: Device) -> int:
-        """The limit on a device."""
-        if self.memory != "auto":
-            return parse_bytes(self.memory)
-        there = find_host_bytes() if device.type == "cpu" else device.memory_bytes
-        return there // self.share
-
-
-def choose_limit(
-    memory: str | None, allow: Collection[str], targets: Iterable[str], share: int = 1
-) -> Limit | None:
-    """Return the limit of runs: what was asked for, else all that the device has; None for `none`.
+def ask_memory(
+    memory: str | None, allow: Collection[str] = (), targets: Iterable[str] = (), share: int = 1
+) -> MemoryPlan | None:
+    """Return what runs are to stay within: what was asked for, else all that the device has.
 
     Args:
         memory: of the command; None if it was not given.
         targets: calls that a precision was requested for. If both methods of an autoencoder are loaded in
             precisions of their own, all weights are placed on the device, unless a limit was given.
-        share: as for `Limit`.
+        allow, share: as for `MemoryPlan`.
+
+    Returns:
+        None for `none`.
     """
     if memory == "none" or (memory is None and any(split_call(name)[1] for name in targets)):
         return None
-    return Limit(memory or "auto", allow, share)
+    return MemoryPlan(memory or "auto", tuple(allow), share)
+
+
+def count_limit(asked: MemoryPlan, device: Device) -> int:
+    """Bytes that a run may take on a device."""
+    if asked.asked != "auto":
+        return parse_bytes(asked.asked)
+    there = find_host_bytes() if device.type == "cpu" else device.memory_bytes
+    return there // asked.share
 
 
 def fit_run(
     loaded: Loaded,
     request: Request,
     device: Device,
-    limit: Limit | None,
     configs: Mapping[str, dict[str, Any]],
     announce: Callable[[str], None],
     *,
     tiling: bool | None = None,
-) -> Fitted:
-    """Place the weights of a run, and return what keeps it within a limit, and what it makes.
+) -> Loaded:
+    """Place the weights of a run, and return the pipeline with what its plan says of memory now.
+
+    Without `Plan.memory` all weights are placed on the device. So they are for `auto` if the weights and a
+    bound of the values fit: nothing is run dry then.
 
     Args:
         loaded: its weights wait in their files, or are where they were loaded.
-        limit: None places all weights on the device. So does `auto` if the weights and a bound of the
-            values fit: nothing is run dry then.
+        request: what is made. `take_size` gives what is made of it.
         tiling: whether the autoencoder works in tiles; None leaves that open.
+
+    Returns:
+        The pipeline, with an offloader that is to be entered where one keeps the run within its limit.
+
+    Raises:
+        StopdownError: no strategy stays within the limit.
     """
-    limit_bytes = limit.count_bytes(device) if limit is not None else 0
-    if limit is None or (
-        limit.memory == "auto"
-        and tiling is None
-        and _bound_run(loaded, request, device) <= limit_bytes
-    ):
+    asked = loaded.plan.memory
+    if asked is None:
         move_program(loaded.pipe, device)
-        return Fitted(request)
+        return loaded
+    limit_bytes = count_limit(asked, device)
+    if asked.asked == "auto" and tiling is None:
+        bound = _bound_run(loaded, request, device)
+        if bound <= limit_bytes:
+            move_program(loaded.pipe, device)
+            reason = f"The weights and a bound of the values come to {format_bytes(bound)}."
+            return _say(
+                loaded,
+                limit_bytes=limit_bytes,
+                strategy="resident",
+                peak_bytes=bound,
+                reason=reason,
+            )
     fit = _predict_loaded(loaded, request, device)
     if tiling is not None:
         fit = keep_tiling(fit, tiling)
     size = find_size(loaded.pipe, request, fit)
     reduced = None
     is_too_large = choose(fit, limit_bytes) is None
-    if is_too_large and size is not None and "smaller" in limit.allow:
+    if is_too_large and size is not None and "smaller" in asked.allow:
         found = find_smaller(
             request,
             size,
@@ -126,7 +113,7 @@ def fit_run(
             limit_bytes,
         )
         if found is not None:
-            request, fit, reduced, size = found
+            _, fit, reduced, size = found
             announce(reduced.reason)
     stored_bytes = max(one.stored_bytes for one in fit.predictions)
     in_files = device.type == "cpu" or stored_bytes > HOST_SHARE * find_host_bytes()
@@ -138,9 +125,35 @@ def fit_run(
         store=Path(tempfile.gettempdir()) if in_files else None,
         announce=announce,
     )
-    if offloader.taken.strategy.frames:
+    taken = offloader.taken
+    if taken.strategy.frames:
         announce(CHUNKS_DIFFER)
-    return Fitted(request, offloader, reduced, size)
+    reason = f"{taken.strategy.name} is the fastest that stays within {format_bytes(limit_bytes)}."
+    return _say(
+        dataclasses.replace(loaded, offloader=offloader),
+        limit_bytes=limit_bytes,
+        strategy=taken.strategy.name,
+        peak_bytes=taken.peak_bytes,
+        stored_bytes=taken.stored_bytes,
+        seconds=taken.seconds,
+        size=None if size is None else (size.frames, size.height, size.width),
+        reduced=reduced,
+        reason=reason,
+    )
+
+
+def _say(loaded: Loaded, **said: Any) -> Loaded:
+    """Return a pipeline whose plan says this of memory."""
+    memory = dataclasses.replace(loaded.plan.memory or MemoryPlan(), **said)
+    return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
+
+
+def take_size(request: Request, plan: Plan) -> Request:
+    """Return a request at the size that a plan makes it at: smaller if that was allowed and necessary."""
+    memory = plan.memory
+    if memory is None or memory.reduced is None or memory.size is None:
+        return request
+    return shrink_request(request, Size(*memory.size))
 
 
 def _bound_run(loaded: Loaded, request: Request, device: Device) -> int:

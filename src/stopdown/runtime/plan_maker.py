@@ -18,9 +18,9 @@ from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
 from stopdown.plans.certified import certify_plan, certify_program
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.planned_loader import load_plan
-from stopdown.records import Plan
+from stopdown.records import MemoryPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.runtime.memory_limits import Limit, fit_run
+from stopdown.runtime.memory_limits import fit_run
 from stopdown.scaling.trial import WideProducts
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source
@@ -110,17 +110,14 @@ def run_certified(
     plan = find_or_certify(source, device, progress=progress)
     loaded = load_plan(
         source,
-        dataclasses.replace(plan, chosen="its certificate"),
+        dataclasses.replace(plan, chosen="its certificate", memory=MemoryPlan()),
         device,
         progress=progress,
-        move=False,
     )
     pipe = loaded.pipe
-    fitted = fit_run(
-        loaded, requests[0], device, Limit(), read_configs(source.described), warn_user
-    )
+    loaded = fit_run(loaded, requests[0], device, read_configs(source.described), warn_user)
     pipe.set_progress_bar_config(disable=True)
     sums = WideProducts() if device.type == "cpu" else contextlib.nullcontext()
     options = GuardOptions(decisions=loaded.decisions, loaded=loaded)
-    with loaded.patches, fitted.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
+    with loaded.patches, loaded.offloader or contextlib.nullcontext(), Guard(pipe, options), sums:
         yield pipe, plan, requests

@@ -1,6 +1,6 @@
-"""One request, made by a pipeline that is in memory: frames under the guard, the file, the record.
+"""A run: a checkpoint loaded by a plan, placed, called under the guard; its file and its record.
 
-`generate` makes one of them, `batch` many, with the same loaded pipeline.
+`generate` makes one or several with the same loaded pipeline, `batch` many, and `compare` its cells.
 
 **Catches**, besides what the guard catches, arguments that a pipeline refuses and memory that runs out:
 each becomes one message.
@@ -9,32 +9,47 @@ each becomes one message.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from stopdown.devices.device_memory import PeakMemory, describing_out_of_memory
+from stopdown.devices.device_memory import PeakMemory, describing_out_of_memory, peak_memory
 from stopdown.devices.environment import Device, describe_machine
-from stopdown.errors import InputError
+from stopdown.errors import InputError, StopdownError, warn_user
 from stopdown.files.outputs import find_record_path, written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import choose_format, to_uint8, write_media
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.requests import (
+    MEDIA,
     Request,
     build_arguments,
     find_frames,
     list_own_sides,
     read_frames,
 )
-from stopdown.plans.planned_loader import Loaded
-from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
-from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
-from stopdown.runtime.journal import CallAnswers
-from stopdown.runtime.repair_order import OnFault
+from stopdown.plans.planned_loader import Loaded, load_plan
+from stopdown.records import (
+    CallSummary,
+    Finding,
+    GuardRecord,
+    Plan,
+    RunRecord,
+    describe_no_run,
+    to_json,
+)
+from stopdown.runtime.guard import Announce, Guard, GuardOptions
+from stopdown.runtime.memory_limits import fit_run, take_size
+from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, fingerprint
 
 
@@ -55,53 +70,216 @@ class Made:
     stages_s: dict[str, float]
 
 
-def make_frames(
-    loaded: Loaded,
-    request: Request,
-    *,
-    output: str,
-    on_fault: OnFault = "repair",
-    observer: Observer | None = None,
-    announce: Announce | None = None,
-    journal: CallAnswers | None = None,
-    maxima: bool = False,
-) -> Made:
+class Runner:
+    """A checkpoint on a device, which makes one request after the other.
+
+    The pipeline stays loaded until another plan comes, and its weights stay placed until a run makes other
+    sizes.
+
+    Args:
+        source: with the class of the pipeline that serves the requests.
+
+    Attributes:
+        loaded: None until the first run.
+    """
+
+    def __init__(self, source: Source, device: Device) -> None:
+        self.source, self.device = source, device
+        self.loaded: Loaded | None = None
+        self._seal: str | None = None
+        self._sizes = ""
+        self._misfits: dict[str, StopdownError] = {}
+        self._placed = contextlib.ExitStack()
+
+    def make(
+        self,
+        plan: Plan,
+        request: Request,
+        *,
+        output: str,
+        fps: float,
+        settings: GuardOptions,
+        started: float,
+        numbered: bool = False,
+        writes: bool = True,
+        spread: Spread = lambda pipe: contextlib.nullcontext(""),
+        progress: Progress | None = None,
+        fields: Mapping[str, Any],
+    ) -> tuple[RunRecord, Made]:
+        """Load what is not loaded, make a request under the guard, and write its file.
+
+        Args:
+            plan: how it runs, and what it stays within (`Plan.memory`).
+            output: path of the file; the record is the caller's to write.
+            settings: of the guard; what belongs to the loaded pipeline is set here.
+            started: when the run began, by `time.perf_counter`.
+            numbered: replace nothing: take the first free name instead.
+            writes: False where another process writes the file.
+            spread: puts each step on several processes, and gives how in words.
+            fields: further fields of the record, among them `request`.
+
+        Raises:
+            InputError: the pipeline refuses the request.
+            StopdownError: memory ran out, or a call cannot be repaired.
+        """
+        stages = {"prepare": time.perf_counter() - started}
+        announce = settings.announce or warn_user
+        try:
+            with peak_memory(self.device) as peak:
+                self.load(plan, stages, progress)
+                loaded = self._place(request, stages, announce)
+                taken = take_size(request, loaded.plan)
+                with spread(loaded.pipe) as parallel:
+                    made = make_frames(loaded, taken, output=output, settings=settings)
+        except BaseException:
+            self.release()
+            raise
+        stages |= made.stages_s
+        place: str | None = None
+        findings: tuple[Finding, ...] = ()
+        if writes:
+            begun = time.perf_counter()
+            written, findings = write_frames(output, made.frames, fps, numbered=numbered)
+            place = str(written) if numbered else output
+            stages["write"] = time.perf_counter() - begun
+        offloader = loaded.offloader
+        record = _describe_run(
+            self.source,
+            loaded,
+            self.device,
+            made,
+            peak,
+            stages_s=stages,
+            findings=findings,
+            output=place,
+            strategy=offloader.taken.strategy.name if offloader else "",
+            steps_down=tuple(offloader.steps_down) if offloader else (),
+            parallel=parallel,
+            **fields,
+            elapsed_s=time.perf_counter() - started,
+        )
+        if record.steps_down:  # the next run does not depend on what happened to this one
+            self.release()
+        return record, made
+
+    def load(
+        self, plan: Plan, stages: dict[str, float] | None = None, progress: Progress | None = None
+    ) -> None:
+        """Load the pipeline by a plan, unless it is; `stages` gets the seconds that it took."""
+        seal = plan.seal or to_json(plan)
+        if self.loaded is not None and self._seal == seal:
+            return
+        self.release()
+        self.loaded, begun = None, time.perf_counter()  # old weights go before new ones come
+        self.loaded = load_plan(self.source, plan, self.device, progress=progress)
+        self._seal = seal
+        if stages is not None:
+            stages["load"] = time.perf_counter() - begun
+
+    def _place(self, request: Request, stages: dict[str, float], announce: Announce) -> Loaded:
+        """Place the weights for runs of these sizes, unless they are."""
+        loaded = self.loaded
+        assert loaded is not None
+        sizes = _describe_sizes(request)
+        if self._sizes == sizes:
+            return loaded
+        self.release()
+        if sizes in self._misfits:
+            raise self._misfits[sizes]
+        begun = time.perf_counter()
+        configs = read_configs(self.source.described)
+        try:
+            loaded = fit_run(loaded, request, self.device, configs, announce)
+        except StopdownError as error:
+            self._misfits[sizes] = error
+            raise
+        if loaded.offloader is not None:
+            self._placed.enter_context(loaded.offloader)
+        stages["place"] = time.perf_counter() - begun
+        self.loaded, self._sizes = loaded, sizes
+        return loaded
+
+    def release(self) -> None:
+        """Take off what keeps runs within their limit; the next run is placed anew."""
+        self._placed.close()
+        self._sizes = ""
+        if self.loaded is not None:
+            self.loaded = dataclasses.replace(self.loaded, offloader=None)
+
+
+def _describe_sizes(request: Request) -> str:
+    """Return what of a request decides what a run takes."""
+    asked = {x.name: getattr(request, x.name) for x in dataclasses.fields(request)}
+    media = [getattr(asked.pop(name), "shape", None) for name in MEDIA]
+    for name in ("prompt", "negative", "seed", "arguments"):
+        del asked[name]
+    return f"{asked} {media}"
+
+
+Spread = Callable[[Any], AbstractContextManager[str]]
+"""What a step is spread by: from a pipeline to what is entered around its call."""
+
+
+def make_frames(loaded: Loaded, request: Request, *, output: str, settings: GuardOptions) -> Made:
     """Call a pipeline under the guard, which is gone when this returns.
 
     Args:
         output: path that the frames are for; refused at once when it cannot hold them.
-        on_fault, observer, announce, journal, maxima: as for `guard`.
+        settings: of the guard; what belongs to the pipeline is set here.
     """
     arguments = build_arguments(loaded.pipe, request)
     sides = list_own_sides(loaded.pipe, request)
-    if sides and announce is not None:
-        announce(
+    if sides and settings.announce is not None:
+        settings.announce(
             f"{sides['height']}x{sides['width']} is made, the size of the model's configs: the default of "
             f"{type(loaded.pipe).__name__} is far from it. Set height and width for another size."
         )
     choose_format(output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    options = GuardOptions(
-        on_fault=on_fault,
-        decisions=loaded.decisions,
-        observer=observer,
-        announce=announce,
-        journal=journal,
-        maxima=maxima,
-        loaded=loaded,
-        frames=False,
-    )
-    guarding = Guard(loaded.pipe, options).put_on()
+    settings = dataclasses.replace(settings, loaded=loaded)
+    ran = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
+    stages_s = sum_stages(ran.seen.calls)
+    stages_s["other"] = ran.elapsed_s - sum(stages_s.values())
+    return Made(to_uint8(read_frames(ran.result)), ran.seen, ran.updated, stages_s)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program gave under a guard.
+
+    Attributes:
+        result: of its call.
+        seen, updated: as for `Made`.
+    """
+
+    result: Any
+    seen: GuardRecord
+    updated: Plan | None
+    elapsed_s: float
+
+
+def run_guarded(loaded: Loaded, start: Callable[[], Any], settings: GuardOptions) -> Ran:
+    """Run a program once under a guard, which is gone when this returns.
+
+    Args:
+        start: calls it.
+        settings: of the guard; it leaves the frames to the caller.
+    """
+    settings = dataclasses.replace(settings, decisions=loaded.decisions, frames=False)
+    guarding = Guard(loaded.pipe, settings).put_on()
     begun = time.perf_counter()
     with guarding, torch.no_grad():
-        result = _call(loaded.pipe, arguments)
+        result = start()
         updated = guarding.updated_plan()
-    whole_s = time.perf_counter() - begun
-    seen, stages_s = guarding.record, dict[str, float]()
-    for call in seen.calls:
+    return Ran(result, guarding.record, updated, time.perf_counter() - begun)
+
+
+def sum_stages(calls: Iterable[CallSummary]) -> dict[str, float]:
+    """Seconds in the components by stage."""
+    stages_s = dict[str, float]()
+    for call in calls:
         stages_s[call.stage] = stages_s.get(call.stage, 0.0) + call.elapsed_s
-    stages_s["other"] = whole_s - sum(stages_s.values())
-    return Made(to_uint8(read_frames(result)), seen, updated, stages_s)
+    return stages_s
 
 
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
@@ -130,14 +308,15 @@ def write_frames(
     return written, find_frame_findings(frames, "output")
 
 
-def describe_run(
-    source: Source, loaded: Loaded, device: Device, made: Made, memory: PeakMemory, **others: Any
+def _describe_run(
+    source: Source, loaded: Loaded, device: Device, made: Made, peak: PeakMemory, **others: Any
 ) -> RunRecord:
     """The record of a run.
 
     Args:
         others: further fields of `RunRecord`: request, stages_s, findings, output, elapsed_s…
     """
+    memory = loaded.plan.memory
     return RunRecord(
         source=source.name,
         fingerprint=fingerprint(source),
@@ -147,14 +326,16 @@ def describe_run(
         machine=describe_machine(),
         decisions=loaded.decisions,
         calls=made.seen.calls,
-        peak_bytes=memory.peak_bytes,
-        peak_source=memory.method,
+        peak_bytes=peak.peak_bytes,
+        peak_source=peak.method,
         own_s=made.seen.own_s,
         repairs=made.seen.repairs,
         unwatched=made.seen.unwatched,
         uncertified=made.seen.uncertified,
         maxima=made.seen.maxima,
         journal=made.seen.journal,
+        memory=memory,
+        reduced=memory.reduced if memory is not None else None,
         **others,
     )
 
