@@ -47,10 +47,12 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
+from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling import fold_scaling, rescale_
+from stopdown.scaling.folds import load_scaled
 from stopdown.sources import folders
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source
@@ -89,6 +91,36 @@ def test_other_pipelines_render_right(
     record = convert_made(name, folder, tmp_path / "out", plan)
     assert {entry.precision for entry in record.components} == {"fp16"}
     assert_right(run_plain(name, folder, tmp_path / "out"))
+
+
+def test_folds_go_from_the_stored_format_to_fp16(
+    save_tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a plan has folds alone nothing is in fp32 on the way: each weight is rounded once from bf16."""
+    source, name = resolve_source(save_tiny("sd", "bf16")), "conv_in.weight"
+    plan = certify_plan(source, residual="native")
+    scaling = {"unet": Scaling(exponents={name: -20})}
+    entries = [
+        dataclasses.replace(x, precision="fp16", scaling=scaling.get(x.component, Scaling()))
+        for x in plan.components
+    ]
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def watch(module: torch.nn.Module, *given: Any) -> Any:
+        seen[type(module).__name__] = {x.dtype for x in module.parameters()}
+        return load_scaled(module, *given)
+
+    monkeypatch.setattr(component_folders, "load_scaled", watch)
+    convert(
+        source, tmp_path / "out", seal_plan(dataclasses.replace(plan, components=tuple(entries)))
+    )
+    assert len(seen) == len(entries)
+    assert set.union(*seen.values()) == {torch.bfloat16}
+    file = "unet/diffusion_pytorch_model.safetensors"
+    before, after = load_file(source.path / file), load_file(tmp_path / "out" / file)
+    for key, value in before.items():
+        wanted = torch.ldexp(value.double(), torch.tensor(-20 if key == name else 0)).half()
+        assert torch.equal(after[key], wanted)
 
 
 def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Conversion]) -> None:

@@ -14,8 +14,12 @@ from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 
 from stopdown import testing
+from stopdown.devices.environment import choose_device
 from stopdown.errors import SourceError
-from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.plans import planned_loader
+from stopdown.plans.applier import load_entry
+from stopdown.plans.certified import certify_plan
 from stopdown.sources.sources import resolve_source, verify_source
 
 CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -133,6 +137,23 @@ def test_components_of_a_single_file_have_their_own_precision(file: Path, folder
     dtypes = {"vae": torch.float32, "default": torch.bfloat16}
     pipe = load_pipeline(resolve_source(file, config=folder), torch_dtypes=dtypes)
     assert (pipe.vae.dtype, pipe.unet.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_exponents_are_put_on_the_format_of_the_file(
+    file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single file in fp16 is loaded by a plan without any weight in fp32 on the way."""
+    source = complete_source(resolve_source(file, config=folder))
+    plan, seen = certify_plan(source), set[torch.dtype]()
+
+    def watch(module: torch.nn.Module, *given: Any) -> Any:
+        seen.update(x.dtype for x in module.parameters())
+        return load_entry(module, *given)
+
+    monkeypatch.setattr(planned_loader, "load_entry", watch)
+    pipe = planned_loader.load_plan(source, plan, choose_device("cpu")).pipe
+    assert seen == {torch.float16}
+    assert pipe.unet.dtype == torch.float16
 
 
 @pytest.fixture

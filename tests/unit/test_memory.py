@@ -22,7 +22,12 @@ from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.request_options import read_allowed
 from stopdown.component_calls.call_interception import Rank, intercept
-from stopdown.component_calls.components import find_callees, find_components
+from stopdown.component_calls.components import (
+    find_blocks,
+    find_callees,
+    find_components,
+    is_autoencoder,
+)
 from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
@@ -31,7 +36,7 @@ from stopdown.memory import allocation_tracker, offloader, smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
-from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
+from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run, sign_block
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
@@ -50,7 +55,7 @@ from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.scaling.trial import WideProducts
 from stopdown.sources.sources import resolve_source
-from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
+from stopdown.testing import PIPELINE_NAMES, assert_untouched, make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
 
@@ -205,6 +210,48 @@ def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.Mon
     assert found == expected
     assert many > 4
     assert (few < many / 2) == (name == "cogvideox")
+
+
+@pytest.mark.parametrize("name", PIPELINE_NAMES)
+def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is predicted as if each block were run; where two are alike, one of them is not."""
+    pipe, ran = make_pipeline(name), list[str]()
+    signs = [
+        sign_block(module.get_submodule(path))
+        for module in find_components(pipe).values()
+        for path in find_blocks(module, (torch.nn.ModuleList,))
+        if not is_autoencoder(module)
+    ]
+    begin = StorageTracker.__torch_dispatch__
+
+    def count(self: Any, func: Any, *given: Any, **named: Any) -> Any:
+        ran.append(str(func))
+        return begin(self, func, *given, **named)
+
+    def listen() -> tuple[RunMemory, int]:
+        ran.clear()
+        arguments = {**pipeline_calls.CALLS[name], "num_inference_steps": 1}
+        return listen_to_run(copy_skeleton(pipe), arguments), len(ran)
+
+    monkeypatch.setattr(StorageTracker, "__torch_dispatch__", count)
+    found, few = listen()
+    monkeypatch.setattr(MemoryListener, "_put_blocks", lambda *_: None)
+    expected, many = listen()
+    assert found == expected
+    assert few < many or len(set(signs)) == len(signs)
+
+
+def test_blocks_with_other_hooks_or_settings_are_told_apart() -> None:
+    """A hook, an attribute, a size or a dtype of one block, but not its number, makes it another."""
+    layers = [torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(6)]
+    for number, layer in enumerate(layers):
+        layer.layer_idx = number  # type: ignore[assignment]
+    assert len({*map(sign_block, layers)}) == 1
+    layers[1].norm_first = True
+    layers[2].linear1.register_forward_hook(lambda *_: None)
+    layers[3].half()
+    layers[4].linear2 = torch.nn.Linear(16, 8, bias=False)
+    assert len({*map(sign_block, layers)}) == 5
 
 
 def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:

@@ -107,6 +107,10 @@ def test_a_smaller_picture_only_when_allowed(folder: Path, tmp_path: Path) -> No
     said = f"No strategy stays within 500 KiB at 64x64; {height}x{width} is made instead"
     assert record.reduced.reason.startswith(said)
     assert record.reduced.reason in heard.texts
+    assert record.memory is not None
+    assert (record.memory.reduced, record.memory.size) == (record.reduced, (1, height, width))
+    assert (record.memory.strategy, record.memory.limit_bytes) == (record.strategy, 500 * 2**10)
+    assert 0 < record.memory.peak_bytes <= record.memory.limit_bytes
     with pytest.raises(StopdownError) as caught:
         generate_small(folder, tmp_path / "b.png", "500KiB")
     assert 'Add allow="smaller"' in str(caught.value)

@@ -31,6 +31,7 @@ from stopdown.plans.precision import (
 )
 from stopdown.records import (
     ComponentPlan,
+    MemoryPlan,
     Plan,
     ResidualStream,
     Scaling,
@@ -69,6 +70,18 @@ PLAN = files.seal_plan(
     )
 )
 GOOD, MISSING = Support(True, True, 0.2, "Native."), Support(False, True, 4.0, "Emulated.")
+
+
+def test_memory_is_of_one_run(tmp_path: Path) -> None:
+    """What a run stays within is in no file and under no seal; files from before it are read."""
+    placed = dataclasses.replace(PLAN, memory=MemoryPlan("8GiB", strategy="block"))
+    assert files.seal_plan(placed) == PLAN
+    path = files.write_plan(placed, tmp_path / "plan.json")
+    assert files.read_plan(path) == PLAN
+    content = json.loads(path.read_text())
+    del content["memory"]
+    path.write_text(json.dumps(content))
+    assert files.read_plan(path) == PLAN
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

@@ -18,14 +18,13 @@ from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
-from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.folds import load_scaled
 from stopdown.sources.folders import edit_config, find_dtype_field, write_card, write_weights
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:
-    """A component with its exponents, in fp16."""
-    fold_scaling(module, found.scaling)
-    cast_(module, torch.float16, found.scaling)
+    """A component with its exponents, in fp16, tensor by tensor from the format that it is in."""
+    load_scaled(module, torch.float16, found.scaling)
     bad = [
         f"{name}:{tensor_name}"
         for tensor_name, tensor in module.state_dict().items()

@@ -1,7 +1,8 @@
 """`convert`: a plan written into weights and configurations, for programs that know nothing of plans.
 
-The checkpoint is loaded in fp32, each component's exponents are brought into a form that files hold
-(`file_exponents`), folded in, cast to fp16 and written with the descriptions of the original beside them.
+Each component's exponents are brought into a form that files hold (`file_exponents`), which runs it in fp32
+if the plan has more than that. They are folded in and cast to fp16 tensor by tensor from the stored format,
+and written with the descriptions of the original beside them.
 In a folder, a component that needs more than files hold (multiplies, fp32 layers, an fp32 residual stream)
 keeps its weights, and its `config.json` carries its plan.
 A single file is written again row by row, with its own names. Everything is written beside its place
@@ -45,12 +46,13 @@ from stopdown.checkpoints.file_exponents import (
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.component_call_names import QUANT_METHOD
 from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.components import find_kept_fp32, is_autoencoder
+from stopdown.component_calls.components import find_components, find_kept_fp32, is_autoencoder
 from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.extensions import require_offer
 from stopdown.files.outputs import written_beside
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
+from stopdown.mapped_weights import choose_folder, map_copy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.eps_fields import find_eps_fields
@@ -110,7 +112,8 @@ class _Work:
 
     Attributes:
         source: complete, with its class, its components and the folder of its configurations.
-        pipe: the pipeline in fp32.
+        pipe: the pipeline, its weights mapped as they are stored; in fp32 once one of its components has
+            to be run.
         leave: components that are written as they are stored.
         form: what it becomes: `diffusers`, `single` or `comfyui`.
         expressed: component to its exponents as files hold them.
@@ -171,8 +174,8 @@ def convert(
         PlanError: the plan is damaged or belongs to another checkpoint.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: the pipeline in fp32 in memory; where a plan cannot be written as it is, a run in fp32 for
-    each of its prompts, and captures as for `measure_plan`.
+    Cost: where a plan is written as it is, one component in fp16 in memory. Otherwise the pipeline in fp32,
+    a run for each of the plan's prompts, and captures as for `measure_plan`.
     """
     started = time.perf_counter()
     check_type(
@@ -223,7 +226,7 @@ def _open(
     request: Request | None,
     progress: Progress | None,
 ) -> _Work:
-    """The pipeline in fp32, after a look whether plan and options belong to it."""
+    """The pipeline as it is stored, after a look whether plan and options belong to it."""
     check_source(plan, source)
     source = select_class(complete_source(source), request)
     names = [entry.component for entry in plan.components]
@@ -236,7 +239,7 @@ def _open(
             )
 
     where = choose_device(device)
-    pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
+    pipe = load_program(source, torch_dtypes=None, progress=progress)
     rows = put_file_bounds(source, pipe)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
@@ -261,6 +264,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
     @functools.cache
     def record() -> Mapping[str, Sequence[ComponentCall]]:
+        _widen(work.pipe)
         if work.source.parts and request.arguments:
             return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
         if work.source.parts:
@@ -295,6 +299,20 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
             work.problems[name] = describe_effect(found)
+
+
+def _widen(pipe: Any) -> None:
+    """Cast all weights to fp32, in temporary files if they are large beside the machine's memory."""
+    modules = find_components(pipe).values()
+    tensors = [x for module in modules for x in module.state_dict(keep_vars=True).values()]
+    narrow = {id(x): x for x in tensors if x.is_floating_point() and x.dtype != torch.float32}
+    needed = sum(4 * x.numel() for x in narrow.values())
+    folder = choose_folder(needed, choose_device("cpu").memory_bytes)
+    for tensor in narrow.values():
+        if folder is not None and tensor.device.type == "cpu":
+            tensor.data = map_copy(tensor, folder, torch.float32)
+        else:
+            tensor.data = tensor.float()
 
 
 def _refuse(work: _Work, allow_eps: bool) -> None:
@@ -342,7 +360,7 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
             module = _fold(work, name)
             entries = _list_entries(work, [name], work.expressed[name].scaling.exponents)
             write_component(module, part / name, entries, _list_fields(work, name))
-            del module  # its fp32 weights go before the next component's come
+            del module  # its weights go before the next component's come
         elif work.source.kind != "file":
             copy_weights(work.source.path / name, part / name, work.source.variant)
         else:

@@ -1,9 +1,10 @@
 """What a run of a pipeline takes, heard in its dry run: each component's calls, and the weights.
 
 Every storage is counted while the code runs without weights, so sizes, lifetimes, tiling, slicing and
-chunking are those of the real code, not of a formula. An autoencoder's code is run once for all tiles
-that have the same shapes; one that writes into what it is given, as Wan's do into its cache, or returns a
-part of it, runs for each tile.
+chunking are those of the real code, not of a formula. The code of blocks that are alike (the same parts,
+sizes, settings and hooks) is run once for arguments of the same shapes, and that of an autoencoder once
+for all tiles of a shape. Code that writes into what it is given, as Wan's does into its cache, or returns a
+view of it, runs each time.
 
 **Catches** what the pipeline does between the calls, in Python, too.
 **Does not catch** what `StorageTracker` does not; a component whose code reads values of its inputs: it
@@ -25,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from stopdown.component_call_names import name_component
+from stopdown.component_call_names import is_inside, name_component
 from stopdown.component_calls.call import ComponentCall, sign_arguments
-from stopdown.component_calls.components import find_blocks, find_components
+from stopdown.component_calls.components import find_blocks, find_components, is_autoencoder
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.interception.module_paths import ModulePaths
@@ -150,6 +151,7 @@ class MemoryListener(Listener):
         self._tracker = StorageTracker(on_cpu=on_cpu)
         self._calls: list[CallMemory] = []
         self._between = self._start = self._steps = 0
+        self._strays: dict[str, frozenset[str]] = {}
 
     def conclude(self, pipe: Any) -> RunMemory:
         """What the run that is over took, on a skeleton or the pipeline itself."""
@@ -189,11 +191,13 @@ class MemoryListener(Listener):
         tracker.ignore(run.fakes.values())  # real tensors stand for their memory
         self._call, self._paths = CallMemory(callee.name, callee.stage), paths
         self._begun, flops = tracker.live_bytes, tracker.flops
-        note = functools.partial(_note_strays, self._call.strays, _find_homes(callee.owner), paths)
+        self._strays = self._call.strays
+        note = functools.partial(_note_strays, self._strays, _find_homes(callee.owner), paths)
         with _attention(self._fused), Patches() as patches:
             patches.set_attribute(tracker, "on_operation", note)
             patches.set_attribute(tracker, "kind", FakeTensor)
             self._put_tiles(callee.owner, patches)
+            self._put_blocks(callee.owner, patches)
             with tracker:
                 yield
         self.leave("")
@@ -211,6 +215,23 @@ class MemoryListener(Listener):
         for name in ("blend_t", "blend_v", "blend_h"):
             if callable(code := getattr(owner, name, None)):
                 patches.set_attribute(owner, name, functools.partial(self._run_blend, {}, code))
+
+    def _put_blocks(self, owner: torch.nn.Module, patches: Patches) -> None:
+        """Have the code of blocks that are alike run once for arguments of the same shapes.
+
+        Autoencoders keep values from one block's call to the next, and their blocks differ in size.
+        """
+        if is_autoencoder(owner):
+            return
+        alike: dict[str, list[torch.nn.Module]] = {}
+        for part in owner.modules():
+            for block in part if isinstance(part, torch.nn.ModuleList) else ():
+                alike.setdefault(sign_block(block), []).append(block)
+        for blocks in alike.values():
+            known: dict[str, Tile] = {}
+            for block in blocks if len(blocks) > 1 else ():
+                once = functools.partial(self._run_tile, known, block.forward)
+                patches.set_attribute(block, "forward", once)
 
     def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
         """Blend the seam of two tiles, row by row; another of the same shapes takes as much.
@@ -233,26 +254,42 @@ class MemoryListener(Listener):
     def _run_tile(
         self, known: dict[str, Tile], code: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """What a tile gives; one like an earlier one takes as much, on top of what is alive by then."""
-        self.leave(self._paths.current)
+        """What a tile or block gives; one like an earlier one takes as much on top of what is alive."""
+        here = self._paths.current
+        self.leave(here)
         alive, call = self._tracker.live_bytes - self._begun, self._call
-        key = sign_arguments(args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
+        key = f"{sign_arguments(args, kwargs)}{strides}"
         if (tile := known.get(key)) is not None:
-            output = tile.make_output()
+            output = tile.make_output(leaves)
             self._tracker.flops += tile.flops
+            self._repeat_strays(tile.path, here)
         else:
             given = Given(args, kwargs)
-            output, tile = self._watch_tile(alive, functools.partial(code, *args, **kwargs))
+            output, tile = self._watch_tile(alive, functools.partial(code, *args, **kwargs), leaves)
             if given.is_left_alone(output):
                 known[key] = tile
         for path, peak in tile.peaks.items():
-            call.peaks[path] = max(alive + peak, call.peaks.get(path, alive + peak))
+            place = _move(path, tile.path, here)
+            call.peaks[place] = max(alive + peak, call.peaks.get(place, alive + peak))
         for path, count in tile.entries.items():
-            call.entries[path] = call.entries.get(path, 0) + count
+            place = _move(path, tile.path, here)
+            call.entries[place] = call.entries.get(place, 0) + count
         return output
 
-    def _watch_tile(self, alive: int, code: Callable[[], Any]) -> tuple[Any, Tile]:
-        """What a tile gives and takes by itself."""
+    def _repeat_strays(self, path: str, here: str) -> None:
+        """Note of a block what was noted of the one that it is like."""
+        for home, users in [*self._strays.items()] if path != here else ():
+            if any(is_inside(x, path) for x in (home, *users)):
+                moved = frozenset(_move(x, path, here) for x in users)
+                _join(self._strays, {_move(home, path, here): moved})
+
+    def _watch_tile(
+        self, alive: int, code: Callable[[], Any], leaves: list[Any]
+    ) -> tuple[Any, Tile]:
+        """What a tile or block gives and takes by itself."""
+        here = self._paths.current
         call, flops = self._call, self._tracker.flops
         self._call = own = CallMemory(call.component, call.stage)
         try:
@@ -262,7 +299,7 @@ class MemoryListener(Listener):
             self._call = call
         peaks = {path: peak - alive for path, peak in own.peaks.items()}
         return output, Tile(
-            peaks, own.entries, self._tracker.flops - flops, describe_output(output)
+            here, peaks, own.entries, self._tracker.flops - flops, describe_output(output, leaves)
         )
 
     def enter(self, path: str) -> None:
@@ -344,23 +381,27 @@ def _attention(fused: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tile:
-    """What an encoder or decoder made of a tile, and what that took.
+    """What an encoder or decoder made of a tile, or a block of what it was given, and what that took.
 
     Attributes:
+        path: of the module that ran.
         peaks: module path → most bytes alive, counted from its start.
         entries: module path → how often it was entered.
         flops: of its matrix products, convolutions and attention.
-        output: what came back, each tensor as its shape, strides, dtype and device.
+        output: what came back, each tensor as its shape, strides, dtype and device, or as its place among
+            what was given.
     """
 
+    path: str
     peaks: dict[str, int]
     entries: dict[str, int]
     flops: int
     output: Any
 
-    def make_output(self) -> Any:
-        """The same again, in memory of its own."""
-        return pytree.tree_map_only(_Shape, lambda x: x.make(), self.output)
+    def make_output(self, leaves: Sequence[Any]) -> Any:
+        """The same again, in memory of its own; what was given comes back as it is."""
+        kinds = (_Shape, _Place)
+        return pytree.tree_map_only(kinds, lambda x: x.make(leaves), self.output)
 
 
 @dataclass(frozen=True)
@@ -370,15 +411,63 @@ class _Shape:
     dtype: torch.dtype
     device: torch.device
 
-    def make(self) -> torch.Tensor:
+    def make(self, leaves: Sequence[Any]) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-def describe_output(output: Any) -> Any:
+@dataclass(frozen=True)
+class _Place:
+    """A tensor that was given and came back."""
+
+    number: int
+
+    def make(self, leaves: Sequence[Any]) -> Any:
+        return leaves[self.number]
+
+
+def describe_output(output: Any, leaves: Sequence[Any]) -> Any:
     """An output without its tensors, which would stay alive."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda x: _Shape(tuple(x.shape), x.stride(), x.dtype, x.device), output
-    )
+    places = {id(x): number for number, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+    def describe(tensor: torch.Tensor) -> _Shape | _Place:
+        if id(tensor) in places:
+            return _Place(places[id(tensor)])
+        return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    return pytree.tree_map_only(torch.Tensor, describe, output)
+
+
+def _move(path: str, before: str, after: str) -> str:
+    """The path of a module inside of one block, as that of another block's."""
+    return after + path[len(before) :] if is_inside(path, before) else path
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
+_NUMBERS = ("layer_idx",)
+"""Attributes that number blocks, and change nothing that a block takes."""
+
+
+def sign_block(block: torch.nn.Module) -> str:
+    """What tells apart blocks that take memory differently: parts, weights, settings and hooks."""
+    told: list[Any] = []
+    for path, part in block.named_modules():
+        attributes = {
+            name: repr(value) if isinstance(value, _PLAIN) else _describe_kind(value)
+            for name, value in vars(part).items()
+            if not name.startswith("_") and name not in _NUMBERS
+        }
+        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        sizes = [(name, tuple(x.shape), x.stride(), x.dtype) for name, x in tensors]
+        told.append((path, type(part), attributes, [_describe_kind(x) for x in hooks], sizes))
+    return str(told)
+
+
+def _describe_kind(value: Any) -> str:
+    """The class of a value, or the name of a function with the classes of what is bound to it."""
+    if isinstance(value, functools.partial):
+        return f"{_describe_kind(value.func)}({[_describe_kind(x) for x in value.args]})"
+    return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
 class Given:
@@ -389,11 +478,12 @@ class Given:
         self._leaves = [_refer(x) for x in pytree.tree_leaves(given)]
 
     def is_left_alone(self, output: Any) -> bool:
-        """Whether it is as it was, and each tensor of the output has memory of its own."""
+        """Whether it is as it was, and each tensor of the output was given or has memory of its own."""
         leaves = pytree.tree_leaves(self._given)
         if len(leaves) != len(self._leaves) or not all(map(_is_same, self._leaves, leaves)):
             return False
-        made = [x for x in pytree.tree_leaves(output) if x is not None]
+        known = {id(x) for x in leaves}
+        made = [x for x in pytree.tree_leaves(output) if x is not None and id(x) not in known]
         if not all(isinstance(x, torch.Tensor) for x in made):
             return False
         storages = [x.untyped_storage() for x in made]
