@@ -48,6 +48,7 @@ from stopdown.memory.strategies import (
     predict,
 )
 from stopdown.number_formats import format_bytes, parse_bytes
+from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
@@ -230,8 +231,8 @@ def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.Monke
 
     def listen() -> tuple[RunMemory, int]:
         ran.clear()
-        arguments = {**pipeline_calls.CALLS[name], "num_inference_steps": 1}
-        return listen_to_run(copy_skeleton(pipe), arguments), len(ran)
+        request = complete_request(pipe, Request(steps=2))
+        return listen_to_run(copy_skeleton(pipe), build_arguments(pipe, request)), len(ran)
 
     monkeypatch.setattr(StorageTracker, "__torch_dispatch__", count)
     found, few = listen()

@@ -258,16 +258,14 @@ class MemoryListener(Listener):
         here = self._paths.current
         self.leave(here)
         alive, call = self._tracker.live_bytes - self._begun, self._call
-        leaves = pytree.tree_leaves((args, kwargs))
-        strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
-        key = f"{sign_arguments(args, kwargs)}{strides}"
+        key = _sign_given(args, kwargs)
         if (tile := known.get(key)) is not None:
-            output = tile.make_output(leaves)
+            output = tile.make_output(pytree.tree_leaves((args, kwargs)))
             self._tracker.flops += tile.flops
             self._repeat_strays(tile.path, here)
         else:
             given = Given(args, kwargs)
-            output, tile = self._watch_tile(alive, functools.partial(code, *args, **kwargs), leaves)
+            output, tile = self._watch_tile(alive, code, args, kwargs)
             if given.is_left_alone(output):
                 known[key] = tile
         for path, peak in tile.peaks.items():
@@ -286,18 +284,19 @@ class MemoryListener(Listener):
                 _join(self._strays, {_move(home, path, here): moved})
 
     def _watch_tile(
-        self, alive: int, code: Callable[[], Any], leaves: list[Any]
+        self, alive: int, code: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Tile]:
         """What a tile or block gives and takes by itself."""
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         self._call = own = CallMemory(call.component, call.stage)
         try:
-            output = code()
+            output = code(*args, **kwargs)
             self.leave(self._paths.current)
         finally:
             self._call = call
         peaks = {path: peak - alive for path, peak in own.peaks.items()}
+        leaves = pytree.tree_leaves((args, kwargs))  # before, they would have kept values alive
         return output, Tile(
             here, peaks, own.entries, self._tracker.flops - flops, describe_output(output, leaves)
         )
@@ -435,6 +434,12 @@ def describe_output(output: Any, leaves: Sequence[Any]) -> Any:
         return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     return pytree.tree_map_only(torch.Tensor, describe, output)
+
+
+def _sign_given(args: Any, kwargs: Any) -> str:
+    """What tells arguments apart: what is not contiguous is copied here and there."""
+    tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return f"{sign_arguments(args, kwargs)}{[x.stride() for x in tensors]}"
 
 
 def _move(path: str, before: str, after: str) -> str:

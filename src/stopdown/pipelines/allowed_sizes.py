@@ -66,7 +66,7 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
     reasons = [f"its autoencoder divides each side by {side}"]
     transformer = configs.get("transformer", {})
     patch = transformer.get("patch_size") or 1
-    patch = patch[-1] if isinstance(patch, list) else patch
+    patch = patch[-1] if isinstance(patch, (list, tuple)) else patch  # a tuple in memory
     if "FluxTransformer" in transformer.get("_class_name", ""):
         patch = 2  # the pipeline packs 2x2 latents, whatever the config's patch_size says
     if patch > 1:

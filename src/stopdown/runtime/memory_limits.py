@@ -144,7 +144,8 @@ def fit_run(
 
 def _say(loaded: Loaded, **said: Any) -> Loaded:
     """Return a pipeline whose plan says this of memory."""
-    memory = dataclasses.replace(loaded.plan.memory or MemoryPlan(), **said)
+    asked = loaded.plan.memory or MemoryPlan()
+    memory = MemoryPlan(asked.asked, asked.allow, asked.share, **said)  # nothing of an earlier size
     return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
 
 
