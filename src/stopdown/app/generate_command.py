@@ -281,15 +281,33 @@ def generate(
     from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display, consensus) as journal:
-        plan = _decide(options, request, device, source, display, consensus, kept)
-        record = _generate(
-            options, request, plan, display, consensus, kept, journal, started, numbered
-        )
+        run = _Run(started, numbered, journal, consensus, kept)
+        plan = _decide(options, request, device, source, display, run)
+        record = _generate(options, request, plan, display, run)
         if record.output is not None:
             write_record(record, record.output)
         if journal is not None:
             journal.clear()
     return record
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run knows of itself before anything is loaded.
+
+    Attributes:
+        started: by the clock of `time.perf_counter`.
+        numbered: the output was not named, so it gets a free number.
+        journal: what keeps its calls.
+        consensus: of the processes that make it together.
+        kept: the model, for further runs.
+    """
+
+    started: float
+    numbered: bool
+    journal: CallAnswers | None
+    consensus: Consensus
+    kept: Kept
 
 
 def _decide(
@@ -298,16 +316,15 @@ def _decide(
     device: Device,
     source: Source,
     display: Display,
-    consensus: Consensus,
-    kept: Kept,
+    run: _Run,
 ) -> Plan:
     """Return how the model runs, decided by the first of several runs; nothing is loaded."""
     from stopdown.plans.plan_choice import choose_plan
     from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
 
-    memory = None
-    if consensus.is_alone:
+    kept, memory = run.kept, None
+    if run.consensus.is_alone:
         memory = ask_memory(options.memory, options.allow, parse_request(options.precision))
     if kept.chosen is None:
         asked = memory.asked if memory is not None else None
@@ -324,53 +341,38 @@ def _decide(
             request=request,
             progress=display.progress,
         )
-        kept.plan = consensus.follow(choose)
+        kept.plan = run.consensus.follow(choose)
     return kept.plan
 
 
 def _generate(
-    options: GenerateOptions,
-    request: Request,
-    plan: Plan,
-    display: Display,
-    consensus: Consensus,
-    kept: Kept,
-    journal: CallAnswers | None,
-    started: float,
-    numbered: bool,
+    options: GenerateOptions, request: Request, plan: Plan, display: Display, run: _Run
 ) -> RunRecord:
-    """Make the file; what happened is the record.
-
-    Args:
-        started: by the clock of `time.perf_counter`.
-        numbered: the output was not named, so it gets a free number.
-    """
+    """Make the file; what happened is the record."""
     from stopdown.runtime.guard import GuardOptions
+    from stopdown.runtime.runs import Wanted
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
 
+    kept, consensus = run.kept, run.consensus
     runner, writes = kept.runner, consensus.number == 0
     assert runner is not None
+    fields = {"request": _describe_options(options)}
     try:
         record, made = runner.make(
             plan,
             request,
-            output=str(options.output),
-            fps=options.fps,
-            settings=GuardOptions(
+            Wanted(str(options.output), options.fps, run.started, fields, run.numbered, writes),
+            GuardOptions(
                 on_fault=options.on_fault,
                 observer=observe,
                 announce=display.announce,
-                journal=journal,
+                journal=run.journal,
                 maxima=options.maxima,
             ),
-            started=started,
-            numbered=numbered,
-            writes=writes,
             spread=lambda pipe: consensus.spread(pipe, options.parallel, display.announce),
             progress=display.progress,
-            fields={"request": _describe_options(options)},
         )
     finally:
         runner.release()

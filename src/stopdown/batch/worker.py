@@ -32,7 +32,7 @@ from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.memory_limits import ask_memory
-from stopdown.runtime.runs import Runner, write_record
+from stopdown.runtime.runs import Runner, Wanted, write_record
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import fingerprint
 
@@ -110,25 +110,19 @@ class Worker:
 
     def _make(self, task: Task, plan: Plan, notes: list[str]) -> Answer:
         settings, begun = self._job.settings, time.perf_counter()
-        name = f"{task.name}{settings.suffix}"
+        name, asked = f"{task.name}{settings.suffix}", describe_request(task.request)
+        fields = {"request": asked, "item": task.item, "plan": plan.seal}
         with self._journal(task, plan, notes) as journal, self.store.staged() as folder:
             record, made = self._runner.make(
                 plan,
                 task.request,
-                output=str(folder / name),
-                fps=settings.fps,
-                settings=GuardOptions(
+                Wanted(str(folder / name), settings.fps, begun, fields),
+                GuardOptions(
                     on_fault=settings.on_fault,
                     observer=self.observer,
                     announce=notes.append,
                     journal=journal,
                 ),
-                started=begun,
-                fields={
-                    "request": describe_request(task.request),
-                    "item": task.item,
-                    "plan": plan.seal,
-                },
             )
             preview = draw_preview(made.frames)
             record = dataclasses.replace(record, output=name, preview=preview)

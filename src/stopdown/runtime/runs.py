@@ -70,6 +70,26 @@ class Made:
     stages_s: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a run is to leave behind.
+
+    Attributes:
+        output: path of the file; the record is the caller's to write.
+        started: when the run began, by `time.perf_counter`.
+        fields: further fields of the record, among them `request`.
+        numbered: replace nothing: take the first free name instead.
+        writes: False where another process writes the file.
+    """
+
+    output: str
+    fps: float
+    started: float
+    fields: Mapping[str, Any]
+    numbered: bool = False
+    writes: bool = True
+
+
 class Runner:
     """A checkpoint on a device, which makes one request after the other.
 
@@ -95,34 +115,24 @@ class Runner:
         self,
         plan: Plan,
         request: Request,
-        *,
-        output: str,
-        fps: float,
+        wanted: Wanted,
         settings: GuardOptions,
-        started: float,
-        numbered: bool = False,
-        writes: bool = True,
+        *,
         spread: Spread = lambda pipe: contextlib.nullcontext(""),
         progress: Progress | None = None,
-        fields: Mapping[str, Any],
     ) -> tuple[RunRecord, Made]:
         """Load what is not loaded, make a request under the guard, and write its file.
 
         Args:
             plan: how it runs, and what it stays within (`Plan.memory`).
-            output: path of the file; the record is the caller's to write.
             settings: of the guard; what belongs to the loaded pipeline is set here.
-            started: when the run began, by `time.perf_counter`.
-            numbered: replace nothing: take the first free name instead.
-            writes: False where another process writes the file.
             spread: puts each step on several processes, and gives how in words.
-            fields: further fields of the record, among them `request`.
 
         Raises:
             InputError: the pipeline refuses the request.
             StopdownError: memory ran out, or a call cannot be repaired.
         """
-        stages = {"prepare": time.perf_counter() - started}
+        stages = {"prepare": time.perf_counter() - wanted.started}
         announce = settings.announce or warn_user
         try:
             with peak_memory(self.device) as peak:
@@ -130,17 +140,19 @@ class Runner:
                 loaded = self._place(request, stages, announce)
                 taken = take_size(request, loaded.plan)
                 with spread(loaded.pipe) as parallel:
-                    made = make_frames(loaded, taken, output=output, settings=settings)
+                    made = make_frames(loaded, taken, output=wanted.output, settings=settings)
         except BaseException:
             self.release()
             raise
         stages |= made.stages_s
         place: str | None = None
         findings: tuple[Finding, ...] = ()
-        if writes:
-            begun = time.perf_counter()
-            written, findings = write_frames(output, made.frames, fps, numbered=numbered)
-            place = str(written) if numbered else output
+        if wanted.writes:
+            begun, numbered = time.perf_counter(), wanted.numbered
+            written, findings = write_frames(
+                wanted.output, made.frames, wanted.fps, numbered=numbered
+            )
+            place = str(written) if numbered else wanted.output
             stages["write"] = time.perf_counter() - begun
         offloader = loaded.offloader
         record = _describe_run(
@@ -155,8 +167,8 @@ class Runner:
             strategy=offloader.taken.strategy.name if offloader else "",
             steps_down=tuple(offloader.steps_down) if offloader else (),
             parallel=parallel,
-            **fields,
-            elapsed_s=time.perf_counter() - started,
+            **wanted.fields,
+            elapsed_s=time.perf_counter() - wanted.started,
         )
         if record.steps_down:  # the next run does not depend on what happened to this one
             self.release()
