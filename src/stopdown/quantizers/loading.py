@@ -92,7 +92,7 @@ class Loading:
         elif dtype not in (None, torch.float16, torch.float32):
             raise OptionError(
                 f"from_pretrained was given a StopdownConfig and {dtype}.",
-                expected="A plan makes a model fit fp16, and says itself what stays in another format.",
+                expected="A plan fits a model into fp16, and states which parts stay in another format.",
                 remedy="Use dtype=torch.float16, or leave the quantization_config out. To load one "
                 "component of a pipeline in another format, delete its entry of quant_mapping.",
             )
