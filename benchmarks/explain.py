@@ -197,8 +197,9 @@ def print_own_reports() -> None:
     """The counts of whole reports that were written in the style of 2025 and 2026."""
     reports = json.loads((CASES / "own_reports.json").read_text(encoding="utf-8"))
     print("\n## Whole reports of our own\n\nWith title, card and model. The first set changed the")
-    print("knowledge; the second was written before that, and was asked after it.\n")
-    for name in ("first", "second"):
+    print("knowledge; the second was asked after that, and the third was written after that. Once")
+    print("asked, they changed the knowledge as well: the log has the first tries.\n")
+    for name in ("first", "second", "third"):
         print(f"Set *{name}*:\n\n```")
         grade_reports([report for report in reports if report["set"] == name])
         print("```\n")

@@ -63,7 +63,7 @@ def on_page_markdown(text: str, page: Page, **_: Any) -> str:
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
 
 
-OPTION = re.compile(r"(?<![\w-])--?[\w-]+")
+OPTION = re.compile(r"(?<![\w-])--?[\w-]+|'\.\[\w+\]'")
 INLINE = re.compile(r"(?<!<pre>)<code>([^<\n]+)</code>")
 
 
