@@ -354,24 +354,6 @@ def guard_operations() -> str:
 
 
 @_figure
-def full_size_table() -> str:
-    return _make_table(
-        ("class", "parameters", "operations", "capture", "solve", "peak memory"),
-        [
-            [
-                x["class"],
-                f"{x['parameters'] / 1e9:.1f} billion",
-                f"{x['nodes']:,}",
-                f"{x['captured']['cpu_s']:.1f} s",
-                f"{x['solved']['cpu_s']:.1f} s",
-                _gib(x["peak_bytes"]),
-            ]
-            for x in _read("full_size")["rows"]
-        ],
-    )
-
-
-@_figure
 def certificate_table() -> str:
     rows = []
     for x in _read("certificates_full")["rows"]:
