@@ -8,6 +8,7 @@ on one call; errors are those of another call, against fp32, the worst of all ou
 
     python benchmarks/encoders.py                            # all classes (half an hour)
     python benchmarks/encoders.py --classes Qwen3Model       # some; the rows of others are kept
+    python benchmarks/encoders.py --classes Qwen3Model --mask left --states --ranges bound   # one row
     python benchmarks/encoders.py --table                    # only write the table anew
 """
 
@@ -133,6 +134,10 @@ def list_rows(name: str, pipelines: set[str]) -> list[tuple[str, bool, str]]:
     return rows
 
 
+def _name_row(row: dict[str, Any]) -> tuple[str, str, bool, str]:
+    return row["class"], row["mask"], row["states"], row["ranges"]
+
+
 def write_table(record: dict[str, Any], path: Path) -> None:
     """The rows as Markdown, and what they come to."""
     rows = record["rows"]
@@ -140,11 +145,14 @@ def write_table(record: dict[str, Any], path: Path) -> None:
     text.append("\nClasses that annotations name and that have no row: ")
     text.append("; ".join(f"{x} ({why})" for x, why in NOT_BUILT.items()) + ".\n\n")
     heads = ("class", "mask", "hidden states", "overflow", "ranges", "exact in fp32", "plain fp16",
-             "bf16", "fp16", "bf16 : fp16", "certified", "fp32 modules", "outputs in fp32")  # fmt: skip
+             "bf16", "fp16", "bf16 : fp16", "certified", "fp32 modules", "outputs in fp32",
+             "options of its command")  # fmt: skip
     text.append(_line(heads) + _line(["---"] * len(heads)))
     for row in rows:
         text.append(_line(_cells(row)))
-    text.append("\nEach row: `python benchmarks/encoders.py --classes CLASS`.\n")
+    text.append(
+        "\nA row's command is `python benchmarks/encoders.py` with the options in its last column.\n"
+    )
     path.write_text("".join(text))
 
 
@@ -171,8 +179,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["overflow"],
         row["ranges"],
     ]
+    states = " --states" if row["states"] else ""
+    options = f"`--classes {row['class']} --mask {row['mask']}{states} --ranges {row['ranges']}`"
     if "fp16" not in row:
-        return [*first, row.get("refused", row.get("bare", "")), *[""] * 7]
+        return [*first, row.get("refused", row.get("bare", "")), *[""] * 7, options]
     share = "" if row["ranges"] == "measured" else f"{row['certified'] or 0:.1%}"
     return [
         *first,
@@ -182,6 +192,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         share,
         ", ".join(row["fp32 modules"]),
         str(row["outputs in fp32"]),
+        options,
     ]
 
 
@@ -192,6 +203,9 @@ def _line(cells: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--classes", nargs="+")
+    parser.add_argument("--mask", choices=MASKS, help="of these classes this row alone")
+    parser.add_argument("--states", action="store_true", help="that row has hidden states")
+    parser.add_argument("--ranges", choices=("measured", "bound"), help="of that row")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     path = RESULTS / "encoders.json"
@@ -200,15 +214,23 @@ def main() -> None:
     chosen = [] if options.table else options.classes or sorted(ENCODERS)
     warnings.simplefilter("ignore")
     for name in chosen:
-        made = []
-        for mask, states, ranges in list_rows(name, named[name]):
-            made.append(measure_row(name, mask, states=states, ranges=ranges))
-            print(json.dumps(made[-1]), flush=True)
-        kept = [x for x in record["rows"] if x["class"] != name]
+        listed = list_rows(name, named[name])
+        one = (options.mask, options.states, options.ranges)
+        rows = [x for x in listed if options.mask is None or x == one]
+        if not rows:
+            parser.error(f"{name} has no such row; its rows are {listed}")
+        made = {}
+        for mask, states, ranges in rows:
+            row = measure_row(name, mask, states=states, ranges=ranges)
+            print(json.dumps(row), flush=True)
+            made[_name_row(row)] = row
+        found = {_name_row(x): x for x in record["rows"]} | made
+        mine = [found[name, *x] for x in listed if (name, *x) in found]
+        others = [x for x in record["rows"] if x["class"] != name]
         record = {
             "machine": describe_machine(),
             "command": "python benchmarks/encoders.py",
-            "rows": sorted(kept + made, key=lambda x: x["class"]),
+            "rows": sorted(others + mine, key=lambda x: x["class"]),
         }
         path.write_text(json.dumps(record, indent=1) + "\n")
     write_table(record, path.with_suffix(".md"))

@@ -1,4 +1,4 @@
-"""Checkpoints of full size, run: fp32, bf16, plain fp16, fp16 by a measured plan and by a certificate.
+"""Checkpoints of full size, run: fp32, bf16, plain fp16, fp16 by measured plans and by certificates.
 
 A folder with the real configuration of one component is written, every layer at its full width, weights
 in bf16; the other components are tiny. Weights are drawn, with the magnitudes that users reported:
@@ -10,6 +10,9 @@ first call of the component gets fp32's arguments in every format, so its error 
 Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices do; attention is torch's.
 The copies in fp32 that this takes are in what is predicted and what is measured.
 
+A certificate with an fp32 residual is what `auto` makes and keeps. *measure* is `plan --measure`: a run by
+that certificate, and then exponents from what the component's calls had. *plan* measures a run in fp32.
+
     python benchmarks/full_size_runs.py CogVideoX-2B
     python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import resource
 import shlex
@@ -50,7 +54,10 @@ STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
 STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums",
-          "certify, fp32 residual", "fp16 by certificate, fp32 residual")  # fmt: skip
+          "certify, fp32 residual", "fp16 by certificate, fp32 residual",
+          "measure", "fp16 after measuring")  # fmt: skip
+AUTO, MEASURED, OLD = "certify, fp32 residual", "measure", "plan"
+"""Stages that make plans: as `auto` does, as `plan --measure` does, and from a run in fp32."""
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -260,16 +267,17 @@ CASES = {
         {"frames": 2, "height": 128, "width": 128, "picture": True, "guidance": 1.0},
     ),
     "Z-Image": Case("Z-Image", "transformer", {}, {}, _PICTURE),
-    "Wan-1.3B, 10 of 30 blocks": Case("Wan-1.3B", "transformer", {}, {"num_layers": 10}, _VIDEO),
-    "LTX-Video, 10 of 28 blocks": Case("LTX-Video", "transformer", {}, {"num_layers": 10}, _VIDEO),
-    "Qwen-Image, 2 of 60 blocks": Case(
-        "Qwen-Image", "transformer", {}, {"num_layers": 2}, _PICTURE
+    "Wan-1.3B": Case("Wan-1.3B", "transformer", {}, {}, _VIDEO),
+    "LTX-Video": Case("LTX-Video", "transformer", {}, {}, _VIDEO),
+    "Qwen-Image, 6 of 60 blocks": Case(
+        "Qwen-Image", "transformer", {}, {"num_layers": 6}, _PICTURE
     ),
-    "Flux, 1 of 19 and 3 of 38 blocks": Case(
-        "Flux", "transformer", {}, {"num_layers": 1, "num_single_layers": 3}, _PICTURE
+    "Flux, 3 of 19 and 6 of 38 blocks": Case(
+        "Flux", "transformer", {}, {"num_layers": 3, "num_single_layers": 6}, _PICTURE
     ),
 }
-"""Which of them were run stands in the results; all were tried with fewer layers."""
+"""Which of them were run stands in the results. Models whose weights in fp32 are larger than 24 GiB, and of
+which no row is whole, are cut in depth."""
 
 
 def write_folder(name: str, folder: Path) -> int:
@@ -481,6 +489,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.plan_choice import choose_plan
     from stopdown.plans.planned_loader import load_plan
+    from stopdown.plans.precision import PLAIN_FP16
     from stopdown.records import MemoryPlan
     from stopdown.sources.sources import resolve_source, verify_source
 
@@ -488,7 +497,9 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     source = resolve_source(folder / "model")
     verify_source(source)
     chosen = select_pipeline(source, request)
-    precision = str(name_plan(folder, stage)) if stage in _MADE_BY else stage
+    precision = {**{x: str(name_plan(folder, x)) for x in _MADE_BY}, "fp16": PLAIN_FP16}.get(
+        stage, stage
+    )
     begun = time.perf_counter()
     plan = choose_plan(chosen.source, precision, device, memory=MemoryPlan(), request=request)
     loaded = load_plan(chosen.source, plan, device)
@@ -524,6 +535,7 @@ _MADE_BY = {
     "fp16 by certificate": "certify",
     "fp16 by certificate, fp32 residual": "certify, fp32 residual",
     "sums": "certify",
+    "fp16 after measuring": "measure",
 }
 """Stages that rest on a plan, and the stage that makes it."""
 
@@ -574,9 +586,13 @@ def describe(kept: dict[str, Any]) -> dict[str, Any]:
 
 def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Make a plan by measuring or from the weights alone."""
+    from stopdown.devices.environment import choose_device
     from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.certified import certify_plan
+    from stopdown.plans.plan_choice import find_or_certify
     from stopdown.plans.plan_files import write_plan
+    from stopdown.runtime.plan_maker import make_plan
+    from stopdown.sources.sources import resolve_source
 
     watch, source = Watch(), str(folder / "model")
     stages: dict[str, float] = {}
@@ -588,17 +604,29 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         )
 
     request = make_request(name)
-    if stage == "plan":
-        made = measure_plan(source, prompts=() if request.prompt is None else (request.prompt,),
-                         request=request, device="cpu", progress=follow)  # fmt: skip
-    else:
-        residual = "fp32" if stage.endswith("residual") else None
-        made = certify_plan(source, request=request, residual=residual, progress=follow)
+    prompts = () if request.prompt is None else (request.prompt,)
+    case = CASES[name]
+    kind = BASES[case.base][1][case.component][1]
+    with counting_fp32_calls(kind) as calls:
+        if stage == "plan":
+            made = measure_plan(
+                source, prompts=prompts, request=request, device="cpu", progress=follow
+            )
+        elif stage == "measure":
+            made = make_plan(source, measure=True, prompts=prompts, request=request, device="cpu",
+                             progress=follow)  # fmt: skip
+        elif stage.endswith("residual"):
+            shutil.rmtree(os.environ["STOPDOWN_CACHE"], ignore_errors=True)
+            device = choose_device("cpu")
+            made = find_or_certify(resolve_source(source), device, request=request, progress=follow)
+        else:
+            made = certify_plan(source, request=request, progress=follow)
     elapsed_s = time.perf_counter() - begun
     write_plan(made, folder / f"{stage}.json")
     entry = next(x for x in made.components if x.component == CASES[name].component)
     exponents = entry.in_force.exponents.values()
     return {
+        "fp32_calls": len(calls),
         "elapsed_s": elapsed_s, "cpu_s": time.process_time(),
         "peak_bytes": watch.restart(), "precision": entry.precision,
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -609,6 +637,28 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         "bounded": entry.in_force.bounded, "values": entry.in_force.values,
         "reasons": entry.reasons, "stages_s": stages,
     }  # fmt: skip
+
+
+@contextmanager
+def counting_fp32_calls(kind: str) -> Iterator[list[str]]:
+    """Note each call of a module of a class whose matrices are all in fp32, and real."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    found: list[str] = []
+
+    def count(module: torch.nn.Module, _: Any) -> None:
+        if type(module).__name__ != kind:
+            return
+        weights = [x for x in module.parameters() if x.dim() > 1]
+        is_real = not any(isinstance(x, FakeTensor) or x.is_meta for x in weights)
+        if is_real and all(x.dtype == torch.float32 for x in weights):
+            found.append(kind)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def weights_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
@@ -642,7 +692,8 @@ _MAKERS = {
 def run_all(name: str, stages: list[str], folder: Path) -> None:
     for stage in (*(() if (folder / "model").exists() else ("weights",)), *stages):
         command = [sys.executable, __file__, name, "--one", stage, "--folder", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "STOPDOWN_CACHE": str(folder / "cache")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             row = {"failure": f"exit {done.returncode}: {done.stderr.strip()[-600:]}"}
         else:
@@ -681,6 +732,7 @@ def write_tables(report: dict[str, Any]) -> None:
         "steps. Peaks are those of a run; *loading* is its own. Linears and",
         "convolutions of fp16 are summed in fp32 and rounded once, attention is PyTorch's own.",
         "",
+        *summarise(report["rows"]),
     ]
     for name, rows in report["rows"].items():
         size = (
@@ -721,6 +773,35 @@ def write_tables(report: dict[str, Any]) -> None:
     (RESULTS / "full_size_runs.md").write_text("\n".join(lines))
 
 
+def summarise(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """What `auto` does beside bf16 and the plan that a run in fp32 gives: errors of one call."""
+    lines = [
+        "`auto` takes a certificate with an fp32 residual; `plan --measure` runs by that, and measures.",
+        "*whole calls in fp32*: of the component, while the plan was made: by `auto`, and by `--measure`.",
+        "",
+        "| checkpoint | bf16 | auto | bf16 : auto | after `plan --measure` | bf16 : measured |"
+        " measured in fp32 | whole calls in fp32 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in rows.items():
+        bf16, auto, measured, old = (
+            row.get(x, {}).get("call_error")
+            for x in (
+                "bf16",
+                f"fp16 by {AUTO}".replace("certify", "certificate"),
+                "fp16 after measuring",
+                "fp16 by plan",
+            )
+        )
+        made = [row.get(x, {}).get("fp32_calls") for x in (AUTO, MEASURED)]
+        calls = ", ".join("" if x is None else str(x) for x in made).rstrip(", ")
+        ratios = ["" if not (bf16 and x) else f"{bf16 / x:.1f}" for x in (auto, measured)]
+        errors = ["" if x is None else f"{100 * x:.3g} %" for x in (bf16, auto, measured, old)]
+        cells = [name, *errors[:2], ratios[0], errors[2], ratios[1], errors[3], calls]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def format_run(stage: str, row: dict[str, Any]) -> str:
     errors = ["", ""]
     if "values" in row:
@@ -737,7 +818,8 @@ def format_run(stage: str, row: dict[str, Any]) -> str:
 def format_plan(stage: str, row: dict[str, Any]) -> str:
     modules = row["fp32_modules"]
     values = f"{row['bounded']} of {row['values']} certified" if row["values"] else "measured"
-    name = "measured" if stage == "plan" else stage.replace("certify", "certificate")
+    names = {OLD: "measured in fp32", MEASURED: "measured by the certificate"}
+    name = names.get(stage, stage.replace("certify", "certificate"))
     cells = [
         name, f"{row['elapsed_s']:.0f}",
         f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['headroom_bits']:.1f} bits", str(row["folds"]),

@@ -178,19 +178,18 @@ def full_runs_table() -> str:
     """Error of one call in each format, and what its certificates cover."""
     rows = []
     for name in _read("full_size_runs")["rows"]:
-        ends = ("", ", fp32 residual")
-        shares = [_full(name, f"certify{end}") for end in ends]
+        shares = [_full(name, f"certify{end}") for end in (", fp32 residual", "")]
+        runs = ("by certificate, fp32 residual", "after measuring", "by plan", "by certificate")
         rows.append(
             [
                 name,
                 _full_error(name, "bf16"),
-                _full_error(name, "fp16 by plan"),
-                *(_full_error(name, f"fp16 by certificate{end}") for end in ends),
-                *(f"{x['bounded'] / x['values']:.0%}" if x else "–" for x in shares),
+                *(_full_error(name, f"fp16 {x}") for x in runs),
+                *(f"{x['bounded'] / x['values']:.0%}" if x.get("values") else "–" for x in shares),
             ]
         )
-    kinds = ("certificate", "certificate, fp32 residual")
-    heads = ("checkpoint", "bf16", "measured plan", *kinds, *(f"certified: {x}" for x in kinds))
+    heads = ("checkpoint", "bf16", "`auto`", "after `plan --measure`", "measured in fp32",
+             "stream in fp16", "certified: `auto`", "certified: stream in fp16")  # fmt: skip
     return _make_table(heads, rows)
 
 

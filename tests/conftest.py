@@ -43,7 +43,13 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, in the order above; `--no-loadscope-reorder` keeps it."""
+    """Long files first, in the order above; `--no-loadscope-reorder` keeps it.
+
+    Tests that take minutes have no limit of time: they would fail on a machine that is slow or busy.
+    """
+    for item in items:
+        if any(map(item.get_closest_marker, ("slow", "trained"))):
+            item.add_marker(pytest.mark.timeout(0), append=False)
     root = Path(__file__).parent
     ranks = {root / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))

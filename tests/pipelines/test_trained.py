@@ -72,7 +72,6 @@ def check_rescaled(
 
 
 @pytest.mark.trained
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranges", ["measured", "bound"])
 def test_gemma_chooses_the_same_words(ranges: str) -> None:
     """Gemma 3 is NaN in plain fp16; rescaled, it is nearer than bf16, and its likeliest words stay."""
@@ -82,7 +81,6 @@ def test_gemma_chooses_the_same_words(ranges: str) -> None:
 
 
 @pytest.mark.trained
-@pytest.mark.timeout(1200)
 def test_a_trained_unet() -> None:
     """A consistency UNet whose values reach 4e10 is NaN in plain fp16; rescaled, it is nearer than bf16."""
     module, _ = load_terrain()
