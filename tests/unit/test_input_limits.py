@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from models.pipeline_calls import call_pipeline, make_pipeline
-from stopdown import guard, rescale_, testing
+from stopdown import guard, make_plan, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits
 from stopdown.errors import StopdownWarning
+from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -96,6 +97,43 @@ def test_a_longer_call_is_not_certified() -> None:
     )
     assert sentence.endswith("bounds hold up to 4 × 16. The output was watched as always.")
     assert len(told) == 1
+
+
+class Sums(nn.Module):
+    """Adds up all tokens before each: what it computes grows with the length, as its bound does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 8)
+        self.widen.weight.data = torch.eye(8) * 2.0**10
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.widen(x).cumsum(1)))
+
+
+def test_a_call_beyond_the_certified_length_is_watched() -> None:
+    """A certified length keeps fp16 at the inputs' limits; one 64 times as long overflows, and is repaired."""
+    torch.manual_seed(0)
+    module = Sums().half().float().eval().requires_grad_(False)
+    short, long = (torch.rand(1, length, 8) * LATENTS for length in (8, 512))
+    wanted = {len(x[0]): module(x) for x in (short, long)}
+    plan = make_plan(module, measure=False, run=lambda: module(short))
+    (entry,) = plan.components
+    assert entry.in_force.certified
+    assert not module.half()(short.half()).isfinite().all()
+    module.float()
+    with guard(module, plan, announce=lambda text: None) as handle:
+        assert relative_l2(module(short.half()), wanted[8]) < 2e-3
+        assert not handle.record.uncertified
+        assert not handle.repairs
+        found = module(long.half())
+        assert relative_l2(found, wanted[512]) < 2e-3
+    (sentence,) = handle.record.uncertified
+    assert "`x` was 512 × 8, and the plan's bounds hold up to 8 × 8." in sentence
+    (repair,) = handle.repairs
+    assert repair.action == "rescaled"
 
 
 def test_sizes_of_several_calls() -> None:
