@@ -114,7 +114,7 @@ class Sums(nn.Module):
 
 
 def test_a_call_beyond_the_certified_length_is_watched() -> None:
-    """A certified length keeps fp16 at the inputs' limits; one 64 times as long overflows, and is repaired."""
+    """At a certified length nothing overflows; at one 64 times as long a value does, and is repaired."""
     torch.manual_seed(0)
     module = Sums().half().float().eval().requires_grad_(False)
     short, long = (torch.rand(1, length, 8) * LATENTS for length in (8, 512))
