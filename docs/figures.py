@@ -209,6 +209,27 @@ def encoders_summary() -> str:
     )
 
 
+def _trained(name: str) -> dict[str, Any]:
+    return next(x for x in _read("trained")["rows"] if x["model"].startswith(name))
+
+
+@_figure
+def trained_summary() -> str:
+    """What plain fp16 makes of trained weights, and what is left of a model's words."""
+    gemma, terrain = _trained("Gemma"), _trained("consistency")
+    assert gemma["plain fp16"]["error"] is None
+    assert terrain["plain fp16"]["error"] is None
+    assert gemma["certified"]["share"] == 1
+    words = (gemma[x]["same words"] for x in ("bf16", "rescaled", "certified"))
+    return (
+        f"Plain fp16 gives NaN at every word of Gemma 3 270M, whose values reach {gemma['largest']:.3g}, "
+        "and at every place of a network that draws terrain, whose values reach "
+        f"{terrain['largest']:.3g}. Gemma's likeliest word is that of fp32 "
+        "in {:.0%} of all places in bf16, in {:.0%} rescaled, and in {:.0%} "
+        "with bounds, which certify all of its values.".format(*words)
+    )
+
+
 @_figure
 def full_5b_residual() -> str:
     return _full_error("CogVideoX-5B", "fp16 by certificate, fp32 residual")
