@@ -424,6 +424,26 @@ def test_a_plan_is_certified_without_a_measured_run(
     assert make_plan(wide.given, run=wide.run, measure=False) == plan
 
 
+def test_a_kept_plan_is_not_taken_for_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights under other code, or with another number, are certified anew."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    program, forward = make_program("module"), UNet.forward
+
+    def count_plans() -> int:
+        make_plan(program.given, run=program.run, measure=False)
+        return len(list((tmp_path / "plans").glob("*.json")))
+
+    assert [count_plans(), count_plans()] == [1, 1]
+    program.unet.blocks[1].factor = 2.0
+    assert count_plans() == 2
+    monkeypatch.setattr(UNet, "forward", lambda self, *args, **named: forward(self, *args, **named))
+    certified._read_methods.cache_clear()
+    assert count_plans() == 3
+    certified._read_methods.cache_clear()
+
+
 def test_a_plan_needs_a_run() -> None:
     """One message for a program that nobody can run, and for a run that calls nothing."""
     program = make_program("module")

@@ -100,17 +100,18 @@ def test_a_longer_call_is_not_certified() -> None:
 
 
 class Sums(nn.Module):
-    """Adds up all tokens before each: what it computes grows with the length, as its bound does."""
+    """Adds up all tokens: what it computes grows with their number, as its bound does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.widen = nn.Linear(8, 8, bias=False)
         self.norm = nn.LayerNorm(8)
         self.out = nn.Linear(8, 8)
+        self.mix = nn.Linear(8, 8, bias=False)
         self.widen.weight.data = torch.eye(8) * 2.0**10
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.widen(x).cumsum(1)))
+        return self.out(self.norm(self.mix(self.widen(x).sum(1))))
 
 
 def test_a_call_beyond_the_certified_length_is_watched() -> None:

@@ -21,7 +21,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -184,8 +184,8 @@ def certify_program(
 ) -> Plan:
     """Find or make the plan of a loaded program that is no pipeline, from its weights.
 
-    A plan is kept for these weights and the sizes of these calls. What cannot be planned is left as it is
-    loaded.
+    A plan is kept for these weights, the code and plain attributes of these modules, and the sizes of these
+    calls. What cannot be planned is left as it is loaded.
 
     Args:
         program: as `guard` takes it, its weights as they are stored.
@@ -203,7 +203,10 @@ def certify_program(
     modules = {name: module for name, module in found.items() if module is not None}
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
-    known = [(sample_weights(modules[name]), _read_call_sizes(calls[name])) for name in modules]
+    known = [
+        (sample_weights(module), _read_code(module), _read_call_sizes(calls[name]))
+        for name, module in modules.items()
+    ]
     key = hashlib.sha256(repr(known).encode()).hexdigest()
     kept = read_cached_plan(key)
     if kept is not None and kept.versions == read_class_versions():
@@ -223,6 +226,50 @@ def certify_program(
     made = _seal(type(program).__name__, key, type(program).__name__, components, started)
     keep_plan(made)
     return made
+
+
+def _read_code(module: torch.nn.Module) -> list[Any]:
+    """Describe what each part computes with besides its weights: methods of its class, numbers and words.
+
+    Flags are left out, since loaders set some of them anew.
+    """
+    return [
+        (
+            path,
+            *_read_methods(type(part)),  # type: ignore[arg-type]
+            sorted(
+                (name, value)
+                for name, value in vars(part).items()
+                if type(value) in (int, float, str) and not name.startswith("_")
+            ),
+        )
+        for path, part in module.named_modules()
+    ]
+
+
+@functools.cache
+def _read_methods(kind: type) -> tuple[Any, ...]:
+    methods = (
+        (name, method.__code__)
+        for base in kind.__mro__
+        if base is not torch.nn.Module
+        for name, method in vars(base).items()
+        if isinstance(method, FunctionType)
+    )
+    return tuple((name, _read_instructions(code)) for name, code in methods)
+
+
+def _read_instructions(code: CodeType) -> tuple[Any, ...]:
+    """Read what code does, the same in each process: sets of constants are sorted."""
+    constants = [
+        _read_instructions(x)
+        if isinstance(x, CodeType)
+        else sorted(map(repr, x))
+        if isinstance(x, frozenset)
+        else repr(x)
+        for x in code.co_consts
+    ]
+    return (code.co_code, code.co_names, constants)
 
 
 def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
