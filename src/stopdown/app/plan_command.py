@@ -24,7 +24,7 @@ from stopdown.files.outputs import check_suffix, check_target, find_free
 from stopdown.pipelines.requests import FIELDS, MEDIA
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, describe_other
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,6 +102,13 @@ class PlanOptions(PlanRunOptions, ModelOptions):
             "one piece. By default PyTorch's setting applies."
         ),
     ] = None
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="File ending in .json that states each bound and what implies it. stopdown-verify "
+            "FILE --weights FOLDER checks it without this library."
+        ),
+    ] = None
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a few runs instead of bounding all values.")
     ] = False
@@ -140,6 +147,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     """
     _refuse_memory(options)
     _check_accumulate(options)
+    _check_certificate(options)
     others = parse_fp16(options.precision, "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
     check_suffix(
@@ -152,6 +160,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         check_components(others, source.components)
     load_libraries(display)
     from stopdown.plans.calibrated import STEPS
+    from stopdown.plans.certificate_files import write_certificate
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
@@ -184,6 +193,9 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             )
     if options.accumulate is not None:
         made = choose_sums(made, options.accumulate)
+    if options.certificate is not None:
+        with quiet_libraries():
+            write_certificate(made, source, options.certificate, request, display.progress)
     return made, write_plan(made, output, numbered=options.output is None)
 
 
@@ -206,6 +218,30 @@ def _refuse_memory(options: PlanOptions) -> None:
             expected="Another command predicts the memory of a run.",
             remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
         )
+
+
+def _check_certificate(options: PlanOptions) -> None:
+    """Refuse a certificate of what was measured, and a file that is there or is no JSON file.
+
+    Raises:
+        OptionError: saying what a certificate rests on.
+    """
+    if options.certificate is None:
+        return
+    if options.measures:
+        raise OptionError(
+            f"--certificate {options.certificate} was given, but the ranges are measured.",
+            expected="A certificate states bounds that hold for every input.",
+            remedy="Leave out what measures runs: --measure, --ranges, --steps, --prompt.",
+        )
+    check_suffix(options.certificate, ".json", expected="A certificate is a JSON file.")
+    check_target(
+        options.certificate,
+        noun="certificate",
+        option="with --certificate",
+        replaces=functools.partial(describe_other, "certificate"),
+        force=options.force,
+    )
 
 
 def _check_accumulate(options: PlanOptions) -> None:

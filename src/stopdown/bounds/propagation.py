@@ -163,7 +163,7 @@ class Propagation(KnownValues):
         super().__init__(capture, load, limits, blocks, loose)
         self._evaluated: dict[Node, dict[tuple[Any, ...], Any]] = {}
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
-        self.aliases = _find_aliases(capture.graph.graph)
+        self.aliases = find_aliases(capture.graph.graph)
         self.spent = _find_last_uses(capture.graph.graph)
 
     def visit(self, node: Node) -> None:
@@ -483,7 +483,7 @@ def _as_range(amax: float, typical: float) -> Range:
     return Range(amax, min(typical, amax), 0.0, certain=True, least_stored=LEAST_STORED)
 
 
-def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
+def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
     """Values of changed storages, each to the first value of its storage; more rather than fewer."""
     roots: dict[Node, Node] = {}
     changed: set[Node] = set()

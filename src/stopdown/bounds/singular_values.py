@@ -7,6 +7,7 @@ of a small weight is made in float64, that of a large one in fp32 and in parts.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -58,6 +59,18 @@ def measure_sigma(weight: torch.Tensor) -> float:
     count = math.ceil(tall.shape[1] / MOST_COLUMNS)
     tops = [_bound_gram(part, scale) for part in tall.chunk(count, dim=1)]
     return math.sqrt(sum(tops)) / scale * MARGIN
+
+
+def bound_parts(weight: torch.Tensor) -> list[float]:
+    """Bound the squares of the largest singular values of column parts of `[out, in]`, side by side.
+
+    Cost: as of `measure_sigma` for a large weight.
+    """
+    count = math.ceil(weight.shape[1] / MOST_COLUMNS)
+    cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
+    scale = choose_scale(find_largest(weight))
+    parts = (weight[:, start:stop] for start, stop in itertools.pairwise(cuts))
+    return [_bound_gram(part, scale) / scale**2 for part in parts]
 
 
 def estimate_sigma(weight: torch.Tensor) -> float:

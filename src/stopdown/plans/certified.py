@@ -171,7 +171,7 @@ def certify_plan(
     context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
     components = []
     for name, module in modules.items():
-        with _open(source, name, module, loaded.get(name)) as load:
+        with open_component(source, name, module, loaded.get(name)) as load:
             called = calls.get(name, [])
             components.append(
                 _plan_component(context, name, module, load, called, hands_over=hands_over)
@@ -215,7 +215,7 @@ def certify_program(
     components = []
     for name, module in modules.items():
         tensors = name_parameters(module)
-        load = functools.partial(load_stored, tensors, _find_aliases(module), dict)
+        load = functools.partial(load_stored, tensors, find_aliases(module), dict)
         if kind := find_quantised(module):
             bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
             components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
@@ -387,17 +387,17 @@ def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _open(
+def open_component(
     source: Source,
     name: str,
     module: torch.nn.Module,
-    loaded: Mapping[str, torch.Tensor] | None,
+    loaded: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[Load]:
     """What loads a component's tensors; the system reads those in files in the order of the module."""
     held: dict[str, Any] = dict(loaded or {})
     parts: dict[str, FilePart] = {}
     buffers = functools.cache(lambda: _make(source, name))
-    aliases = _find_aliases(module)
+    aliases = find_aliases(module)
     with contextlib.ExitStack() as stack:
         for path in list_weight_files(source)[name] if loaded is None else ():
             file = stack.enter_context(safe_open(path, framework="pt"))
@@ -419,7 +419,7 @@ def _open(
         yield load
 
 
-def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Names of one tensor, tied parameters above all, each to all of them."""
     names: dict[int, list[str]] = {}
     for key, tensor in module.named_parameters(remove_duplicate=False):

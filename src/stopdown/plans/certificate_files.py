@@ -1,0 +1,752 @@
+"""`write_certificate`: what a plan's bounds rest on, as a file that `stopdown-verify` checks by itself.
+
+The graphs that the plan was made for are captured again and put into the few rules of `stopdown_verify`.
+Its own derivation then fills in each bound, the exponents of each value and what is not covered: nothing of
+`stopdown.bounds` is in the file but witnesses of singular values. An operation that no rule fits becomes
+`unknown`, and what follows has no bound up to the next norm or saturating function.
+
+**Catches** components of a folder with safetensors files, in fp16 with exponents.
+**Does not catch** single files, models with LoRAs, and classes that rename their weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+import stopdown_verify
+from stopdown.bounds.evaluation import writes_in_place
+from stopdown.bounds.input_limits import Stated, state_calls
+from stopdown.bounds.known_values import Operands
+from stopdown.bounds.propagation import find_aliases
+from stopdown.bounds.rules import bound_written_norm
+from stopdown.bounds.singular_values import MOST_WORK, bound_parts
+from stopdown.errors import SourceError
+from stopdown.files.outputs import written_beside
+from stopdown.fold_names import split_name
+from stopdown.graph.blocks import split_bounds
+from stopdown.graph.capture import Capture, module_path
+from stopdown.graph.nodes import (
+    arguments,
+    is_float,
+    is_kind,
+    is_range_clamp,
+    is_split,
+    operation,
+    read_order,
+    shape_of,
+    slice_bounds,
+    strip_casts,
+)
+from stopdown.graph.operations import Operation, find_operation
+from stopdown.graph.range_measurement import find_sentinels
+from stopdown.number_formats import NEAR_FP16_END
+from stopdown.pipelines.class_selection import select_class
+from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.skeletons import build_empty_component
+from stopdown.plans.certified import find_aliases as find_tied
+from stopdown.plans.certified import open_component
+from stopdown.plans.dry_calls import list_source_calls
+from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
+from stopdown.scaling.measurement import Captures
+from stopdown.scaling.problem import (
+    CallStatement,
+    Measured,
+    Problem,
+    find_eps,
+    find_interiors,
+    list_outputs,
+    list_running,
+    split_values,
+)
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source, list_weight_files
+
+KIND = "certificate"
+MOST_VALUES = 4096
+"""Constants of the code up to this many values are in the file; of larger ones only the largest."""
+
+_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+_SAME = {
+    "to": "cast",
+    "_to_copy": "cast",
+    "type_as": "cast",
+    "tril": "triangle",
+    "triu": "triangle",
+}
+_NAMED = ("silu", "gelu", "relu", "neg", "abs", "leaky_relu", "hardswish", "mish")
+
+
+def write_certificate(
+    plan: Plan, source: Source, path: Path, request: Request | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write the certificate of a plan that rests on bounds; return what was written.
+
+    Args:
+        plan: of this source, made from its weights alone.
+        source: a folder with a whole pipeline.
+        path: that ends in `.json`; it is replaced when the file is whole.
+        request: picture or video that the pipeline starts from.
+
+    Raises:
+        SourceError: the source is no folder, or has LoRAs.
+
+    Cost: captures of seconds, and a check of the file: some passes over the weights.
+    """
+    whole = complete_source(source)
+    whole = select_class(whole, request) if whole.pipeline_class else whole
+    if source.kind not in ("folder", "hub", "bundled") or source.loras:
+        raise SourceError(
+            f"A certificate is of a folder as Diffusers saves it, and {source.name} is none.",
+            expected="It names the files of weights by component, without LoRAs.",
+            remedy="Save the pipeline with save_pretrained, and plan that folder.",
+        )
+    calls, _ = list_source_calls(whole)
+    components, left = [], {}
+    for entry in plan.components:
+        scaling = entry.in_force
+        if not scaling.values or "" in scaling.fp32_modules:
+            left[entry.component] = f"it runs in {entry.precision}, or rests on no bounds"
+            continue
+        try:
+            components.append(_export_component(whole, entry, calls[entry.component], progress))
+        except stopdown_verify.Refused as error:
+            left[entry.component] = f"no rule of the certificate shows it: {error}"
+    made = {"kind": KIND, "plan": plan.seal, "components": components, "left": left}
+    made["seal"] = stopdown_verify.seal(made)
+    replaces = functools.partial(describe_other, KIND)
+    with written_beside(path, option="with --certificate", replaces=replaces) as part:
+        part.write_text(json.dumps(made), encoding="utf-8")
+    return made
+
+
+def _export_component(
+    source: Source, entry: ComponentPlan, called: list[Any], progress: Progress | None
+) -> dict[str, Any]:
+    name, scaling = entry.component, entry.in_force
+    module = build_empty_component(source, name, torch.float16, keep_fp32=False)
+    files = [path.name for path in list_weight_files(source)[name]]
+    folder = source.path / name
+    tensors = stopdown_verify.open_weights(folder, files, {})
+    captures, captured = Captures(torch.float16), []
+    for call in called:
+        one = call.callee.bind(module), call.args, call.kwargs
+        plain = captures.take(one)
+        captured.append((plain if scaling.stream is None else captures.take(one, scaling.stream),
+                         call.args, call.kwargs))  # fmt: skip
+    stated = state_calls(module, captured)
+    with open_component(source, name, module) as load:
+        reading = _Reading(tensors, find_tied(module), load)
+        graphs = []
+        for (capture, args, kwargs), limits in zip(captured, stated, strict=True):
+            measured = Measured(capture, split_values(capture), {}, args, kwargs)
+            graph = _Exporter(module, entry, measured, limits, reading)
+            graphs.append(graph.export())
+    weights = {key: reading.describe(key, entry.in_force) for key in tensors}
+    made = {
+        "component": name, "class": entry.class_name, "files": files, "weights": weights,
+        "graphs": graphs, "fp32_modules": list(scaling.fp32_modules),
+    }  # fmt: skip
+    if progress is not None:
+        progress("certificate", name, 0, len(tensors))
+    stopdown_verify.check_component(made, source.path, write=True)
+    return made
+
+
+class _Reading:
+    """The tensors of a component's files, and what the code makes for itself."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, stopdown_verify.Weight],
+        tied: Mapping[str, tuple[str, ...]],
+        load: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.tensors, self._tied, self.load = tensors, tied, load
+
+    def find(self, name: str) -> str | None:
+        """The name of a parameter's tensor in the files; None of a buffer that is in none."""
+        return next((x for x in (name, *self._tied.get(name, ())) if x in self.tensors), None)
+
+    def describe(self, key: str, scaling: Scaling) -> dict[str, Any]:
+        """The exponents of a tensor's rows and columns, and whether it stays in fp32."""
+        names = {key, *self._tied.get(key, ())}
+        folds = []
+        shape = (*self.tensors[key].shape, 1, 1)
+        for fold, exponent in scaling.exponents.items():
+            bare, place = split_name(fold)
+            if bare in names:
+                dim = len(place) - 1 if place else 0
+                start, stop, _ = (place[-1] if place else slice(None)).indices(shape[dim])
+                folds.append([dim, start, stop, exponent])
+        wide = any(n.startswith(f"{p}.") for n in names for p in scaling.fp32_modules)
+        return {"exponents": folds, "wide": wide}
+
+
+class _Exporter:
+    """Puts one captured call into the rules of `stopdown_verify`, in the order of its graph."""
+
+    def __init__(
+        self, module: torch.nn.Module, entry: ComponentPlan, measured: Measured, stated: Stated,
+        reading: _Reading,
+    ) -> None:  # fmt: skip
+        self.module, self.scaling, self.stated, self.reading = (
+            module, entry.in_force, stated, reading)  # fmt: skip
+        self.capture: Capture = measured.capture
+        self.sums = {} if entry.accumulation is None else entry.accumulation.fp16_sums
+        self.nodes: list[dict[str, Any]] = []
+        self.ids: dict[Node, str] = {}
+        self.inner: dict[Node, str] = {}
+        self._counts: dict[str, int] = {}
+        self._folded: dict[Node, torch.Tensor | None] = {}
+        stream = self.scaling.stream
+        closed = frozenset(stream.cast_output_down if stream else ())
+        statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
+        self.exits, self.casts = statement.exits, statement.casts
+        self.aliases = find_aliases(self.capture.graph.graph)
+        self.names = dict(stated.inputs)
+
+    def export(self) -> dict[str, Any]:
+        graph = self.capture.graph.graph
+        for node in graph.nodes:
+            if node.op == "call_function" and _is_tensor(node) and self._fold(node) is None:
+                self._visit(node)
+        outputs = []
+        for number, node in enumerate(list_outputs(graph.output_node())):
+            if isinstance(node, Node) and is_float(node) and (found := self._ref(node)):
+                outputs.append([found, int(self.scaling.outputs.get(number, 0))])
+        self._drop_unused({x[0] for x in outputs})
+        self._ask_lengths()
+        return {"method": self.capture.method, "nodes": self.nodes, "outputs": outputs}
+
+    def _drop_unused(self, used: set[str]) -> None:
+        """Leave out whole numbers that no floating value is made of."""
+        kept = []
+        for n in reversed(self.nodes):
+            if n["dtype"] != "int" or n["id"] in used:
+                used.update(n["from"])
+                kept.append(n)
+        self.nodes = kept[::-1]
+
+    def _visit(self, node: Node) -> None:
+        found = find_operation(operation(node))
+        made = None if found is None else self._apply(node, found)
+        if made is None:
+            if not is_float(node):
+                return
+            made = self._unknown(node, found)
+        self.ids[node] = self._add(node, made)
+        path = self.exits.get(node)
+        if path is not None and (factor := self.scaling.multiplies.get(path, 0)):
+            self.inner[node] = self.ids[node]
+            scaled = {"rule": "scale", "function": "copy", "from": [self.ids[node]], "by": factor}
+            self.ids[node] = self._add(node, scaled)
+        if writes_in_place(node):
+            self._change_aliases(node)
+
+    def _add(self, node: Node, made: dict[str, Any], shape: Any = None) -> str:
+        """Append a value; several of one node are numbered."""
+        shape = list(shape_of(node)) if shape is None else list(shape)
+        same = self._counts[node.name] = self._counts.get(node.name, -1) + 1
+        name = f"{node.name}.{same}" if same else node.name
+        held = node.meta["val"].dtype
+        dtype = _DTYPES.get(
+            held, "int" if not (held.is_floating_point or held.is_complex) else "fp32"
+        )
+        wide = {*self.scaling.fp32_modules}.intersection(find_interiors(node))
+        self.nodes.append({
+            "id": name, "place": module_path(node), "from": [], **made, "shape": shape,
+            "dtype": "fp32" if wide and dtype == "fp16" else dtype,
+        })  # fmt: skip
+        return name
+
+    def _change_aliases(self, node: Node) -> None:
+        """What was written in place is seen through every name of the same storage."""
+        root, new = self.aliases.get(node), self.ids[node]
+        for other in [
+            x for x, y in self.aliases.items() if y is root and x in self.ids and x is not node
+        ]:
+            part = new
+            if shape_of(other) != shape_of(node):
+                count = [math.prod(shape_of(node))]
+                part = self._add(other, {"rule": "view", "from": [part]}, count)
+                part = self._add(other, {"rule": "mix", "from": [part], "dims": [0]}, [1])
+                part = self._add(
+                    other, {"rule": "view", "from": [part]}, [1] * len(shape_of(other))
+                )
+            self.ids[other] = self._add(other, {"rule": "either", "from": [self.ids[other], part]})
+
+    # operands
+
+    def _ref(self, value: Any, user: Node | None = None) -> str | None:
+        """The name of an operand as its user sees it; None when it is not exported."""
+        if not isinstance(value, Node):
+            return None
+        if value in self.inner and user is not None and user not in self.casts:
+            path = self.exits[value]
+            if path in list_running(user):
+                return self.inner[value]
+        if value not in self.ids:
+            made = self._begin(value)
+            if made is None:
+                return None
+            self.ids[value] = self._add(value, made)
+        return self.ids[value]
+
+    def _begin(self, node: Node) -> dict[str, Any] | None:
+        """An input, a constant or a parameter."""
+        limits = self.stated.limits
+        name = self.capture.parameters.get(node.name)
+        if name is not None:
+            held = self.reading.find(name)
+            return self._state_known(self.reading.load(name), name) if held is None else {
+                "rule": "weight", "weight": held}  # fmt: skip
+        if (known := self._fold(node)) is not None:
+            return self._state_known(known, f"a constant of {module_path(node) or 'the call'}")
+        if node.name in limits.timesteps and len(limits.timesteps) == 1:
+            steps = limits.timesteps[node.name]
+            return {
+                "rule": "times", "name": self.names[node.name], "radius": steps.radius,
+                "first": float(steps.values[0]), "last": float(steps.values[-1]),
+                "count": len(steps.values),
+            }  # fmt: skip
+        size = self.stated.find_size(node.name) if node.op == "placeholder" else math.inf
+        if name := self.names.get(node.name):
+            size = self.scaling.limits.get(f"{self.stated.method}.{name}", size)
+        if node.meta["val"].dtype == torch.bool:
+            size = 1.0
+        if not math.isfinite(size):
+            return None if not is_float(node) else {"rule": "unknown"}
+        return {"rule": "input", "name": self.names.get(node.name) or node.name, "largest": size}
+
+    def _state_known(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+        values = tensor.detach().cpu()
+        sentinels = find_sentinels(values)
+        values = values.double() if not values.is_complex() else values.abs().double()
+        if sentinels.numel():
+            values = values.masked_fill(sentinels, 0.0)
+        if values.numel() <= MOST_VALUES and not tensor.is_complex():
+            return {"rule": "known", "name": name, "values": values.reshape(-1).tolist()}
+        largest = float(values.abs().max()) if values.numel() else 0.0
+        return {"rule": "input", "name": name, "largest": largest}
+
+    def _fold(self, node: Node) -> torch.Tensor | None:
+        """The value of what depends on constants alone, as this machine computes it."""
+        if node not in self._folded:
+            self._folded[node] = None
+            with contextlib.suppress(Exception):  # any operation: what fails is no constant
+                self._folded[node] = self._compute(node)
+        return self._folded[node]
+
+    def _compute(self, node: Node) -> torch.Tensor | None:
+        if node.op == "placeholder":
+            held = self.capture.constants.get(node.name, self.stated.limits.fixed.get(node.name))
+            if not isinstance(held, torch.Tensor) or node.name in self.aliases:
+                return None
+            there = held.detach().cpu()
+            return there if not is_float(node) else there.to(node.meta["val"].dtype)
+        if node.op != "call_function" or node in self.aliases or writes_in_place(node):
+            return None
+        known = {x: self._fold(x) for x in node.all_input_nodes}
+        if any(x is None for x in known.values()) or is_kind(node, "random", "blank"):
+            return None
+        if math.prod(shape_of(node)) > 1 << 22:
+            return None
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        return made if isinstance(made, torch.Tensor) else None
+
+    # operations
+
+    def _apply(self, node: Node, found: Operation) -> dict[str, Any] | None:
+        method = getattr(self, f"_export_{found.bound}", None) if found.bound else None
+        if math.prod(shape_of(node)) == 0 or (method is None and found.kind not in _KINDS):
+            return None
+        method = method or getattr(self, f"_export_{_KINDS[found.kind]}")
+        try:
+            made: dict[str, Any] = method(node, arguments(node))
+            return made
+        except _NoRule:
+            return None
+
+    def _need(self, value: Any, user: Node) -> str:
+        found = self._ref(value, user)
+        if found is None:
+            raise _NoRule
+        return found
+
+    def _unknown(self, node: Node, found: Operation | None) -> dict[str, Any]:
+        alike = found is not None and found.exponent in ("same", "alike", "cast", "add")
+        sources = [self._ref(x, node) for x in node.all_input_nodes if is_float(x)]
+        return {"rule": "unknown", "function": operation(node), "alike": alike,
+                "from": [x for x in sources if x is not None]}  # fmt: skip
+
+    def _first(self, node: Node) -> str:
+        return self._need(node.args[0], node)
+
+    def _export_same(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        name = operation(node).rstrip("_")
+        function = _SAME.get(name, name if name in _NAMED else "copy")
+        return {"rule": "same", "function": function, "from": [self._first(node)]}
+
+    def _export_reshape(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "view", "from": [self._first(node)]}
+
+    def _export_permute(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "order", "from": [self._first(node)], "order": read_order(node)}
+
+    def _export_expand(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "spread", "from": [self._first(node)]}
+
+    def _cut(self, node: Node, source: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
+        """A part along one dimension, viewed in the node's shape."""
+        before = shape_of(source)
+        shape = [*before[:dim], len(range(start, stop, step)), *before[dim + 1 :]]
+        made = {"rule": "part", "from": [self._need(source, node)], "dim": dim, "start": start,
+                "stop": stop, "step": step}  # fmt: skip
+        if tuple(shape) == shape_of(node):
+            return made
+        return {"rule": "view", "from": [self._add(node, made, shape)]}
+
+    def _export_slice(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        indices = slice_bounds(node)
+        if indices is None:
+            raise _NoRule
+        dim = int(given.get("dim", 0)) % len(shape_of(node.args[0]))
+        return self._cut(node, node.args[0], dim, *indices, given.get("step", 1) or 1)
+
+    def _export_select(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        before = shape_of(node.args[0])
+        dim, index = int(given["dim"]) % len(before), given["index"]
+        if not isinstance(index, int):
+            raise _NoRule
+        index %= before[dim]
+        return self._cut(node, node.args[0], dim, index, index + 1)
+
+    def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        parent, number = node.args[:2]
+        if not isinstance(parent, Node) or not is_split(parent) or not isinstance(number, int):
+            raise _NoRule
+        dim, bounds = split_bounds(parent)
+        if is_kind(parent, "unbind"):
+            return self._cut(node, parent.args[0], dim, number, number + 1)
+        return self._cut(node, parent.args[0], dim, *bounds[number : number + 2])
+
+    def _export_cat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        parts = [x for x in given["tensors"] if math.prod(shape_of(x))]
+        dim = int(given.get("dim", 0)) % len(shape_of(node))
+        return {"rule": "join", "from": [self._need(x, node) for x in parts], "dim": dim}
+
+    def _export_stack(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        shape = shape_of(node)
+        dim = int(given.get("dim", 0)) % len(shape)
+        kept = [*shape[:dim], 1, *shape[dim + 1 :]]
+        names = [self._need(x, node) for x in given["tensors"]]
+        parts = [self._add(node, {"rule": "view", "from": [x]}, kept) for x in names]
+        return {"rule": "join", "from": parts, "dim": dim}
+
+    def _mix(self, node: Node, last: bool = False) -> dict[str, Any]:
+        """Elements of the first input in other places; with `last` each in the same channel as before."""
+        source, shape = node.args[0], shape_of(node)
+        before, name = shape_of(source), self._first(node)
+        if len(before) == len(shape):
+            dims = [d for d in range(len(shape)) if not last or d < len(shape) - 1]
+            return {"rule": "mix", "from": [name], "dims": dims}
+        width = before[-1] if last else 1
+        rows, made = [math.prod(before) // width, width], [math.prod(shape) // width, width]
+        name = self._add(node, {"rule": "view", "from": [name]}, rows)
+        name = self._add(node, {"rule": "mix", "from": [name], "dims": [0]}, made)
+        return {"rule": "view", "from": [name]}
+
+    def _export_any(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._mix(node)
+
+    def _export_tokens(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        before, shape = shape_of(node.args[0]), shape_of(node)
+        indices = given.get("indices") or ()
+        kept = len(indices) < len(before) and before[-1:] == shape[-1:]
+        moved = "dim" in given and int(given["dim"]) % len(before) == len(before) - 1
+        return self._mix(node, last=kept and not moved and bool(shape))
+
+    def _export_places(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.get("divisor_override"):
+            raise _NoRule
+        return self._mix_changed(node)
+
+    def _mix_changed(self, node: Node) -> dict[str, Any]:
+        before, shape = shape_of(node.args[0]), shape_of(node)
+        if len(before) != len(shape):
+            return self._mix(node)
+        dims = [d for d in range(len(shape)) if before[d] != shape[d]]
+        return {"rule": "mix", "from": [self._first(node)], "dims": dims}
+
+    def _export_repeat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        before, shape = shape_of(node.args[0]), shape_of(node)
+        if len(shape) <= len(before):
+            return {**self._mix_changed(node), "repeats": True}
+        padded = [*(1,) * (len(shape) - len(before)), *before]
+        name = self._add(node, {"rule": "view", "from": [self._first(node)]}, padded)
+        dims = [d for d in range(len(shape)) if padded[d] != shape[d]]
+        return {"rule": "mix", "from": [name], "dims": dims, "repeats": True}
+
+    def _export_pad(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.get("value"):
+            raise _NoRule
+        return self._mix_changed(node)
+
+    def _export_mean(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        before, dim = shape_of(node.args[0]), given.get("dim")
+        dims = [int(d) % len(before) for d in ([dim] if isinstance(dim, int) else dim or ())]
+        dims = dims or [*range(len(before))]
+        kept = [1 if d in dims else size for d, size in enumerate(before)]
+        made = {"rule": "mix", "from": [self._first(node)], "dims": dims, "mean": True}
+        if tuple(kept) == shape_of(node):
+            return made
+        return {"rule": "view", "from": [self._add(node, made, kept)]}
+
+    def _export_choose(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        names = [given.get(key) for key in ("self", "other", "value", "source")]
+        numbers = [abs(float(x)) for x in names if isinstance(x, (int, float))]
+        made = {
+            "rule": "either",
+            "from": [self._need(x, node) for x in names if isinstance(x, Node)],
+        }
+        number = max((x for x in numbers if x < NEAR_FP16_END), default=0.0)
+        if not made["from"]:
+            return self._filled(number)
+        return {**made, "number": number} if number else made
+
+    def _export_add(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        first, other = given["self"], given["other"]
+        factor = float(given.get("alpha", 1) or 1) * (-1 if is_kind(node, "subtract") else 1)
+        if isinstance(other, Node) and isinstance(first, Node):
+            pair = [self._need(x, node) for x in (first, other)]
+            return {"rule": "add", "from": pair, **({} if factor == 1 else {"factor": factor})}
+        number = float(other) * factor
+        made = {"rule": "add", "from": [self._need(first, node)]}
+        number = 0.0 if abs(number) >= NEAR_FP16_END else number
+        return {**made, "number": number, **self._number_exponent(node, other)}
+
+    def _number_exponent(self, node: Node, number: Any) -> dict[str, int]:
+        found = (
+            find_eps(self.module, module_path(node), number) if isinstance(number, float) else None
+        )
+        exponent = self.scaling.eps.get(".".join(filter(None, found or ())), 0)
+        return {"number_exponent": exponent} if exponent else {}
+
+    def _export_subtract_from(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        number = given["other"]
+        if not isinstance(number, (int, float)):
+            raise _NoRule
+        turned = {"rule": "same", "function": "neg", "from": [self._first(node)]}
+        number = 0.0 if abs(number) >= NEAR_FP16_END else float(number)
+        return {"rule": "add", "from": [self._add(node, turned)], "number": number}
+
+    def _export_multiply(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        first, other = given["self"], given["other"]
+        if not isinstance(first, Node):
+            first, other = other, first
+        if not isinstance(other, Node):
+            number = 0.0 if abs(other) >= NEAR_FP16_END else float(other)
+            return {"rule": "multiply", "from": [self._need(first, node)], "number": number}
+        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+            pair = (
+                (first, other) if is_kind(strip_casts(other), "rsqrt", "power") else (other, first)
+            )
+            return {"rule": "unit", "from": [self._need(x, node) for x in pair]}
+        if first is other:
+            return {"rule": "power", "halves": 4, "from": [self._need(first, node)]}
+        return {"rule": "multiply", "from": [self._need(x, node) for x in (first, other)]}
+
+    def _export_divide(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        number = given["other"]
+        if (
+            not isinstance(number, (int, float))
+            or given.get("rounding_mode") is not None
+            or not number
+        ):
+            raise _NoRule
+        return {"rule": "multiply", "from": [self._first(node)], "number": 1 / float(number)}
+
+    def _export_power(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        exponent = given.get("exponent")
+        if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
+            raise _NoRule
+        return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
+
+    def _export_halves(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        halves = {"square": 4, "sqrt": 1, "rsqrt": -1, "reciprocal": -2}[operation(node)]
+        return {"rule": "power", "halves": halves, "from": [self._first(node)]}
+
+    def _export_shrink(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        name = operation(node).rstrip("_")
+        return {"rule": "bounded", "function": name, "from": [self._first(node)]}
+
+    _export_saturate = _export_shrink
+
+    def _export_softmax(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        dim = int(given["dim"]) % len(shape_of(node))
+        return {"rule": "bounded", "function": "softmax", "from": [self._first(node)], "dim": dim}
+
+    def _export_clamp(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = [given.get(key) for key in ("min", "max")]
+        if is_range_clamp(node):
+            return {"rule": "same", "function": "range_clamp", "from": [self._first(node)]}
+        if numbers == [0, None]:
+            return {"rule": "same", "function": "relu", "from": [self._first(node)]}
+        if not all(isinstance(x, (int, float)) for x in numbers):
+            raise _NoRule
+        most = max(abs(float(x)) for x in numbers)  # type: ignore[arg-type]
+        return {"rule": "bounded", "function": "clamp", "from": [self._first(node)], "number": most}
+
+    def _filled(self, number: float) -> dict[str, Any]:
+        return {"rule": "bounded", "function": "filled", "number": abs(number)}
+
+    def _export_zeros(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._filled(0.0)
+
+    def _export_ones(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._filled(1.0)
+
+    def _export_fill(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        number = given.get("fill_value", given.get("value", 1.0))
+        if not isinstance(number, (int, float)):
+            raise _NoRule
+        return self._filled(0.0 if abs(number) >= NEAR_FP16_END else float(number))
+
+    def _export_copied(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        name = self._need(node.args[1], node)
+        if shape_of(node.args[1]) != shape_of(node):
+            return {"rule": "spread", "from": [name]}
+        return {"rule": "same", "function": "cast", "from": [name]}
+
+    # what reads weights
+
+    def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+        """The tensors that arguments are, and the rows of them."""
+        made: dict[str, Any] = {}
+        for key in keys:
+            value = given.get(key)
+            if value is None:
+                continue
+            part = None
+            if (
+                is_kind(value, "part")
+                and is_split(value.args[0])
+                and split_bounds(value.args[0])[0] == 0
+            ):
+                bounds, number = split_bounds(value.args[0])[1], int(value.args[1])
+                part, value = bounds[number : number + 2], value.args[0].args[0]
+            name = self.capture.parameters.get(value.name) if isinstance(value, Node) else None
+            held = None if name is None else self.reading.find(name)
+            if held is None or made.get("part", part) != part:
+                raise _NoRule
+            made[key] = held
+            if part is not None:
+                made["part"] = list(part)
+        return made
+
+    def _export_linear(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {"rule": "product", "from": [self._need(given["input"], node)],
+                **self._weigh(given, "weight", "bias")}  # fmt: skip
+        if terms := self.sums.get(module_path(node)):
+            made["terms"] = terms
+        return made
+
+    def _export_convolve(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "product", "from": [self._need(given["input"], node)],
+                "groups": int(given.get("groups", 1)), **self._weigh(given, "weight", "bias")}  # fmt: skip
+
+    def _export_embedding(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "lookup", **self._weigh(given, "weight")}
+
+    def _export_normalise(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {"rule": "norm", "from": [self._need(given["input"], node)],
+                "inner": len(given["normalized_shape"]),
+                **self._weigh(given, "weight", "bias")}  # fmt: skip
+        return {**made, "eps": self._eps_exponent(node, given.get("eps"))}
+
+    def _export_normalise_groups(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {"rule": "norm", "from": [self._need(given["input"], node)],
+                "groups": int(given["num_groups"]), **self._weigh(given, "weight", "bias")}  # fmt: skip
+        return {**made, "eps": self._eps_exponent(node, given.get("eps"))}
+
+    def _eps_exponent(self, node: Node, eps: float | None) -> int:
+        return self._number_exponent(node, eps).get("number_exponent", 0)
+
+    def _export_matmul(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        pair = given["self"], given.get("mat2", given.get("other"))
+        if min(len(shape_of(x)) for x in pair) < 2:
+            raise _NoRule
+        return {"rule": "matmul", "from": [self._need(x, node) for x in pair]}
+
+    def _export_attention(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.get("dropout_p"):
+            raise _NoRule
+        names = [self._need(given[key], node) for key in ("query", "key", "value")]
+        mask = given.get("attn_mask")
+        found = self._ref(mask, node) if is_float(mask) else None
+        return {"rule": "attention", "from": [*names, *([found] if found else [])]}
+
+    def _ask_lengths(self) -> None:
+        """Witnesses of singular values, where another product reads the rows of a product."""
+        users: dict[str, list[dict[str, Any]]] = {}
+        for n in self.nodes:
+            for name in n["from"]:
+                users.setdefault(name, []).append(n)
+
+        def reaches(name: str, depth: int = 12) -> bool:
+            found = users.get(name, ())
+            return depth > 0 and any(
+                n["rule"] == "product" or (n["rule"] in _PASSING and reaches(n["id"], depth - 1))
+                for n in found
+            )
+
+        for n in self.nodes:
+            if n["rule"] == "product" and "groups" not in n and reaches(n["id"]):
+                self._witness(n)
+
+    def _witness(self, n: dict[str, Any]) -> None:
+        weight = self.reading.tensors[n["weight"]]
+        if len(weight.shape) != 2:
+            return
+        work = math.prod(weight.shape) * min(weight.shape)
+        small = work <= 1 << 31
+        if not small and (work > MOST_WORK or weight.shape[0] < 2 * weight.shape[1]):
+            return
+        n["sigma"] = _find_squares(
+            self.reading, n["weight"], tuple(n.get("part", (0, weight.shape[0])))
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _find_squares(reading: _Reading, name: str, part: tuple[int, int]) -> list[list[int]]:
+    tensor = reading.load(name)[part[0] : part[1]]
+    return [stopdown_verify.write_number(x * 1.002) for x in bound_parts(tensor)]
+
+
+class _NoRule(Exception):
+    """No rule of the certificate fits."""
+
+
+_KINDS = {"square": "halves", "sqrt": "halves", "rsqrt": "halves", "reciprocal": "halves"}
+_PASSING = ("same", "multiply", "scale", "part")
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

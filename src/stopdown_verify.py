@@ -1,0 +1,935 @@
+"""Check a certificate: that no fp16 value of a model exceeds 65504, whatever its inputs are.
+
+A certificate is a JSON file that `stopdown plan --certificate FILE` writes. It lists the values of each
+component's graph, each with the rule and the values that imply its bound. This module derives every bound
+again from the weights. It needs NumPy and nothing else: no torch, nothing of Stopdown.
+`docs/certificate-file.md` has the rules as formulas, and what is assumed.
+
+**Catches** bounds that do not follow, exponents that do not cancel, values beyond 65504, weights that are
+not the certificate's or that no graph reads, and lists of uncovered values that are not complete.
+**Does not catch** a graph that is not the model's: the file says what the model computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = Any
+Node = dict[str, Any]
+Shape = tuple[int, ...]
+
+LARGEST, STORED, TOLERANCE = 65504, 2.0**-25, 1 + Fraction(1, 2**9)
+UP = 1 + 2.0**-30  # more than float64 loses in a sum of 2**20 terms
+ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-50, "int": 0.0}
+LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 0.0}
+WEIGHT, SUM, NORM = (
+    2.0**-11,
+    2.0**-23,
+    2.0**-10,
+)  # relative errors: a weight, a term of a sum, a norm
+MOST, ENTRIES, BASIS = 1 << 19, 1 << 20, 32
+MOVING = ("view", "order", "part", "join", "spread")
+KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
+SMALLER = ("silu", "gelu", "hardswish", "mish")
+SATURATING = ("sigmoid", "tanh", "erf")
+BOUNDED = (*SATURATING, "sin", "cos", "sign", "softmax")
+FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
+    "silu": (lambda x: x / (1 + np.exp(-x)), 1.13), "relu": (lambda x: np.maximum(x, 0), 1.0),
+    "sin": (np.sin, 1.0), "cos": (np.cos, 1.0), "neg": (np.negative, 1.0), "tanh": (np.tanh, 1.0),
+    "cast": (np.positive, 1.0), "copy": (np.positive, 1.0),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """The certificate does not prove what it says."""
+
+
+class Unbounded(Exception):
+    """A rule gives no bound for such inputs."""
+
+
+@dataclass
+class Value:
+    """What is known of a value for every input; arrays have its rank, each size 1 or the value's.
+
+    No element is larger than `peak` (None: no bound), no 2-norm over the dimensions `rows` than `norm`.
+    What is stored is the value times 2**exponents. `exact` has its centre, with a first dimension of
+    timesteps, its radius, and the length of a row's error. `affine` lists (radius, gain, table, rest): the
+    value is n * gain + table[t] + v with norm(n) <= radius and |v| <= rest.
+    """
+
+    shape: Shape
+    peak: Array = None
+    norm: float = math.inf
+    rows: frozenset[int] = frozenset()
+    exponents: Array = 0
+    exact: tuple[Array, Array, float] | None = None
+    affine: tuple[tuple[Any, ...], ...] = ()
+
+
+def demand(holds: Any, what: str) -> None:
+    if not holds:
+        raise Refused(what)
+
+
+def read_number(pair: Sequence[int]) -> Fraction:
+    return Fraction(int(pair[0])) * Fraction(2) ** int(pair[1])
+
+
+def write_number(number: float) -> list[int]:
+    """A mantissa and an exponent, no less than a number and less than TOLERANCE times it."""
+    mantissa, exponent = math.frexp(number * (1 + 2.0**-11))
+    return [math.ceil(math.ldexp(mantissa, 16)), exponent - 16]
+
+
+# arrays that stand for larger ones
+
+
+def top(array: Array, dims: Any) -> Array:
+    return array.max(axis=tuple(dims), keepdims=True) if array.size else array
+
+
+def over(squares: Array, shape: Shape, dims: Any) -> float:
+    """The largest sum over dimensions of what may stand for every index at once."""
+    for dim in dims:
+        sums = squares.sum(axis=dim, keepdims=True)
+        squares = squares * shape[dim] if squares.shape[dim] == 1 else sums
+    return float(squares.max()) if squares.size else 0.0
+
+
+def few(array: Array) -> Array:
+    """With size 1 in each dimension along which nothing changes."""
+    for dim in range(array.ndim):
+        first = array[(slice(None),) * dim + (slice(0, 1),)]
+        if array.shape[dim] > 1 and (array == first).all():
+            array = first
+    return array
+
+
+def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> Value:
+    """A value with a peak, and a norm where one is known; else that of a row of peaks."""
+    peak = np.asarray(peak, dtype=np.float64) * UP
+    peak = few(peak.reshape((1,) * (len(shape) - peak.ndim) + peak.shape))
+    while peak.size > MOST:
+        peak = top(peak, [max((size, dim) for dim, size in enumerate(peak.shape[:-1]))[1]])
+    demand(np.isfinite(peak).all(), "a bound is not finite")
+    rows = frozenset(rows) if math.isfinite(norm) else frozenset(range(len(shape))[-1:])
+    norm = min(norm, math.sqrt(over(peak**2, shape, rows))) * UP
+    return Value(shape, np.minimum(peak, norm), norm, rows)
+
+
+def norm_over(x: Value, dims: Sequence[int]) -> float:
+    rest = math.prod(x.shape[d] for d in dims if d not in x.rows)
+    return min(math.sqrt(over(x.peak**2, x.shape, dims)), x.norm * math.sqrt(rest)) * UP
+
+
+def by_channel(x: Value) -> Array:
+    return top(x.peak, range(x.peak.ndim - 1)).reshape(-1)
+
+
+def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """Runs of dimensions of two shapes that hold the same elements."""
+    demand(math.prod(shape) == math.prod(target), "a view has other elements")
+    groups, ends = [], [[*np.cumprod(s, dtype=object)] for s in (shape, target)]
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        a, b = i, j
+        i, j = min(i + 1, len(shape)), min(j + 1, len(target))
+        while ((i and ends[0][i - 1]) or 1) != ((j and ends[1][j - 1]) or 1):
+            if j == len(target) or (
+                i < len(shape) and ((i and ends[0][i - 1]) or 1) < ends[1][j - 1]
+            ):
+                i += 1
+            else:
+                j += 1
+        groups.append(([*range(a, i)], [*range(b, j)]))
+    return groups
+
+
+def view(array: Array, shape: Shape, target: Shape) -> Array:
+    sizes, pieces = list(array.shape), list[int]()
+    for source, result in group_dims(shape, target):
+        alike = all(array.shape[d] == 1 for d in source)
+        for dim in () if alike else source:
+            sizes[dim] = shape[dim]
+        pieces += [1 if alike else target[d] for d in result]
+    return np.broadcast_to(array, sizes).reshape(pieces)
+
+
+def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Array:
+    """What a moving rule makes of arrays, whose `lead` first dimensions stay."""
+    rule, first, front, dim = n["rule"], arrays[0], arrays[0].shape[:lead], n.get("dim", 0) + lead
+    if rule == "view":
+        return view(first, (*front, *shapes[0]), (*front, *n["shape"]))
+    if rule == "order":
+        return first.transpose([*range(lead), *(d + lead for d in n["order"])])
+    if rule == "part":
+        cut = slice(n["start"], n["stop"], n["step"]) if first.shape[dim] > 1 else slice(None)
+        return first[(slice(None),) * dim + (cut,)]
+    if rule == "join":
+        sizes = [max(a.shape[d] for a in arrays) for d in range(first.ndim)]
+        wide = [[*sizes[:dim], s[dim - lead], *sizes[dim + 1 :]] for s in shapes]
+        parts = [np.broadcast_to(a, w) for a, w in zip(arrays, wide, strict=True)]
+        return few(np.concatenate(parts, axis=dim))
+    added = (1,) * (len(n["shape"]) - len(shapes[0]))
+    return first.reshape((*front, *added, *first.shape[lead:]))
+
+
+def move_value(n: Node, xs: list[Value]) -> Value:
+    """Peaks move along, and so does a norm where its dimensions stay recognisable."""
+    shapes, shape, x, rule = [x.shape for x in xs], tuple(n["shape"]), xs[0], n["rule"]
+    whole = [np.broadcast_to(np.zeros(()), s) for s in shapes]
+    if rule == "spread":
+        holds = np.broadcast_shapes(x.shape, shape) == shape
+    elif rule == "join":
+        others = {(*s[: n["dim"]], 0, *s[n["dim"] + 1 :]) for s in [shape, *shapes]}
+        holds = len(others) == 1 and sum(s[n["dim"]] for s in shapes) == shape[n["dim"]]
+    else:
+        holds = rule == "view" or move(n, whole[:1], shapes).shape == shape
+    demand(holds, "the shape does not follow")
+    norm, rows, added = x.norm, set(x.rows), len(shape) - len(x.shape)
+    if rule == "view":
+        rows = set()
+        for source, result in group_dims(x.shape, shape):
+            inside = [d in x.rows for d in source if x.shape[d] > 1]
+            more = (x.shape[d] for d in source if d not in x.rows)
+            norm *= math.sqrt(math.prod(more)) if any(inside) else 1
+            rows |= {d for d in result if shape[d] > 1 and any(inside)}
+    elif rule == "order":
+        rows = {n["order"].index(d) for d in rows}
+    elif rule == "join":
+        rows = set(frozenset.intersection(*(x.rows for x in xs)))
+        norms = [norm_over(x, sorted(rows)) if rows else math.inf for x in xs]
+        norm = math.sqrt(sum(x * x for x in norms)) if n["dim"] in rows else max(norms)
+    elif rule == "spread":
+        norm *= math.sqrt(math.prod(shape[d + added] // x.shape[d] for d in rows if x.shape[d]))
+        rows = {d + added for d in rows}
+    return bound(shape, move(n, [x.peak for x in xs], shapes), norm if rows else math.inf, rows)
+
+
+# rules: a bound of the exact result from bounds of the inputs, or Unbounded
+
+
+def rule_add(c: Graph, n: Node, xs: list[Value]) -> Value:
+    a, b = operands(n, xs)
+    factor = abs(float(n.get("factor", 1)))
+    norm = norm_over(a, sorted(a.rows)) + factor * norm_over(b, sorted(a.rows))
+    return bound(a.shape, a.peak + factor * b.peak, norm, a.rows)
+
+
+def rule_multiply(c: Graph, n: Node, xs: list[Value]) -> Value:
+    a, b = operands(n, xs)
+    norms = a.norm * float(b.peak.max()), b.norm * float(a.peak.max())
+    rows = a.rows if norms[0] <= norms[1] else b.rows
+    return bound(a.shape, a.peak * b.peak, min(norms), rows)
+
+
+def operands(n: Node, xs: list[Value]) -> tuple[Value, Value]:
+    """Both operands in the shape of the result; a number is one, too."""
+    shape = tuple(n["shape"])
+    made = [move_value({"rule": "spread", "shape": shape}, [x]) for x in xs]
+    return (*made, bound(shape, abs(float(n.get("number", 0)))))[:2]  # type: ignore[return-value]
+
+
+def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """`x * (mean(x**2) + eps) ** -0.5`: a row is no longer than the root of its length."""
+    x, shape = c.bare(n["from"][0]), tuple(n["shape"])
+    root = c.nodes[c.bare(n["from"][1])]
+    total = c.nodes[c.bare(root["from"][0])]
+    mean = c.nodes[c.bare(total["from"][0])]
+    square = c.nodes[c.bare(mean["from"][0])]
+    rules = (
+        root["rule"],
+        root.get("halves"),
+        total["rule"],
+        mean.get("mean"),
+        square.get("halves"),
+    )
+    holds = rules == ("power", -1, "add", True, 4) and float(total.get("number", -1)) >= 0
+    demand(holds and c.bare(square["from"][0]) == x and xs[0].shape == shape, "no norm")
+    norm = math.sqrt(math.prod(shape[d] for d in mean["dims"])) * (1 + NORM)
+    made = bound(shape, norm, norm, mean["dims"])
+    one = np.ones(shape[-1])
+    if mean["dims"] == [len(shape) - 1]:
+        made.affine = ((norm, one, one[None] * 0, one * 0),)
+    return made
+
+
+def rule_same(c: Graph, n: Node, xs: list[Value]) -> Value:
+    demand(
+        n["function"] in KEEPING + SMALLER and tuple(n["shape"]) == xs[0].shape, "no such function"
+    )
+    return bound(xs[0].shape, xs[0].peak, xs[0].norm, xs[0].rows)
+
+
+def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """No larger than a number, whatever goes in."""
+    shape, name = tuple(n["shape"]), n["function"]
+    demand(name in (*BOUNDED, "clamp", "filled"), "no such function")
+    most = abs(float(n["number"])) if name in ("clamp", "filled") else 1.0
+    return bound(shape, most, *((1.0, (n["dim"],)) if name == "softmax" else ()))
+
+
+def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """Each element is one at the same place of the other dimensions, a mean of such, or 0."""
+    x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
+    sizes = [n["shape"][d] if d in dims else size for d, size in enumerate(x.shape)]
+    demand(tuple(sizes) == shape, "the shape does not follow")
+    return bound(shape, top(x.peak, dims), math.inf if x.rows & {*dims} else x.norm, x.rows)
+
+
+def rule_either(c: Graph, n: Node, xs: list[Value]) -> Value:
+    rank = len(n["shape"])
+    peaks = [x.peak.reshape((1,) * (rank - x.peak.ndim) + x.peak.shape) for x in xs]
+    most = few(np.max(np.broadcast_arrays(*peaks), axis=0))
+    return bound(tuple(n["shape"]), np.maximum(most, abs(float(n.get("number", 0)))))
+
+
+def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
+    (a, b), shape = xs, tuple(n["shape"])
+    inner, last = a.shape[-1], len(a.shape) - 1
+    demand(b.shape[-2] == inner and shape[-2:] == (a.shape[-2], b.shape[-1]), "no product")
+    source = c.nodes[c.bare(n["from"][0])]
+    if source.get("function") == "softmax" and source["dim"] == last:
+        return bound(shape, float(b.peak.max()))
+    peaks = inner * float(a.peak.max()) * float(b.peak.max())
+    norms = norm_over(a, [last]) * norm_over(b, [len(b.shape) - 2])
+    return bound(shape, min(norms, peaks) + 2 * inner * SUM * peaks)
+
+
+def rule_attention(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """A mean of the values, token by token."""
+    value, shape, last = xs[2], tuple(n["shape"]), len(n["shape"]) - 1
+    fits = shape[-1] == value.shape[-1] and shape[:-1] == xs[0].shape[:-1]
+    demand(fits and xs[1].shape[-2] == value.shape[-2], "no attention")
+    cut = [d for d in range(last) if d != last - 2 or value.shape[d] != shape[d]]
+    return bound(shape, top(value.peak, cut), norm_over(value, [last]), (last,))
+
+
+def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """A row of mean square 1 is no longer than the root of its length, whatever went into it."""
+    shape, groups, rank = tuple(n["shape"]), n.get("groups", 0), len(n["shape"])
+    dims = range(1, rank) if groups else range(rank - n["inner"], rank)
+    count = math.prod(shape[d] for d in dims) / max(groups, 1)
+    place = [shape[d] if d in (dims[:1] if groups else dims) else 1 for d in range(rank)]
+    (gain, low), (shift, floor) = c.vector(n, "weight", 1.0), c.vector(n, "bias", 0.0)
+    errors = np.abs(gain) * WEIGHT + low, np.abs(shift) * WEIGHT + floor
+    g, b = (np.abs(x) + e for x, e in zip((gain, shift), errors, strict=True))
+    root, sizes = (
+        math.sqrt(count) * (1 + NORM),
+        [place if x.size > 1 else [1] * rank for x in (g, b)],
+    )
+    longest = root * math.sqrt(max(groups, 1)) * float(g.max())
+    longest += math.sqrt(over((b**2).reshape(sizes[1]), shape, dims))
+    made = bound(shape, root * g.reshape(sizes[0]) + b.reshape(sizes[1]), longest, dims)
+    if not groups and n["inner"] == 1:
+        one = np.ones(shape[-1])
+        made.affine = ((root, g * one, (shift * one)[None], errors[1] * one),)
+    demand(shape == xs[0].shape, "the shape does not follow")
+    return made
+
+
+def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """Any row of a table."""
+    w = c.weights[n["weight"]]
+    demand(n["shape"][-1] == w.shape[1], "the shape does not follow")
+    peak = np.max([np.abs(rows).max(0) for _, rows in w.read()], axis=0)
+    norm = max(float(np.sqrt((rows**2).sum(1).max())) for _, rows in w.read())
+    floor = STORED * float(2.0 ** -(w.rows.min() + w.columns.min()))
+    norm = norm * (1 + WEIGHT) + floor * math.sqrt(w.shape[1])
+    return bound(tuple(n["shape"]), peak * (1 + WEIGHT) + floor, norm, (len(n["shape"]) - 1,))
+
+
+def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
+    """Linears and convolutions: the least of what magnitudes, norms and rows behind a norm allow."""
+    x, w, shape, groups = xs[0], c.weights[n["weight"]], tuple(n["shape"]), n.get("groups", 1)
+    start, stop = n.get("part", (0, w.shape[0]))
+    rank, places, width = len(shape), math.prod(w.shape[2:]), math.prod(w.shape[1:])
+    channel = rank - max(len(w.shape) - 1, 1)
+    fits = x.shape[channel] == w.shape[1] * groups and shape[channel] == stop - start
+    same = (*x.shape[:channel], stop - start) == shape or len(w.shape) > 2
+    demand(fits and same and len(x.shape) == rank, "no product")
+    others, spatial = [d for d in range(rank) if d != channel], range(channel + 1, rank)
+    peak = np.repeat(top(x.peak, others).reshape(-1) * np.ones(x.shape[channel]), places)
+    norm = norm_over(x, [channel]) * math.sqrt(places)
+    norm = min(norm, norm_over(x, [channel, *spatial])) if spatial else norm
+    low, up = STORED * 2.0 ** -w.rows[start:stop], np.repeat(2.0**-w.columns, places)
+    affine = [] if spatial else [(r, g, *split_table(t), s) for r, g, t, s in x.affine]
+    size, full, euclid, step = *np.zeros((3, stop - start)), (stop - start) // groups  # type: ignore[misc]
+    for g in range(groups):
+        part, covered = slice(g * step, g * step + step), peak[g * width : g * width + width]
+        sums = [covered]
+        for _, _, _, _, left, largest, rest in affine:
+            sums += [rest + left + WEIGHT * largest, largest]
+        squares = [np.ones(width), *(x[1] ** 2 for x in affine)]
+        bases = [x[3] for x in affine]
+        a, s, p = w.multiply(start + part.start, start + part.stop, sums, squares, bases)
+        full[part] = a[:, 0] * (1 + WEIGHT) + low[part] * (up @ covered)
+        euclid[part] = np.sqrt(s[:, 0]) * (1 + WEIGHT) + low[part] * math.sqrt(up @ up)
+        size[part] = np.minimum(full[part], euclid[part] * norm)
+    images, at = [], 0
+    for k, (radius, gain, steps, base, left, largest, rest) in enumerate(affine):
+        image = np.sqrt(s[:, 1 + k]) * (1 + WEIGHT) + low * math.sqrt(((up * gain) ** 2).sum())
+        error = STORED * np.abs(steps).sum(1).max() * np.sqrt((base**2).sum(1)).max() * euclid
+        moved = [np.abs(x @ steps.T).max(1) for x in np.array_split(p[:, at : at + len(base)], 16)]
+        image = radius * image + a[:, 1 + 2 * k] * (1 + WEIGHT) + np.concatenate(moved) + error
+        images.append(image + low * (up @ (rest + left + largest)))
+        at += len(base)
+    size = np.minimum(size, np.max(images, axis=0)) if images else size
+    values, floor = c.vector(n, "bias", 0.0)
+    added = width * SUM * full + np.abs(values) * (1 + WEIGHT) + floor
+    spread = (1,) * channel + (-1,) + (1,) * len(spatial)
+    if "sigma" not in n:
+        return bound(shape, (size + added).reshape(spread))
+    sigma = w.check_sigma(start, stop, n["sigma"])
+    sigma += WEIGHT * math.sqrt(s[:, 0].sum()) + math.sqrt((low @ low) * (up @ up))
+    longest = sigma * norm + math.sqrt((added**2).sum())
+    return bound(shape, (size + added).reshape(spread), longest, (channel,))
+
+
+def split_table(table: Array) -> tuple[Array, Array, Array, Array]:
+    """A table over timesteps as steps times few rows, what they leave by channel, and its largest."""
+    largest = np.abs(table).max(0)
+    if len(table) <= BASIS:
+        return np.eye(len(table)), table, largest * 0, largest
+    picked = table[np.linspace(0, len(table) - 1, BASIS).round().astype(int)]
+    base = np.linalg.qr(picked.T)[0].T
+    steps = table @ base.T
+    left = np.abs(table - steps @ base).max(0)
+    return steps, base, left + 2.0**-40 * (np.abs(steps).max(0) @ np.abs(base) + largest), largest
+
+
+def rule_power(c: Graph, n: Node, xs: list[Value]) -> Value:
+    if n["halves"] < 0:
+        raise Unbounded
+    return bound(xs[0].shape, xs[0].peak ** (n["halves"] / 2))
+
+
+def rule_unknown(c: Graph, n: Node, xs: list[Value]) -> Value:
+    raise Unbounded
+
+
+RULES: dict[str, Callable[[Graph, Node, list[Value]], Value]] = {
+    "add": rule_add, "multiply": rule_multiply, "unit": rule_unit, "same": rule_same,
+    "scale": rule_same, "bounded": rule_bounded, "mix": rule_mix, "either": rule_either,
+    "matmul": rule_matmul, "attention": rule_attention, "norm": rule_norm, "lookup": rule_lookup,
+    "product": rule_product, "power": rule_power, "unknown": rule_unknown,
+    **dict.fromkeys(MOVING, lambda c, n, xs: move_value(n, xs)),
+}  # fmt: skip
+UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the inputs
+
+
+# values that depend on nothing but the timestep, one by one; and rows behind a norm
+
+
+def compute(c: Graph, n: Node, xs: list[Value]) -> tuple[Array, Array, float] | None:
+    """Centre, radius and length of a result whose inputs are known; its own rounding is not in it."""
+    rule, shapes = n["rule"], [x.shape for x in xs]
+    known = [x.exact for x in xs if x.exact is not None]
+    if not known or len(known) < len(xs):
+        return None
+    center, radius, length = known[0]
+    if rule in MOVING:
+        if len({len(x[0]) for x in known}) > 1:
+            return None
+        moved = (move(n, [x[k] for x in known], shapes, 1 - k) for k in (0, 1))
+        return next(moved), next(moved), math.inf
+    if rule == "mix" and n.get("repeats") and all(center.shape[d + 1] == 1 for d in n["dims"]):
+        return known[0]
+    if rule in ("same", "bounded") and n["function"] in FUNCTIONS:
+        function, slope = FUNCTIONS[n["function"]]
+        return function(center), slope * radius, slope * length
+    if rule == "product" and len(c.weights[n["weight"]].shape) == 2:
+        return c.compute_linear(n, known[0])
+    if rule not in ("add", "multiply"):
+        return None
+    number = np.full((1,) * center.ndim, float(n.get("number", 0)))
+    rank = len(n["shape"])
+    pairs = [*((x[0], x[1]) for x in known), (number, number[0] * 0)][:2]
+    (a, r), (b, s) = ((wide(x, rank, 1), wide(y, rank, 0)) for x, y in pairs)
+    if rule == "add":
+        k = float(n.get("factor", 1))
+        return a + k * b, r + abs(k) * s, sum(x[2] for x in known) if abs(k) == 1 else math.inf
+    return a * b, np.abs(a).max(0) * s + np.abs(b).max(0) * r + r * s, math.inf
+
+
+def wide(array: Array, rank: int, lead: int) -> Array:
+    added = (1,) * (rank + lead - array.ndim)
+    return array.reshape((*array.shape[:lead], *added, *array.shape[lead:]))
+
+
+def row_error(radius: Array, shape: Shape, length: float) -> float:
+    return min(length, math.sqrt(over(radius**2, shape, range(len(shape))[-1:])))
+
+
+def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
+    """The rows behind a norm of a result, as far as they are known; its own rounding is not in them."""
+    rule, last = n["rule"], n["shape"][-1:]
+    alike = rule in ("view", "spread", "part") or (
+        rule == "same" and n["function"] in ("cast", "copy")
+    )
+    if alike and xs[0].shape[-1:] == tuple(last):
+        return xs[0].affine
+    if rule == "join" and n["dim"] != len(n["shape"]) - 1 and all(x.affine for x in xs):
+        return tuple(row for x in xs for row in x.affine)[:5]
+    if rule not in ("add", "multiply") or len(xs) < 2 or abs(n.get("factor", 1)) != 1:
+        return ()
+    a, b = xs if xs[0].affine else xs[::-1]
+    if not a.affine or a.shape[-1:] != tuple(last) or b.peak is None or n.get("factor", 1) != 1:
+        return ()
+    size, table, radius, made = by_channel(b) * np.ones(last), None, 0.0, []
+    if b.exact is not None and math.prod(b.exact[0].shape[1:]) in (1, b.exact[0].shape[-1]):
+        table = b.exact[0].reshape(len(b.exact[0]), -1) * np.ones(last)
+        radius = b.exact[1].reshape(-1)
+    for r, gain, t, rest in a.affine:
+        largest = np.abs(t).max(0)
+        if rule == "add":
+            more = size if table is None else radius
+            made.append((r, gain, t if table is None else t + table, rest + more))
+        else:
+            moved = t[:1] * 0 if table is None else t * table
+            more = largest * (size if table is None else radius)
+            made.append((r, gain * size, moved, rest * size + more))
+    return tuple(made)
+
+
+# exponents: what is stored is the value times two to this; each rule says what has to cancel
+
+
+def flat(array: Array, dims: Any, what: str = "its exponents differ inside of a sum") -> Array:
+    for dim in dims:
+        demand(array.shape[dim] == 1, what)
+    return array
+
+
+def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (a table of cases)
+    rule, rank, zero = n["rule"], len(n["shape"]), np.zeros((1,) * len(n["shape"]), dtype=np.int64)
+    es = [few(x.exponents) for x in xs]
+    if rule in MOVING:
+        return few(move(n, es, [x.shape for x in xs]))
+    if rule == "scale":
+        return es[0] + int(n["by"])
+    if rule == "same" and n["function"] in KEEPING:
+        return es[0]
+    if rule == "mix":
+        return flat(es[0], n["dims"])
+    if rule == "power":
+        demand(not (es[0] * n["halves"] % 2).any(), "half an exponent")
+        return es[0] * n["halves"] // 2
+    es = [
+        wide(e, rank, 0) if rank >= e.ndim else flat(e, range(e.ndim)).reshape(zero.shape)
+        for e in es
+    ]
+    if rule in ("add", "either") or n.get("alike"):
+        parts = [e for e, x in zip(es, xs, strict=True) if x.peak is None or x.peak.any()]
+        if n.get("number"):
+            parts.append(zero + int(n.get("number_exponent", 0)))
+        demand(all((e == parts[0]).all() for e in parts), "the exponents of a sum differ")
+        return few(sum(parts[:1], zero) + sum((0 * e for e in parts), zero))
+    if rule in ("multiply", "unit"):
+        return few(sum(es, zero))
+    if rule == "matmul":
+        return sum((flat(e, range(e.ndim)) for e in es), zero)
+    if rule == "attention":
+        q, k, v = (flat(e, [d for d in range(rank) if d != 1 or i < 0]) if i < 2 else flat(e, [rank - 2])
+                   for i, e in enumerate(es[:3]))  # fmt: skip
+        demand(not (q + k).any() and not any(e.any() for e in es[3:]), "scores are scaled")
+        return v
+    if rule == "norm":
+        dims = range(1, rank) if n.get("groups") else range(rank - n["inner"], rank)
+        demand((flat(es[0], dims) * 2 == int(n["eps"])).all(), "an eps is not scaled with its norm")
+        return c.result_exponents(n, zero, 1 if n.get("groups") else rank - 1)
+    if rule == "product":
+        w, channel = c.weights[n["weight"]], rank - max(len(c.weights[n["weight"]].shape) - 1, 1)
+        columns = w.columns if n.get("groups", 1) == 1 else flat(w.columns, [0])
+        start, stop = n.get("part", (0, w.shape[0]))
+        place = [-1 if d == channel else 1 for d in range(rank)]
+        sums = flat(few(es[0] + columns.reshape(place)), [channel, *range(channel + 1, rank)])
+        made = few(sums + w.rows[start:stop].reshape(place))
+        demand(c.fits(n, made, place), "a bias is not scaled as its sum")
+        return made
+    if rule == "lookup":
+        w = c.weights[n["weight"]]
+        return flat(few(w.rows), [0]) + wide(few(w.columns), rank, 0)
+    demand(not any(e.any() for e in es), f"{n.get('function', rule)} is given scaled values")
+    return zero
+
+
+class Weight:
+    """A tensor in a safetensors file, with the exponents of its rows and columns."""
+
+    def __init__(self, path: Path, start: int, entry: Node, stated: Node) -> None:
+        self.shape, self.kind = tuple(entry["shape"]), entry["dtype"]
+        kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
+        dtype, (first, last) = np.dtype(kinds.get(self.kind, np.uint8)), entry["data_offsets"]
+        count = (last - first) // dtype.itemsize
+        self.raw = (
+            np.memmap(path, dtype, "r", start + first, (count,)) if count else np.zeros(0, dtype)
+        )
+        sizes = (*self.shape, 1, 1)
+        self.rows, self.columns = (np.zeros(max(size, 1), dtype=np.int64) for size in sizes[:2])
+        for dim, begin, end, exponent in stated.get("exponents", ()):
+            (self.columns if dim == 1 else self.rows)[begin:end] += int(exponent)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, Array]]:
+        """Slices of rows and their values, flattened to two dimensions, in float64."""
+        count, width = (self.shape or (1,))[0], max(math.prod(self.shape[1:]), 1)
+        stop, step = count if stop is None else stop, max(1, ENTRIES // width)
+        for at in range(start, stop, step):
+            part = self.raw[at * width : min(at + step, stop) * width]
+            if self.kind == "BF16":
+                part = (part.astype(np.uint32) << 16).view(np.float32)
+            yield slice(at, min(at + step, stop)), part.astype(np.float64).reshape(-1, width)
+
+    def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
+        """The rows times columns: their magnitudes, their squares, and as they are."""
+        wide = [
+            np.stack(x, 1) if len(x) else np.zeros((math.prod(self.shape[1:]), 0)) for x in columns
+        ]
+        made: tuple[list[Array], ...] = ([], [], [])
+        for _, rows in self.read(start, stop):
+            made[2].append(rows @ wide[2].reshape(rows.shape[1], -1))
+            made[1].append(rows**2 @ wide[1])
+            made[0].append(np.abs(rows) @ wide[0])
+        return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
+
+    def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
+        """The largest singular value is no more than the root of the sum of stated squares.
+
+        Of columns side by side the square is at most the sum of the squares. For each part, t - W^T W has a
+        Cholesky decomposition in float64, so that no eigenvalue is above t by more than 2 n (n + 1) 2**-53
+        of it (Rump 2006); the products of 512 rows are summed in fp32.
+        """
+        cuts = np.linspace(0, self.shape[1], len(squares) + 1).astype(int)
+        grams = [np.zeros((b - a, b - a)) for a, b in itertools.pairwise(cuts)]
+        for _, rows in self.read(start, stop):
+            for at in range(0, len(rows), 512):
+                piece = rows[at : at + 512].astype(np.float32)
+                for gram, (a, b) in zip(grams, itertools.pairwise(cuts), strict=True):
+                    gram += piece[:, a:b].T @ piece[:, a:b]
+        total = 0.0
+        for gram, pair in zip(grams, squares, strict=True):
+            size, error = len(gram), 600 * 2.0**-24 * float(np.trace(gram)) + 2.0**-90
+            most = float(read_number(pair))
+            try:
+                np.linalg.cholesky(np.eye(size) * (most - error) - gram)
+            except np.linalg.LinAlgError:
+                raise Refused("a singular value is larger than stated") from None
+            total += most * (1 + 2 * size * (size + 1) * 2.0**-53)
+        return math.sqrt(total) * UP
+
+    def measure(self) -> float:
+        """The largest magnitude as it is stored in fp16."""
+        up = np.repeat(2.0**self.columns, max(math.prod(self.shape[2:]), 1))
+        rows = (np.abs(x * up).max(1) * 2.0 ** self.rows[part] for part, x in self.read())
+        largest = max((float(x.max()) for x in rows), default=0.0)
+        return largest * (1 + WEIGHT) + STORED
+
+
+def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, Weight]:
+    """The tensors of safetensors files by name."""
+    found = {}
+    for name in files:
+        demand("/" not in name and name.endswith(".safetensors"), "not a file of weights")
+        path = folder / name
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for key, entry in header.items():
+            found[key] = Weight(path, 8 + size, entry, stated.get(key, {}))
+    return found
+
+
+class Graph:
+    """One call of a component: its values in order."""
+
+    def __init__(self, stated: Node, weights: dict[str, Weight], write: bool) -> None:
+        self.stated, self.weights, self.write = stated, weights, write
+        self.nodes = {n["id"]: n for n in stated["nodes"]}
+        self.read: set[str] = set()
+        self.uncovered: list[str] = []
+        self.values: dict[str, Value] = {}
+        self.covered = 0
+
+    def bare(self, name: str) -> str:
+        """The value behind casts."""
+        while self.nodes[name]["rule"] == "same" and self.nodes[name]["function"] in (
+            "cast",
+            "copy",
+        ):
+            name = self.nodes[name]["from"][0]
+        return name
+
+    def vector(self, n: Node, key: str, default: float) -> tuple[Array, Array]:
+        """A bias or a norm's weight, and how far fp16 rounds what is subnormal of it."""
+        if key not in n:
+            return np.full(1, default), np.zeros(1)
+        w, cut = (
+            self.weights[n[key]],
+            slice(*n["part"]) if key == "bias" and "part" in n else slice(None),
+        )
+        whole = np.concatenate([rows.reshape(-1) for _, rows in w.read()])
+        demand(len(w.shape) < 2 or w.shape[0] == len(whole), "not a vector")
+        return whole[cut], STORED * 2.0 ** -w.rows[cut]
+
+    def result_exponents(self, n: Node, zero: Array, dim: int) -> Array:
+        place = [-1 if d == dim else 1 for d in range(zero.ndim)]
+        made = few(self.weights[n["weight"]].rows.reshape(place)) if "weight" in n else zero
+        demand(self.fits(n, made, place), "a bias is not scaled as its norm")
+        return made
+
+    def fits(self, n: Node, made: Array, place: Sequence[int]) -> bool:
+        """Whether a bias has the exponents of what it is added to."""
+        if "bias" not in n:
+            return True
+        own = self.weights[n["bias"]].rows[slice(*n.get("part", (None,)))]
+        return bool((made == own.reshape(place)).all())
+
+    def compute_linear(
+        self, n: Node, known: tuple[Array, Array, float]
+    ) -> tuple[Array, Array, float]:
+        """A linear of values that are known at each timestep, with the errors of all roundings."""
+        center, radius, length = known
+        w, width, shape = self.weights[n["weight"]], center.shape[-1], n["shape"]
+        start, stop = n.get("part", (0, w.shape[0]))
+        flat = (center * np.ones(w.shape[1])).reshape(-1, w.shape[1])
+        made = [flat.astype(np.float32) @ r.astype(np.float32).T for _, r in w.read(start, stop)]
+        largest = ((np.abs(center).max(0) + radius) * np.ones(w.shape[1])).reshape(-1, w.shape[1])
+        wrong = (radius * np.ones((*radius.shape[:-1], w.shape[1]))).reshape(-1, w.shape[1])
+        width = w.shape[1]
+        a, s, _ = w.multiply(start, stop, [*largest, *wrong], [np.ones(width)], [])
+        sums, carried = a.T[: len(largest)], a.T[len(largest) :]
+        values, floor = self.vector(n, "bias", 0.0)
+        low, up = STORED * 2.0 ** -w.rows[start:stop], 2.0**-w.columns
+        own = (WEIGHT + 4 * (width + 8) * 2.0**-24) * sums + np.abs(values) * WEIGHT + floor
+        own = own + low * (largest @ up)[:, None]
+        error = row_error(radius, (*shape[:-1], width), length)
+        carried = np.minimum(carried, np.sqrt(s[:, 0]) * error) * (1 + WEIGHT)
+        sigma = w.check_sigma(start, stop, n["sigma"]) if "sigma" in n else math.sqrt(s.sum())
+        length = sigma * error + math.sqrt(float((own**2).sum(-1).max()))
+        before = (*center.shape[:-1], -1)
+        result = np.concatenate(made, 1).astype(np.float64).reshape(before) + values
+        return result, (carried + own).reshape((*radius.shape[:-1], -1)), length
+
+    def start(self, n: Node) -> Value:
+        """Inputs, constants and parameters."""
+        rule, shape = n["rule"], tuple(n["shape"])
+        zero, ones = np.zeros((1,) * len(shape), dtype=np.int64), (1,) * len(shape)
+        if rule == "input":
+            return replace(bound(shape, float(n["largest"])), exponents=zero)
+        if rule == "times":
+            steps = np.linspace(float(n["first"]), float(n["last"]), n["count"]).reshape(-1, *ones)
+            exact = steps, np.full(ones, float(n["radius"])), math.inf
+        elif rule == "known":
+            values = np.array(n["values"], dtype=np.float64).reshape(shape)
+            exact = values[None], np.abs(values) * 2.0**-20, math.inf
+        else:
+            demand(rule == "weight", "no such rule")
+            w = self.weights[n["weight"]]
+            demand(w.shape == shape, "the shape does not follow")
+            for dim, exponents in enumerate((w.rows, w.columns)[: len(shape)]):
+                zero = zero + exponents.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+            size = np.concatenate([rows.reshape(-1) for _, rows in w.read()]).reshape(shape)
+            low = STORED * 2.0 ** -zero.astype(float)
+            if size.size > MOST >> 3:
+                peak = top(np.abs(size) * (1 + WEIGHT) + low, range(len(shape) - 1))
+                return replace(bound(shape, peak), exponents=few(zero))
+            exact = size[None], np.abs(size) * WEIGHT + low, math.inf
+        return replace(bound_exact(shape, exact), exponents=few(zero))
+
+    def derive(self, n: Node) -> Value:
+        """The bound of one value, with its own rounding."""
+        rule, xs, shape = n["rule"], [self.values[i] for i in n["from"]], tuple(n["shape"])
+        if not xs and rule not in ("bounded", "lookup", "unknown"):
+            return self.start(n)
+        exponents, exact = find_exponents(self, n, xs), compute(self, n, xs)
+        if exact is not None:
+            made = bound_exact(shape, exact)
+        elif any(x.peak is None for x in xs) and rule not in UNASKED:
+            return Value(shape, exponents=exponents)
+        else:
+            try:
+                made = RULES[rule](self, n, xs)
+                made.affine = made.affine or follow(n, xs, made.peak)
+            except Unbounded:
+                return Value(shape, exponents=exponents)
+        made.exponents = exponents
+        source = self.nodes[n["from"][0]]["dtype"] if xs else ""
+        exactly = rule == "same" and n["function"] in KEEPING and (
+            n["function"] != "cast" or source == n["dtype"] or (source, n["dtype"]) in WIDER)  # fmt: skip
+        return made if rule in MOVING or exactly else self.round(n, made)
+
+    def round(self, n: Node, x: Value) -> Value:
+        relative, low = ROUNDING[n["dtype"]], LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float)
+        more = relative * x.peak + low
+        norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(
+            math.prod(x.shape[d] for d in x.rows)
+        )
+        made = bound(x.shape, x.peak + more, norm, x.rows)
+        made.exponents = x.exponents
+        if x.exact is not None:
+            center, radius, length = x.exact
+            length += math.sqrt(over(more**2, x.shape, range(len(x.shape))[-1:]))
+            made.exact = center, radius + more, length
+        by = top(more, range(more.ndim - 1)).reshape(-1)
+        made.affine = tuple((r, g, t, rest + by) for r, g, t, rest in x.affine)
+        return made
+
+    def check(self) -> None:
+        last = {name: n["id"] for n in self.stated["nodes"] for name in n["from"]}
+        spent: dict[str, list[str]] = {}
+        users: dict[str, list[Node]] = {}
+        for name, user in last.items():
+            spent.setdefault(user, []).append(name)
+        for n in self.stated["nodes"]:
+            for name in n["from"]:
+                users.setdefault(name, []).append(n)
+        outputs = dict(self.stated["outputs"])
+        for n in self.stated["nodes"]:
+            try:
+                demand(n["id"] not in self.values and n["dtype"] in ROUNDING, "named twice")
+                self.values[n["id"]] = value = self.derive(n)
+                self.compare(n, value, users.get(n["id"], []))
+                if n["id"] in outputs:
+                    demand((value.exponents == outputs[n["id"]]).all(), "an output is scaled")
+            except (Refused, KeyError, IndexError, ValueError, TypeError) as error:
+                raise Refused(f"{n['id']} ({n['rule']}): {error}") from error
+            for name in spent.get(n["id"], ()):
+                if name not in outputs:
+                    self.values[name] = Value(self.values[name].shape)
+        demand(set(outputs) <= set(self.nodes), "an output is not there")
+
+    def compare(self, n: Node, value: Value, users: list[Node]) -> None:
+        """The derived bound beside the stated one, and beside what fp16 holds."""
+        self.read |= {n[key] for key in ("weight", "bias") if key in n}
+        found = None if value.peak is None else float(value.peak.max()) if value.peak.size else 0.0
+        exponents = sorted({int(e) for e in value.exponents.reshape(-1)})
+        if self.write:
+            n["bound"] = None if found is None else write_number(found)
+            n["exponents"] = exponents
+        demand((n["bound"] is None) == (found is None), "a bound does not follow")
+        if found is not None:
+            stated = read_number(n["bound"])
+            demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
+            demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
+        demand(n["exponents"] == exponents, f"its exponents are {exponents}")
+        if n["dtype"] != "fp16" or n["rule"] in ("input", "times", "known", "weight"):
+            return
+        stored = None if found is None else value.peak * 2.0**value.exponents
+        if stored is not None and (not stored.size or stored.max() <= LARGEST):
+            self.covered += 1
+        elif not users or not all(u.get("function") in SATURATING for u in users):
+            self.uncovered.append(n["id"])
+
+
+WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64"), ("int", "fp32")}
+
+
+def bound_exact(shape: Shape, exact: tuple[Array, Array, float]) -> Value:
+    center, radius, length = exact
+    rows = range(len(shape))[-1:]
+    norm = max(math.sqrt(over(c**2, shape, rows)) for c in center) + row_error(
+        radius, shape, length
+    )
+    made = bound(shape, np.abs(center).max(0) + radius, norm, rows)
+    made.exact = exact
+    return made
+
+
+def seal(certificate: Node) -> str:
+    bare = {key: value for key, value in certificate.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
+
+
+def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[int, int, list[str]]:
+    """How many fp16 values and weights a component has, how many are covered, and which are not.
+
+    Raises:
+        Refused: the certificate does not prove what it says.
+    """
+    weights = open_weights(folder / stated["component"], stated["files"], stated["weights"])
+    demand(set(weights) == set(stated["weights"]), "the weights are other tensors")
+    read, uncovered, covered = set[str](), list[str](), 0
+    for number, entry in enumerate(stated["graphs"]):
+        graph = Graph(entry, weights, write)
+        graph.check()
+        read |= graph.read
+        covered += graph.covered
+        uncovered += [f"{number}:{name}" for name in graph.uncovered]
+    for name, weight in weights.items():
+        entry, found = stated["weights"][name], hashlib.sha256(weight.raw.tobytes()).hexdigest()
+        entry.update({"sha256": found} if write else {})
+        demand(entry["sha256"] == found, f"{name} is another tensor")
+        if name in read:
+            holds = entry["wide"] or weight.measure() <= LARGEST
+            covered, uncovered = covered + holds, uncovered + [name] * (not holds)
+    rest = {"unread": sorted(set(weights) - read), "uncovered": uncovered}
+    stated.update(rest if write else {})
+    for key, found in rest.items():
+        demand(stated[key] == found, f"the list of {key} values is not complete")
+    return covered + len(uncovered), covered, uncovered
+
+
+def list_assumed(stated: Node) -> list[str]:
+    """What is taken from the file of inputs and of constants that are in no file of weights."""
+    words = {"input": "{name} up to {largest:g}", "times": "every {name} from {first:g} to {last:g}",
+             "known": "the values of {name}"}  # fmt: skip
+    nodes = [n for graph in stated["graphs"] for n in graph["nodes"] if n["rule"] in words]
+    made = [words[n["rule"]].format(**n) for n in nodes]
+    return [*dict.fromkeys(made), *(f"{path} runs in fp32" for path in stated["fp32_modules"])]
+
+
+def check_certificate(certificate: Node, folder: Path) -> list[str]:
+    """What a certificate proves of the weights in a folder, in lines."""
+    lines = []
+    for stated in certificate["components"]:
+        try:
+            values, covered, rest = check_component(stated, folder)
+        except Refused as error:
+            raise Refused(f"{stated['component']}: {error}") from error
+        lines.append(
+            f"{stated['component']}: {covered} of {values} fp16 values and weights stay below 65504"
+        )
+        lines += [f"  not covered: {name}" for name in rest]
+        lines += [f"  no graph reads {name}" for name in stated["unread"]]
+        lines += [f"  assumed: {text}" for text in list_assumed(stated)]
+    lines += [f"{name}: not covered ({why})" for name, why in certificate["left"].items()]
+    demand(
+        certificate["seal"] == seal(certificate), "the file was changed: its seal is another one"
+    )
+    return lines
+
+
+def main() -> int:
+    """Check a file; the exit code is 0 only if it proves what it says."""
+    parser = argparse.ArgumentParser(
+        prog="stopdown-verify", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("certificate", type=Path)
+    parser.add_argument("--weights", type=Path, required=True, help="Folder of the pipeline.")
+    options = parser.parse_args()
+    try:
+        certificate = json.loads(options.certificate.read_text(encoding="utf-8"))
+        lines = check_certificate(certificate, options.weights)
+    except (Refused, OSError, ValueError, KeyError, TypeError) as error:
+        sys.stderr.write(f"Refused. {error}\n")
+        return 1
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

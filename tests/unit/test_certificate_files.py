@@ -1,0 +1,355 @@
+"""Certificate files and their checker, which runs without torch and without the library."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stopdown_verify
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from certificate_files import CHANGES, mutate  # noqa: E402 (the path is set above)
+
+from stopdown.errors import SourceError  # noqa: E402
+from stopdown.plans.certificate_files import write_certificate  # noqa: E402
+from stopdown.plans.certified import certify_plan  # noqa: E402
+from stopdown.sources.sources import resolve_source  # noqa: E402
+from stopdown.testing import save_pipeline  # noqa: E402
+
+SAFETENSORS = {"float16": "F16", "float32": "F32"}
+
+
+def write_weights(path: Path, tensors: dict[str, Any]) -> None:
+    """A safetensors file."""
+    header, at = {}, 0
+    for name, x in tensors.items():
+        header[name] = {"dtype": SAFETENSORS[str(x.dtype)], "shape": list(x.shape),
+                        "data_offsets": [at, at + x.nbytes]}  # fmt: skip
+        at += x.nbytes
+    text = json.dumps(header).encode()
+    content = (
+        len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in tensors.values())
+    )
+    path.write_bytes(content)
+
+
+def node(key: str, rule: str, sources: list[str], shape: list[int], **more: Any) -> dict[str, Any]:
+    return {"id": key, "rule": rule, "from": sources, "shape": shape, "dtype": "fp16", **more}
+
+
+def make_net(folder: Path, size: float = 1.0) -> dict[str, Any]:
+    """A gated block behind a norm, between two exponents that cancel; filled in."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (12, 8), "gate": (12, 8), "down": (8, 12)}
+    tensors = {k: (rng.normal(size=s) * size).astype(np.float32) for k, s in shapes.items()}
+    tensors |= {
+        "norm": rng.normal(size=8).astype(np.float32),
+        "bias": rng.normal(size=8).astype(np.float32),
+    }
+    (folder / "net").mkdir(parents=True, exist_ok=True)
+    write_weights(folder / "net" / "model.safetensors", tensors)
+    exponents = {"up": [[0, 0, 12, -3]], "down": [[0, 0, 8, 3]]}
+    nodes = [
+        node("x", "input", [], [2, 5, 8], largest=64.0, name="x"),
+        node("normed", "norm", ["x"], [2, 5, 8], inner=1, eps=0, weight="norm", bias="bias"),
+        node("a", "product", ["normed"], [2, 5, 12], weight="up"),
+        node("b", "product", ["normed"], [2, 5, 12], weight="gate"),
+        node("s", "same", ["b"], [2, 5, 12], function="silu"),
+        node("m", "multiply", ["a", "s"], [2, 5, 12]),
+        node("y", "product", ["m"], [2, 5, 8], weight="down"),
+        node("sum", "add", ["x", "y"], [2, 5, 8]),
+    ]  # fmt: skip
+    stated = {
+        "component": "net", "files": ["model.safetensors"], "fp32_modules": [],
+        "weights": {k: {"exponents": exponents.get(k, []), "wide": False} for k in tensors},
+        "graphs": [{"method": "", "nodes": nodes, "outputs": [["sum", 0]]}],
+    }  # fmt: skip
+    stopdown_verify.check_component(stated, folder, write=True)
+    made = {"kind": "certificate", "components": [stated], "left": {}}
+    return {**made, "seal": stopdown_verify.seal(made)}
+
+
+@pytest.fixture(name="net")
+def fixture_net(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    return make_net(tmp_path), tmp_path
+
+
+def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path):
+    """The command prints what is covered and assumed, exits with 0, and loads no torch and no Stopdown."""
+    certificate, folder = net
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(certificate))
+    code = ("import sys, stopdown_verify; code = stopdown_verify.main(); "
+            "assert not {'torch', 'stopdown'} & {*sys.modules}; sys.exit(code)")  # fmt: skip
+    command = [sys.executable, "-c", code, str(path), "--weights", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "net: 12 of 12 values stay below 65504",
+        "  assumed: x up to 64",
+    ]
+    certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
+    path.write_text(json.dumps(certificate))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Refused. net: sum (add): its bound is ")
+
+
+def test_value_that_can_overflow_is_listed_and_may_not_be_left_out(tmp_path):
+    """With weights a thousand times larger the product leaves fp16, and the list has to say so."""
+    certificate = make_net(tmp_path, 1000.0)
+    stated = certificate["components"][0]
+    assert "0:m" in stated["uncovered"]
+    assert "  not covered: 0:m" in stopdown_verify.check_certificate(certificate, tmp_path)
+    stated["uncovered"].remove("0:m")
+    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
+        stopdown_verify.check_certificate(certificate, tmp_path)
+
+
+def test_no_run_within_the_limits_exceeds_a_bound(net):
+    """Random runs in float64, with weights rounded as fp16 stores them, and sign patterns stay below it."""
+    certificate, folder = net
+    stated = certificate["components"][0]
+    weights = stopdown_verify.open_weights(folder / "net", stated["files"], stated["weights"])
+    w = {k: np.concatenate([r for _, r in x.read()]).reshape(x.shape) for k, x in weights.items()}
+    exponents = {"up": -3.0, "down": 3.0}
+    w = {k: (x * 2 ** exponents.get(k, 0.0)).astype(np.float16).astype(float) / 2 ** exponents.get(k, 0.0)
+         for k, x in w.items()}  # fmt: skip
+    bounds = {
+        n["id"]: float(stopdown_verify.read_number(n["bound"]))
+        for n in stated["graphs"][0]["nodes"]
+    }
+    rng, nearest = np.random.default_rng(1), 0.0
+    for turn in range(200):
+        x = rng.uniform(-64, 64, size=(10, 8))
+        if turn % 2:  # aligned with a row of a matrix, as far as the norm allows
+            x = np.sign(w["up"][turn % 12] * w["norm"]) * 64 * np.ones((10, 1))
+            x[:, turn % 8] *= rng.uniform(-1, 1, size=10)
+        n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w[
+            "norm"
+        ] + w["bias"]
+        a, b = n @ w["up"].T, n @ w["gate"].T
+        m = a * (b / (1 + np.exp(-b)))
+        y = m @ w["down"].T
+        for name, value in {"normed": n, "a": a, "b": b, "m": m, "y": y, "sum": x + y}.items():
+            assert np.abs(value).max() <= bounds[name], name
+            nearest = max(nearest, np.abs(value).max() / bounds[name])
+    assert nearest > 0.3  # the bounds are not so loose that nothing could break them
+
+
+@pytest.mark.parametrize("kind", [*CHANGES])
+def test_random_change_is_refused(kind, net):
+    """One change of each class at a time, with a seal made anew: nothing passes unseen."""
+    certificate, folder = net
+    rng = random.Random(kind)
+    found = [mutate(certificate, folder, folder / "scratch", kind, rng) for _ in range(6)]
+    assert "accepted" not in found
+    assert "derivation" in found
+
+
+def test_checker_that_derives_nothing_would_accept_changes(net, monkeypatch):
+    """The changes are refused by the comparison of bounds: without it a lower bound passes."""
+    certificate, folder = net
+    changed = copy.deepcopy(certificate)
+    changed["components"][0]["graphs"][0]["nodes"][2]["bound"][1] -= 1
+    changed["seal"] = stopdown_verify.seal(changed)
+    with pytest.raises(stopdown_verify.Refused, match=r"a \(product\): its bound is"):
+        stopdown_verify.check_certificate(changed, folder)
+    monkeypatch.setattr(stopdown_verify.Graph, "compare", lambda self, n, value, users: None)
+    changed["components"][0]["uncovered"] = []
+    with pytest.raises(stopdown_verify.Refused, match="unread"):  # nothing was read then either
+        stopdown_verify.check_certificate(changed, folder)
+
+
+def test_exponents_that_do_not_cancel_are_refused(net):
+    """A sum of two values with other exponents, and a function that wants the values themselves."""
+    certificate, folder = net
+    stated = certificate["components"][0]
+    stated["weights"]["down"]["exponents"] = [[0, 0, 8, 2]]
+    with pytest.raises(stopdown_verify.Refused, match="the exponents of a sum differ"):
+        stopdown_verify.check_component(stated, folder, write=True)
+    stated["weights"]["gate"]["exponents"] = [[0, 0, 12, 1]]
+    with pytest.raises(stopdown_verify.Refused, match="silu is given scaled values"):
+        stopdown_verify.check_component(stated, folder, write=True)
+
+
+# five rules once more, in rational arithmetic
+
+ROOT_BITS = 80
+FRACTIONS = st.fractions(min_value=-8, max_value=8, max_denominator=64)
+
+
+def root(x: Fraction) -> Fraction:
+    """The square root, less than 2**-80 too large."""
+    return Fraction(math.isqrt(math.ceil(x * 4**ROOT_BITS)) + (x > 0), 2**ROOT_BITS)
+
+
+def agree(found: Any, exact: list[Fraction]) -> None:
+    """No less than the exact bound, and more by a millionth at most."""
+    values = np.broadcast_to(found, (len(exact),)) if np.ndim(found) else [found] * len(exact)
+    for value, wanted in zip(values, exact, strict=True):
+        assert (
+            wanted
+            <= Fraction(float(value))
+            <= wanted * (1 + Fraction(1, 10**6)) + Fraction(1, 2**60)
+        )
+
+
+def make_value(peaks: list[Fraction], norm: Fraction) -> stopdown_verify.Value:
+    made = stopdown_verify.bound(
+        (1, len(peaks)), np.array([list(map(float, peaks))]), float(norm), (1,)
+    )
+    made.exponents = np.zeros((1, 1), dtype=np.int64)
+    return made
+
+
+def open_graph(folder: Path, tensors: dict[str, Any]) -> stopdown_verify.Graph:
+    write_weights(folder / "a.safetensors", tensors)
+    stated = {"nodes": [], "outputs": []}
+    return stopdown_verify.Graph(
+        stated, stopdown_verify.open_weights(folder, ["a.safetensors"], {}), False
+    )
+
+
+PEAKS = st.lists(st.fractions(min_value=0, max_value=8, max_denominator=64), min_size=3, max_size=3)
+NORM = st.fractions(min_value=Fraction(1, 2), max_value=20, max_denominator=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(PEAKS, NORM, st.lists(FRACTIONS, min_size=6, max_size=6))
+def test_rule_of_products_agrees_with_rationals(tmp_path_factory, peaks, norm, entries):
+    """The least of magnitudes and norms, room for weights in fp16 and for sums in fp32."""
+    w = np.array(list(map(float, entries)), dtype=np.float32).reshape(2, 3)
+    graph = open_graph(tmp_path_factory.mktemp("w"), {"w": w})
+    x = make_value(peaks, norm)
+    found = stopdown_verify.rule_product(graph, {"weight": "w", "shape": [1, 2]}, [x])
+    low, more, exact = Fraction(1, 2**25), 1 + Fraction(1, 2**11), []
+    norm = min(norm, root(sum(p * p for p in peaks)))
+    peaks = [min(p, norm) for p in peaks]
+    for row in w:
+        row = [abs(Fraction(float(v))) for v in row]
+        full = sum(v * p for v, p in zip(row, peaks, strict=True)) * more + low * sum(peaks)
+        length = root(sum(v * v for v in row)) * more + low * root(Fraction(3))
+        exact.append(min(full, length * norm) + 3 * Fraction(1, 2**23) * full)
+    whole = root(sum(v * v for v in exact))
+    agree(found.peak.reshape(-1), [min(v, whole) for v in exact])
+
+
+@settings(max_examples=60, deadline=None)
+@given(PEAKS, NORM, PEAKS, NORM, st.sampled_from([1, -1, 2]))
+def test_rules_of_sums_and_products_by_element_agree_with_rationals(a, norm_a, b, norm_b, factor):
+    """Elements and norms of `a + k b` and `a b`."""
+    x, y = make_value(a, norm_a), make_value(b, norm_b)
+    node = {"shape": [1, 3], "factor": factor}
+    norm_a, norm_b = (min(n, root(sum(p * p for p in v))) for n, v in ((norm_a, a), (norm_b, b)))
+    a, b = [min(p, norm_a) for p in a], [min(p, norm_b) for p in b]
+    total = [p + abs(factor) * q for p, q in zip(a, b, strict=True)]
+    norm = min(norm_a + abs(factor) * norm_b, root(sum(v * v for v in total)))
+    found = stopdown_verify.rule_add(None, node, [x, y])
+    agree(found.peak.reshape(-1), [min(v, norm) for v in total])
+    agree(found.norm, [norm])
+    product = [p * q for p, q in zip(a, b, strict=True)]
+    norm = min(norm_a * max(b), norm_b * max(a), root(sum(v * v for v in product)))
+    found = stopdown_verify.rule_multiply(None, {"shape": [1, 3]}, [x, y])
+    agree(found.peak.reshape(-1), [min(v, norm) for v in product])
+    agree(found.norm, [norm])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(FRACTIONS, min_size=3, max_size=3), st.lists(FRACTIONS, min_size=3, max_size=3))
+def test_rule_of_norms_agrees_with_rationals(tmp_path_factory, gain, shift):
+    """`sqrt(d) |g| + |b|` by channel, and `sqrt(d) max |g| + norm(b)` for a row."""
+    tensors = {
+        k: np.array(list(map(float, v)), dtype=np.float32) for k, v in (("g", gain), ("b", shift))
+    }
+    graph = open_graph(tmp_path_factory.mktemp("w"), tensors)
+    x = make_value([Fraction(1)] * 3, Fraction(2))
+    given = {"shape": [1, 3], "inner": 1, "weight": "g", "bias": "b"}
+    found = stopdown_verify.rule_norm(graph, given, [x])
+    more, low = 1 + Fraction(1, 2**11), Fraction(1, 2**25)
+    g = [abs(Fraction(float(v))) * more + low for v in tensors["g"]]
+    b = [abs(Fraction(float(v))) * more + low for v in tensors["b"]]
+    longest = root(Fraction(3)) * (1 + Fraction(1, 2**10))
+    peaks = [longest * p + q for p, q in zip(g, b, strict=True)]
+    norm = min(longest * max(g) + root(sum(q * q for q in b)), root(sum(p * p for p in peaks)))
+    agree(found.norm, [norm])
+    agree(found.peak.reshape(-1), [min(p, norm) for p in peaks])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(PEAKS, min_size=2, max_size=2), NORM)
+def test_rule_of_attention_agrees_with_rationals(tokens, norm):
+    """By channel the largest over the tokens; a row is no longer than the longest of the values."""
+    peaks = np.array([[list(map(float, row)) for row in tokens]])[None]
+    value = stopdown_verify.bound((1, 1, 2, 3), peaks, float(norm), (3,))
+    query = stopdown_verify.bound((1, 1, 4, 3), 1.0)
+    found = stopdown_verify.rule_attention(None, {"shape": [1, 1, 4, 3]}, [query, value, value])
+    norm = min(norm, max(root(sum(p * p for p in row)) for row in tokens))
+    exact = [max(min(row[c], norm) for row in tokens) for c in range(3)]
+    norm = min(norm, root(sum(p * p for p in exact)))
+    agree(found.peak.reshape(-1), [min(p, norm) for p in exact])
+    agree(found.norm, [norm])
+
+
+# certificates of plans
+
+
+@pytest.fixture(name="encoder", scope="module")
+def fixture_encoder(tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
+    """A tiny T5 that overflows, planned from its weights, and its certificate."""
+    place = tmp_path_factory.mktemp("certificate")
+    folder = save_pipeline("cogvideox", place / "model", overflow="text_encoder")
+    source = resolve_source(folder)
+    plan = certify_plan(source, residual="fp32", only=("text_encoder",))
+    path = place / "certificate.json"
+    return write_certificate(plan, source, path), path, folder
+
+
+def test_plan_of_an_encoder_is_covered(encoder):
+    """Every fp16 value and weight of T5, which leaves fp16 without its exponents."""
+    certificate, path, folder = encoder
+    assert json.loads(path.read_text()) == certificate
+    (line, *rest) = stopdown_verify.check_certificate(certificate, folder)
+    (stated,) = certificate["components"]
+    assert stated["uncovered"] == []
+    assert line.startswith("text_encoder: ")
+    assert line.split()[1] == line.split()[3]
+    assert any(entry["exponents"] for entry in stated["weights"].values())
+    assert not any("not covered" in x for x in rest)
+
+
+def test_certificate_without_its_exponents_shows_what_overflows(encoder):
+    """Without the folds the same graph leaves fp16: the checker lists it instead of accepting it."""
+    certificate, _, folder = encoder
+    (stated,) = copy.deepcopy(certificate["components"])
+    for entry in stated["weights"].values():
+        entry["exponents"] = []
+    for n in stated["graphs"][0]["nodes"]:
+        n.update({key: 0 for key in ("eps", "by", "number_exponent") if key in n})
+    stopdown_verify.check_component(stated, folder, write=True)
+    assert stated["uncovered"]
+
+
+def test_certificate_is_of_a_folder(tmp_path):
+    """A source with LoRAs has weights that no file of the folder has."""
+    from dataclasses import replace
+
+    folder = save_pipeline("cogvideox", tmp_path / "model")
+    source = resolve_source(folder)
+    plan = certify_plan(source, only=("text_encoder",))
+    with pytest.raises(SourceError, match="A certificate is of a folder as Diffusers saves it"):
+        write_certificate(plan, replace(source, loras=(("a", 1.0),)), tmp_path / "c.json")
