@@ -39,7 +39,7 @@ WEIGHT, SUM, NORM = (
     2.0**-23,
     2.0**-10,
 )  # relative errors: a weight, a term of a sum, a norm
-MOST, ENTRIES, BASIS = 1 << 19, 1 << 20, 32
+MOST, ENTRIES, BASIS, TERMS = 1 << 19, 1 << 20, 32, 16
 MOVING = ("view", "order", "part", "join", "spread")
 KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
 SMALLER = ("silu", "gelu", "hardswish", "mish")
@@ -77,6 +77,7 @@ class Value:
     exponents: Array = 0
     exact: tuple[Array, Array, float] | None = None
     affine: tuple[tuple[Any, ...], ...] = ()
+    sums: Array = None  # of a product: no part of its sum is larger
 
 
 def demand(holds: Any, what: str) -> None:
@@ -259,6 +260,8 @@ def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
     )
     holds = rules == ("power", -1, "add", True, 4) and float(total.get("number", -1)) >= 0
     demand(holds and c.bare(square["from"][0]) == x and xs[0].shape == shape, "no norm")
+    if not {square["dtype"], mean["dtype"], total["dtype"]} <= {"fp32", "fp64"}:
+        raise Unbounded
     norm = math.sqrt(math.prod(shape[d] for d in mean["dims"])) * (1 + NORM)
     made = bound(shape, norm, norm, mean["dims"])
     one = np.ones(shape[-1])
@@ -303,7 +306,7 @@ def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
     demand(b.shape[-2] == inner and shape[-2:] == (a.shape[-2], b.shape[-1]), "no product")
     source = c.nodes[c.bare(n["from"][0])]
     if source.get("function") == "softmax" and source["dim"] == last:
-        return bound(shape, float(b.peak.max()))
+        return bound(shape, float(b.peak.max()) * (1 + NORM + inner * (SUM + STORED)))
     peaks = inner * float(a.peak.max()) * float(b.peak.max())
     norms = norm_over(a, [last]) * norm_over(b, [len(b.shape) - 2])
     return bound(shape, min(norms, peaks) + 2 * inner * SUM * peaks)
@@ -387,16 +390,17 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
         image = radius * image + a[:, 1 + 2 * k] * (1 + WEIGHT) + np.concatenate(moved) + error
         images.append(image + low * (up @ (rest + left + largest)))
         at += len(base)
-    size = np.minimum(size, np.max(images, axis=0)) if images else size
     values, floor = c.vector(n, "bias", 0.0)
     added = width * SUM * full + np.abs(values) * (1 + WEIGHT) + floor
-    spread = (1,) * channel + (-1,) + (1,) * len(spatial)
+    parts, spread = size + added, (1,) * channel + (-1,) + (1,) * len(spatial)
+    size = np.minimum(size, np.max(images, axis=0)) if images else size
     if "sigma" not in n:
-        return bound(shape, (size + added).reshape(spread))
+        return replace(bound(shape, (size + added).reshape(spread)), sums=parts.reshape(spread))
     sigma = w.check_sigma(start, stop, n["sigma"])
     sigma += WEIGHT * math.sqrt(s[:, 0].sum()) + math.sqrt((low @ low) * (up @ up))
     longest = sigma * norm + math.sqrt((added**2).sum())
-    return bound(shape, (size + added).reshape(spread), longest, (channel,))
+    made = bound(shape, (size + added).reshape(spread), longest, (channel,))
+    return replace(made, sums=parts.reshape(spread))
 
 
 def split_table(table: Array) -> tuple[Array, Array, Array, Array]:
@@ -447,7 +451,11 @@ def compute(c: Graph, n: Node, xs: list[Value]) -> tuple[Array, Array, float] | 
         moved = (move(n, [x[k] for x in known], shapes, 1 - k) for k in (0, 1))
         return next(moved), next(moved), math.inf
     if rule == "mix" and n.get("repeats") and all(center.shape[d + 1] == 1 for d in n["dims"]):
-        return known[0]
+        return (
+            center,
+            radius,
+            length if n["dims"] and max(n["dims"]) < center.ndim - 2 else math.inf,
+        )
     if rule in ("same", "bounded") and n["function"] in FUNCTIONS:
         function, slope = FUNCTIONS[n["function"]]
         return function(center), slope * radius, slope * length
@@ -461,7 +469,8 @@ def compute(c: Graph, n: Node, xs: list[Value]) -> tuple[Array, Array, float] | 
     (a, r), (b, s) = ((wide(x, rank, 1), wide(y, rank, 0)) for x, y in pairs)
     if rule == "add":
         k = float(n.get("factor", 1))
-        return a + k * b, r + abs(k) * s, sum(x[2] for x in known) if abs(k) == 1 else math.inf
+        alike = abs(k) == 1 and all(s[-1:] == tuple(n["shape"][-1:]) for s in shapes)
+        return a + k * b, r + abs(k) * s, sum(x[2] for x in known) if alike else math.inf
     return a * b, np.abs(a).max(0) * s + np.abs(b).max(0) * r + r * s, math.inf
 
 
@@ -483,7 +492,8 @@ def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]
     if alike and xs[0].shape[-1:] == tuple(last):
         return xs[0].affine
     if rule == "join" and n["dim"] != len(n["shape"]) - 1 and all(x.affine for x in xs):
-        return tuple(row for x in xs for row in x.affine)[:5]
+        rows = tuple(row for x in xs for row in x.affine)
+        return rows if len(rows) <= 4 else ()
     if rule not in ("add", "multiply") or len(xs) < 2 or abs(n.get("factor", 1)) != 1:
         return ()
     a, b = xs if xs[0].affine else xs[::-1]
@@ -767,6 +777,8 @@ class Graph:
             except Unbounded:
                 return Value(shape, exponents=exponents)
         made.exponents = exponents
+        if "terms" in n and made.sums is None:
+            made.sums = rule_product(self, n, xs).sums
         source = self.nodes[n["from"][0]]["dtype"] if xs else ""
         exactly = rule == "same" and n["function"] in KEEPING and (
             n["function"] != "cast" or source == n["dtype"] or (source, n["dtype"]) in WIDER)  # fmt: skip
@@ -779,7 +791,7 @@ class Graph:
             math.prod(x.shape[d] for d in x.rows)
         )
         made = bound(x.shape, x.peak + more, norm, x.rows)
-        made.exponents = x.exponents
+        made.exponents, made.sums = x.exponents, x.sums
         if x.exact is not None:
             center, radius, length = x.exact
             length += math.sqrt(over(more**2, x.shape, range(len(x.shape))[-1:]))
@@ -826,6 +838,12 @@ class Graph:
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
             demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
+        if n.get("terms"):
+            rounded = None if value.sums is None else (value.sums * 2.0**value.exponents).max()
+            count = math.ceil(n["terms"] / TERMS)
+            grown = (1 + WEIGHT) ** count * UP
+            if rounded is None or (rounded + count * STORED) * grown > LARGEST:
+                self.uncovered.append(f"sums of {n['id']}")
         if n["dtype"] != "fp16" or n["rule"] in ("input", "times", "known", "weight"):
             return
         stored = None if found is None else value.peak * 2.0**value.exponents

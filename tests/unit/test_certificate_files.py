@@ -99,7 +99,7 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "net: 12 of 12 values stay below 65504",
+        "net: 12 of 12 fp16 values and weights stay below 65504",
         "  assumed: x up to 64",
     ]
     certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
@@ -353,3 +353,26 @@ def test_certificate_is_of_a_folder(tmp_path):
     plan = certify_plan(source, only=("text_encoder",))
     with pytest.raises(SourceError, match="A certificate is of a folder as Diffusers saves it"):
         write_certificate(plan, replace(source, loras=(("a", 1.0),)), tmp_path / "c.json")
+
+
+def test_sums_in_fp16_are_covered_or_listed(net):
+    """A sum of 64 terms that rounds four times stays in fp16, one of a million terms does not."""
+    certificate, folder = net
+    (stated,) = certificate["components"]
+    product = next(n for n in stated["graphs"][0]["nodes"] if n["id"] == "y")
+    product["terms"] = 64
+    stopdown_verify.check_component(stated, folder)
+    product["terms"] = 1 << 20
+    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
+        stopdown_verify.check_component(stated, folder)
+    stopdown_verify.check_component(stated, folder, write=True)
+    assert stated["uncovered"] == ["0:sums of y"]
+
+
+def test_rows_of_many_norms_are_not_followed():
+    """A concatenation of more rows than are followed has none, and not the first few of them."""
+    one = np.ones(3)
+    x = stopdown_verify.Value((1, 2, 3), affine=((1.0, one, one[None], one),))
+    node = {"rule": "join", "dim": 1, "shape": [1, 8, 3]}
+    assert len(stopdown_verify.follow(node, [x] * 4, None)) == 4
+    assert stopdown_verify.follow(node, [x] * 5, None) == ()
