@@ -1,10 +1,11 @@
 """Certificate files: what they cover, what checking them costs, and which changes of them are refused.
 
-`tiny` plans every tiny pipeline, as it is and made to overflow, with its stream as it is and in fp32, and
-writes and checks each certificate. `full` does that with the checkpoints of `full_size_runs.py`, one at a
-time, from a temporary folder. The checker runs in a process of its own, without torch. `mutations` changes
-certificates and weights at random, one change at a time. The seal is made anew after each change, so that
-it is not what refuses; what the derivation lets pass is checked once more with the old seal.
+`tiny` plans every tiny pipeline as it is with an fp32 residual stream, and made to overflow with its stream
+as it is, and writes and checks each certificate. `full` does that with the checkpoints of
+`full_size_runs.py`, one at a time, from a temporary folder. The checker is a process of its own, and
+without torch. `mutations` changes certificates and weights at random, one change at a time. The seal is made anew
+after each change, so that it is not what refuses; what the derivation lets pass is checked once more with
+the old seal.
 
     python benchmarks/certificate_files.py tiny
     python benchmarks/certificate_files.py mutations --changes 1000
@@ -93,11 +94,11 @@ def run_tiny(names: list[str]) -> None:
     from stopdown.testing import PIPELINE_NAMES, save_pipeline
 
     for name in names or PIPELINE_NAMES:
-        for overflow in (None, "transformer" if name not in ("svd", "sd", "sdxl") else "unet"):
-            for residual in ("fp32", "native"):
-                with tempfile.TemporaryDirectory() as place:
-                    folder = save_pipeline(name, Path(place) / name, overflow=overflow)
-                    row = certify(folder, Path(place) / "certificate.json", residual)
+        large = "unet" if name in ("svd", "sd", "sdxl") else "transformer"
+        for overflow, residual in ((None, "fp32"), (large, "native")):
+            with tempfile.TemporaryDirectory() as place:
+                folder = save_pipeline(name, Path(place) / name, overflow=overflow)
+                row = certify(folder, Path(place) / "certificate.json", residual)
                 row |= {"name": name, "overflow": overflow or "", "residual": residual}
                 store("tiny", row, ("name", "overflow", "residual"))
                 print(
