@@ -48,6 +48,39 @@ def test_products_are_summed_as_slow_arithmetic_does(size: int, scale: float) ->
     np.testing.assert_allclose(found, multiply_slowly(left, right), rtol=2e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "groups"),
+    [(1, 0, 1, 1), (2, 1, 1, 1), (1, "same", 2, 2), (1, 2, 2, 1), (1, "valid", 1, 4)],
+)
+def test_convolutions_are_summed_in_groups(
+    rank: int, stride: int, padding: int | str, dilation: int, groups: int
+) -> None:
+    """Shapes are torch's; values are those of fp32 sums but for roundings, and only in fp16."""
+    function = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[rank]
+    given, weight = draw(2, 8, *[9] * rank), draw(12, 8 // groups, *[3] * rank, seed=1)
+    options = (draw(12, seed=2), stride, padding, dilation, groups)
+    wide = function(given.float(), weight.float(), options[0].float(), *options[1:])
+    with summing_in_fp16():
+        found = function(given, weight, *options)
+        torch.testing.assert_close(function(given[0], weight, *options), found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found.float(), wide, rtol=1e-2, atol=0.1)
+    assert found.dtype == torch.float16
+
+
+def test_convolution_whose_sum_leaves_fp16_on_its_way_is_lost_and_found() -> None:
+    """32 channels that add to 5e5 and 32 that take it off again: Inf in fp16, and named beforehand."""
+    layer = torch.nn.Conv2d(64, 1, 3, padding=1, bias=False).requires_grad_(False)
+    layer.weight.copy_(torch.where(torch.arange(64) < 32, 128.0, -128.0).reshape(1, 64, 1, 1))
+    given = torch.full((1, 64, 4, 4), 128.0)
+    assert layer(given).abs().max() == 0
+    (worst,) = find_sums(layer, lambda: layer(given))
+    assert (worst.operation, worst.largest, worst.result) == ("convolution", 2.0**19, 0.0)
+    assert not worst.fits
+    with summing_in_fp16():
+        assert not layer.half()(given.half()).isfinite().all()
+
+
 def test_a_sum_that_leaves_fp16_on_its_way_is_lost() -> None:
     """In fp32 it comes back; in fp16 it is Inf; where the switch is off it comes back again."""
     left = torch.full((1, 4 * GROUP), 128.0).half()

@@ -5,8 +5,8 @@ Inf, even if its end would fit; scores of attention are summed before they are d
 the width. These sums are not in the graph, and most hardware does not make them: they are looked at
 group after group while the pipeline runs once with its real weights.
 
-**Catches** linear layers, matrix products and attention of components that are to run in fp16.
-**Does not catch** what another prompt, size or number of steps reaches; convolutions.
+**Catches** linear layers, convolutions, matrix products and attention of components that run in fp16.
+**Does not catch** what another prompt, size or number of steps reaches; transposed convolutions.
 """
 
 from __future__ import annotations

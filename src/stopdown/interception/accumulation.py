@@ -16,10 +16,12 @@ The emulation adds groups of 16 products, each exact in fp32, to accumulators th
 after each group, as tensor cores do in principle; the order of real kernels differs, so what is beyond
 65504 by a small margin may or may not overflow on a given card.
 
-**Catches** linear layers, `matmul`, `bmm`, `addmm`, `baddbmm` and `scaled_dot_product_attention`, by
-whatever name PyTorch's Python interface has for them.
-**Does not catch** convolutions, `einsum`, and products inside compiled code. The switch is that of
-the whole process: two threads that set it differently disturb each other.
+Convolutions are summed as implicit matrix products: place after place of a kernel, 16 channels at a time.
+
+**Catches** linear layers, convolutions, `matmul`, `bmm`, `addmm`, `baddbmm` and
+`scaled_dot_product_attention`, by whatever name PyTorch's Python interface has for them.
+**Does not catch** transposed convolutions, `einsum`, and products inside compiled code. The switch is that
+of the whole process: two threads that set it differently disturb each other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +121,7 @@ class Sum:
 
     Attributes:
         path: of the module, "" for the one that was looked at.
-        operation: `attention scores`, `attention`, `product`.
+        operation: `attention scores`, `attention`, `convolution`, `product`.
         largest: magnitude that a partial sum reached.
         result: magnitude of the largest sum at its end.
     """
@@ -153,7 +155,7 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""`[..., m, k]` times `[..., k, n]`, and what that is: `product`, `attention scores`, `attention`."""
+"""`[..., m, k]` times `[..., k, n]`, and what that is, as `Sum.operation` names it."""
 
 
 class _Products(TorchFunctionMode):
@@ -257,6 +259,48 @@ def _linear(
     return result if bias is None else result + bias
 
 
+def _convolve(
+    multiply: Multiply,
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> torch.Tensor:
+    """A convolution as products of the windows that its kernel covers, a few of them at a time."""
+    rank = weight.dim() - 2
+    batched = given if given.dim() == rank + 2 else given[None]
+    strides, dilations = (_repeat(x, rank) for x in (stride, dilation))
+    reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]
+    if isinstance(padding, str):
+        ends = [(n - 1, 0) if padding == "same" else (0, 0) for n in reach]
+        ends = [(sum(x) // 2, sum(x) - sum(x) // 2) for x in ends]
+    else:
+        ends = [(x, x) for x in _repeat(padding, rank)]
+    padded = functional.pad(batched, [x for pair in reversed(ends) for x in pair])
+    parts = []
+    for part, kernel in zip(padded.chunk(groups, 1), weight.chunk(groups, 0), strict=True):
+        for dim in range(rank):
+            part = part.unfold(dim + 2, reach[dim], strides[dim])[..., :: dilations[dim]]
+        windows = part.movedim(1, -1)  # [batch, *places, *kernel, channels]
+        matrix = kernel.movedim((0, 1), (-1, -2)).reshape(-1, kernel.shape[0])
+        rows = [multiply(x.reshape(-1, len(matrix)), matrix, "convolution")
+                for item in windows for x in item]  # fmt: skip
+        shape = (*windows.shape[: rank + 1], -1)
+        parts.append(torch.cat(rows).reshape(shape).movedim(-1, 1))
+    result = torch.cat(parts, 1)
+    result = result if bias is None else result + bias.reshape(-1, *[1] * rank)
+    return result if given.dim() == rank + 2 else result[0]
+
+
+def _repeat(value: int | Sequence[int], rank: int) -> list[int]:
+    """Return a size for each dimension, of which one may stand for all."""
+    sizes = [value] if isinstance(value, int) else [*value]
+    return sizes * rank if len(sizes) == 1 else sizes
+
+
 def _add_product(
     multiply: Multiply,
     added: torch.Tensor,
@@ -323,5 +367,6 @@ _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
     torch.baddbmm: _add_product,
     torch.Tensor.addmm: _add_product,
     torch.Tensor.baddbmm: _add_product,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolve),
     functional.scaled_dot_product_attention: _attend,
 }
