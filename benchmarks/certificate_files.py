@@ -2,8 +2,8 @@
 
 `tiny` plans every tiny pipeline as it is with an fp32 residual stream, and made to overflow with its stream
 as it is, and writes and checks each certificate. `full` does that with the checkpoints of
-`full_size_runs.py`, one at a time, from a temporary folder. The checker is a process of its own, and
-without torch. `mutations` changes certificates and weights at random, one change at a time. The seal is made anew
+`full_size_runs.py`, one at a time, from a temporary folder. The checker is a process of its own, without
+torch. `mutations` changes certificates and weights at random, one change at a time. The seal is made anew
 after each change, so that it is not what refuses; what the derivation lets pass is checked once more with
 the old seal.
 

@@ -3,9 +3,12 @@
 Each class of the rescale table is made to overflow and scaled from bounds; then its linear layers are
 summed in fp32, in fp16 where the certificate allows it (`auto`, in pieces of at most 1024 terms; `fp16`,
 whole sums), and in fp16 everywhere. The bundled pipeline runs two steps in the same ways by a certified
-plan. Sums in fp16 are emulated: the accumulator is rounded after each group of 16 products.
+plan. Sums in fp16 are emulated: the accumulator is rounded after each group of 16 products. `--kinds` looks
+at linear layers, convolutions, scores and softmax-weighted sums of attention one kind at a time: how large
+their sums get with the exponents in place, and what the error is if they alone are summed in fp16.
 
     python benchmarks/sums.py
+    python benchmarks/sums.py --kinds --classes T5 "SVD UNet"
     python benchmarks/sums.py --classes T5 Flux
 """
 
@@ -31,7 +34,7 @@ from models.rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # n
 from stopdown import apply_plan, load, rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
-from stopdown.interception.accumulation import summing_in_fp16  # noqa: E402
+from stopdown.interception.accumulation import find_sums, summing_in_fp16  # noqa: E402
 from stopdown.interception.patches import Patches  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.plans.applier import put_sums  # noqa: E402
@@ -60,6 +63,54 @@ def measure_class(name: str) -> dict[str, Any]:
             put_sums(module, choose(rescaling.scaling, mode), patches)
             errors[mode] = compare(run_calls(calls, torch.float16), right)
     return {"name": name, **count(rescaling.scaling), "bf16": bf16, "errors": errors}
+
+
+KINDS = ("product", "convolution", "attention scores", "attention")
+
+
+def measure_kinds(name: str) -> dict[str, Any]:
+    """One class, made to overflow and scaled from bounds: sums and errors by kind of operation."""
+    module, calls = make_example(name)
+    way = EXAMPLES[name].ways[0]
+    overflow(module, calls, [measure_call(*call) for call in calls], WAYS[way])
+    right = run_calls(calls, torch.float32)
+    with cast_(module, torch.bfloat16):
+        bf16 = compare(run_calls(calls, torch.bfloat16), right)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    sums = find_sums(module, lambda: run_calls(calls, torch.float32))
+    cast_(module, torch.float16, rescaling)
+    found = {}
+    for kind in KINDS:
+        own = [x for x in sums if x.operation == kind]
+        if own:
+            with summing_in_fp16(kind):
+                error = compare(run_calls(calls, torch.float16), right)
+            beyond = sum(not x.fits for x in own)
+            found[kind] = {
+                "places": len(own),
+                "beyond": beyond,
+                "largest": own[0].largest,
+                "error": error,
+            }
+    with summing_in_fp16("none of them"):
+        wide = compare(run_calls(calls, torch.float16), right)
+    return {"name": name, "bf16": bf16, "fp32": wide, "kinds": found}
+
+
+def format_kinds(row: dict[str, Any]) -> str:
+    """One line: the places and the largest sum of each kind, and how much nearer than bf16."""
+    if "failure" in row:
+        return f"| {row['name']} | {row['failure'][:90]} | | | | |"
+    cells = [row["name"], f"{row['bf16'] / row['fp32']:.1f}" if row["fp32"] else "not finite"]
+    for kind in KINDS:
+        x = row["kinds"].get(kind)
+        if x is None:
+            cells.append("")
+            continue
+        ratio = f"{row['bf16'] / x['error']:.1f}" if x["error"] else "not finite"
+        beyond = f", {x['beyond']} beyond" if x["beyond"] else ""
+        cells.append(f"{ratio} ({x['places']}{beyond}, {x['largest']:.3g})")
+    return f"| {' | '.join(cells)} |"
 
 
 def choose(scaling: Scaling, mode: str) -> Accumulation:
@@ -142,7 +193,8 @@ def run_shapes(precision: str, plan: Plan | None, context: Callable[[], Any]) ->
 
 
 def write_results(rows: list[dict[str, Any]]) -> None:
-    report = {"command": "python benchmarks/sums.py", "machine": describe_machine(), "rows": rows}
+    report = _read()
+    report |= {"command": "python benchmarks/sums.py", "machine": describe_machine(), "rows": rows}
     (RESULTS / "sums.json").write_text(json.dumps(report, indent=1) + "\n")
     lines = [
         "# Sums in fp16 by a certificate",
@@ -157,7 +209,41 @@ def write_results(rows: list[dict[str, Any]]) -> None:
         *map(format_row, rows),
         "",
     ]
+    if kinds := report.get("kinds"):
+        lines += [
+            "## By kind of operation",
+            "",
+            "`python benchmarks/sums.py --kinds`: how many times nearer to fp32 than bf16 the result is if",
+            "this kind alone is summed in fp16, and in brackets the places, how many have sums that",
+            "leave fp16 in these calls, and the largest sum on its way. Exponents are from bounds; calls",
+            "are those of the class. *fp32*: every sum in fp32, rounded once.",
+            "",
+            "| class | fp32 | linear and matrix products | convolutions | attention scores | attention |",
+            "|---|--:|---|---|---|---|",
+            *map(format_kinds, kinds),
+            "",
+        ]
     (RESULTS / "sums.md").write_text("\n".join(lines))
+
+
+def _read() -> dict[str, Any]:
+    path = RESULTS / "sums.json"
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return stored
+
+
+def run_kinds(names: list[str]) -> None:
+    """Measure classes by kind, and put their rows beside the stored ones."""
+    for name in names:
+        try:
+            row = measure_kinds(name)
+        except (StopdownError, ValueError, RuntimeError) as error:
+            row = {"name": name, "failure": str(error)[:300]}
+        report = _read()
+        report["kinds"] = [x for x in report.get("kinds", []) if x["name"] != name] + [row]
+        (RESULTS / "sums.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_results(report["rows"])
+        print(json.dumps(row)[:600], flush=True)
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -176,9 +262,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--classes", nargs="*", default=list(EXAMPLES))
+    parser.add_argument("--kinds", action="store_true", help="One kind of operation at a time.")
+    options = parser.parse_args()
+    if options.kinds:
+        run_kinds(options.classes)
+        return
     rows = [measure_shapes()]
     print(json.dumps(rows[-1])[:600], flush=True)
-    for name in parser.parse_args().classes:
+    for name in options.classes:
         try:
             row = measure_class(name)
         except (StopdownError, ValueError, RuntimeError) as error:

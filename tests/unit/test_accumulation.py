@@ -286,3 +286,16 @@ def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.Monk
     assert [x.operation for x in pieces] == [x.operation for x in whole]
     for part, one in zip(pieces, whole, strict=True):
         assert (part.largest, part.result) == pytest.approx((one.largest, one.result), rel=1e-5)
+
+
+def test_one_kind_of_operation_can_be_summed_in_fp16_alone() -> None:
+    """Of a product and attention, only the one that is named loses what leaves fp16 on its way."""
+    left, right = draw(4, 64, scale=300.0), draw(64, 4, seed=1, scale=300.0)
+    with summing_in_fp16():
+        assert not (left @ right).isfinite().all()
+    near = torch.full((1, 4 * GROUP), 128.0).half()
+    far = torch.cat([torch.full((2 * GROUP, 1), x) for x in (128.0, -128.0)]).half()
+    with summing_in_fp16("attention"):
+        assert (near @ far).item() == 0
+    with summing_in_fp16("product"):
+        assert math.isinf((near @ far).item())

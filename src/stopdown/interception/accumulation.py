@@ -73,15 +73,20 @@ def accumulating(in_fp16: bool | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def summing_in_fp16() -> Iterator[None]:
-    """Products of fp16 tensors are summed in fp16 inside the block, on any device.
+def summing_in_fp16(*operations: str) -> Iterator[None]:
+    """Sum products of fp16 tensors in fp16 inside the block, on any device.
 
     It switches `allow_fp16_accumulation` on; where that is off again (a plan says so for a component)
     sums are in fp32, as they are on hardware.
 
+    Args:
+        operations: which products, as `Sum.operation` names them; the others are summed in fp32 and
+            rounded once. None for all.
+
     Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
     """
-    with accumulating(True), _Products(_multiply_in_fp16, _is_summed_in_fp16):
+    multiply = functools.partial(_multiply_in_fp16, frozenset(operations))
+    with accumulating(True), _Products(multiply, _is_summed_in_fp16):
         yield
 
 
@@ -183,7 +188,11 @@ def _is_summed_in_fp16(factor: torch.Tensor) -> bool:
     return is_on and factor.dtype == torch.float16
 
 
-def _multiply_in_fp16(left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+def _multiply_in_fp16(
+    operations: frozenset[str], left: torch.Tensor, right: torch.Tensor, what: str
+) -> torch.Tensor:
+    if operations and what not in operations:
+        return torch.matmul(left.float(), right.float()).half()
     return _sum_groups(left, right, lambda total: total.half().float()).half()
 
 
