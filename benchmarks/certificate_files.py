@@ -35,7 +35,7 @@ import stopdown_verify  # noqa: E402 (the path is set above)
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = RESULTS / "certificate_files.json"
 CHECKPOINTS = ("CogVideoX-2B", "CogVideoX-5B", "T5-XXL", "CogView3-Plus-3B", "Z-Image", "SVD-XT")
-MUTATED = ("cogvideox", "svd")
+MUTATED = ("text_encoder", "transformer")
 _CHECK = """
 import json, os, resource, sys, time, numpy
 import stopdown_verify
@@ -352,20 +352,17 @@ def run_mutations(changes: int, seed: int) -> None:
 
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
-        cases = []
-        for name in MUTATED:
-            folder = save_pipeline(
-                name, Path(place) / name, overflow="transformer" if name != "svd" else "unet"
-            )
-            path = Path(place) / f"{name}.json"
-            certify(folder, path, "native")
-            cases.append((json.loads(path.read_text()), folder))
+        folder = save_pipeline("cogvideox", Path(place) / "model", overflow="transformer")
+        path = Path(place) / "certificate.json"
+        certify(folder, path, "native")
+        certificate = json.loads(path.read_text())
+        parts = [x for x in certificate["components"] if x["component"] in MUTATED]
+        certificate["components"] = parts
+        certificate["seal"] = stopdown_verify.seal(certificate)
         counts = {kind: {"derivation": 0, "seal": 0, "accepted": 0} for kind in CHANGES}
-        passed = []
         done = 0
         while done < changes:
             kind = [*CHANGES][done % len(CHANGES)]
-            certificate, folder = rng.choice(cases)
             found = mutate(certificate, folder, Path(place) / "scratch", kind, rng)
             if found:
                 counts[kind][found] += 1
@@ -373,7 +370,6 @@ def run_mutations(changes: int, seed: int) -> None:
             if done % 50 == 0:
                 print(done, counts, flush=True)
                 store("mutations", {"seed": seed, "changes": done, "counts": counts}, ("seed",))
-    del passed
 
 
 def store(section: str, row: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -408,9 +404,9 @@ def write_tables(report: dict[str, Any]) -> None:
     for row in report.get("mutations", [])[-1:]:
         lines += ["## Changed certificates", "",
                   f"{row['changes']} random changes (seed {row['seed']}), one at a time, of the",
-                  "certificates of two tiny pipelines that overflow. The seal is made anew after each. *By",
-                  "the seal*: the derivation holds for the changed file, too (another graph of which the",
-                  "same is true), and only the seal shows the change.", "",
+                  "certificate of a tiny CogVideoX that overflows (transformer and text encoder). The seal is",
+                  "made anew after each. *By the seal*: the derivation holds for the changed file, too (another",
+                  "graph of which the same is true), and only the seal shows the change.", "",
                   "| changed | refused by the derivation | refused by the seal alone | accepted |",
                   "|---|--:|--:|--:|"]  # fmt: skip
         lines += [

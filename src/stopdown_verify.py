@@ -370,7 +370,7 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     norm = min(norm, norm_over(x, [channel, *spatial])) if spatial else norm
     low, up = STORED * 2.0 ** -w.rows[start:stop], np.repeat(2.0**-w.columns, places)
     affine = [] if spatial else [(r, g, *split_table(t), s) for r, g, t, s in x.affine]
-    size, full, euclid, step = *np.zeros((3, stop - start)), (stop - start) // groups  # type: ignore[misc]
+    size, full, euclid, step = *np.zeros((3, stop - start)), (stop - start) // groups
     for g in range(groups):
         part, covered = slice(g * step, g * step + step), peak[g * width : g * width + width]
         sums = [covered]
@@ -896,8 +896,8 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
             covered, uncovered = covered + holds, uncovered + [name] * (not holds)
     rest = {"unread": sorted(set(weights) - read), "uncovered": uncovered}
     stated.update(rest if write else {})
-    for key, found in rest.items():
-        demand(stated[key] == found, f"the list of {key} values is not complete")
+    for key, complete in rest.items():
+        demand(stated[key] == complete, f"the list of {key} values is not complete")
     return covered + len(uncovered), covered, uncovered
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,16 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from certificate_files import CHANGES, mutate  # noqa: E402 (the path is set above)
 
+from models.bound_ascent import bound_one, climb  # noqa: E402
+from models.rescaling_models import make_example  # noqa: E402
+from stopdown import rescale_  # noqa: E402
+from stopdown.bounds.values import uniform  # noqa: E402
 from stopdown.errors import SourceError  # noqa: E402
-from stopdown.plans.certificate_files import write_certificate  # noqa: E402
+from stopdown.graph.capture import name_parameters  # noqa: E402
+from stopdown.graph.nodes import shape_of  # noqa: E402
+from stopdown.plans.certificate_files import export_calls, write_certificate  # noqa: E402
 from stopdown.plans.certified import certify_plan  # noqa: E402
+from stopdown.records import ComponentPlan  # noqa: E402
 from stopdown.sources.sources import resolve_source  # noqa: E402
 from stopdown.testing import save_pipeline  # noqa: E402
 
@@ -346,8 +354,6 @@ def test_certificate_without_its_exponents_shows_what_overflows(encoder):
 
 def test_certificate_is_of_a_folder(tmp_path):
     """A source with LoRAs has weights that no file of the folder has."""
-    from dataclasses import replace
-
     folder = save_pipeline("cogvideox", tmp_path / "model")
     source = resolve_source(folder)
     plan = certify_plan(source, only=("text_encoder",))
@@ -376,3 +382,41 @@ def test_rows_of_many_norms_are_not_followed():
     node = {"rule": "join", "dim": 1, "shape": [1, 8, 3]}
     assert len(stopdown_verify.follow(node, [x] * 4, None)) == 4
     assert stopdown_verify.follow(node, [x] * 5, None) == ()
+
+
+@pytest.mark.parametrize("name", ["CogVideoX rotary", "T5 gated"])
+def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
+    """Inputs that are pushed up the gradient of a value stay below the checker's bounds of all values."""
+    from safetensors.torch import save_model
+
+    module, calls = make_example(name)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    rescaling.undo()
+    entry = ComponentPlan("net", precision="fp16", scaling=rescaling.scaling)
+    (tmp_path / "net").mkdir()
+    save_model(module, str(tmp_path / "net" / "a.safetensors"))
+    cases = [bound_one(module, *call) for call in calls]
+    captured = [(case.capture, *call[1:]) for case, call in zip(cases, calls, strict=True)]
+    load = name_parameters(module).__getitem__
+    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    stopdown_verify.check_component(stated, tmp_path, write=True)
+    rng, nearest = random.Random(0), 0.0
+    for case, graph in zip(cases, stated["graphs"], strict=True):
+        bounds: dict[str, float] = {}
+        for n in graph["nodes"]:  # what is written in place later has a second entry, as `name.1`
+            if n["bound"] is not None:
+                size, key = (
+                    float(stopdown_verify.read_number(n["bound"])),
+                    n["id"].partition(".")[0],
+                )
+                bounds[key] = max(bounds.get(key, 0.0), size)
+        nodes = [x for x in case.list_nodes() if x.name in bounds]
+        assert len(nodes) > 0.8 * len(case.list_nodes())
+        values = {x.name: uniform(bounds[x.name], shape_of(x)) for x in nodes}
+        known = {k: values.get(k) for k in case.bounds.values}
+        checked = replace(case, bounds=replace(case.bounds, values=known))
+        best: dict[str, float] = {}
+        for _ in range(4):
+            assert climb(checked, rng, 3, best) == []
+        nearest = max(best[x.name] / bounds[x.name] for x in nodes if bounds[x.name])
+    assert nearest > 0.5

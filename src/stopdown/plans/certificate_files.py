@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.fx import Node
 import stopdown_verify
 from stopdown.bounds.evaluation import writes_in_place
 from stopdown.bounds.input_limits import Stated, state_calls
-from stopdown.bounds.known_values import Operands
+from stopdown.bounds.known_values import Load, Operands
 from stopdown.bounds.propagation import find_aliases
 from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.singular_values import MOST_WORK, bound_parts
@@ -138,34 +138,54 @@ def write_certificate(
 def _export_component(
     source: Source, entry: ComponentPlan, called: list[Any], progress: Progress | None
 ) -> dict[str, Any]:
-    name, scaling = entry.component, entry.in_force
+    name, stream = entry.component, entry.in_force.stream
     module = build_empty_component(source, name, torch.float16, keep_fp32=False)
     files = [path.name for path in list_weight_files(source)[name]]
-    folder = source.path / name
-    tensors = stopdown_verify.open_weights(folder, files, {})
     captures, captured = Captures(torch.float16), []
     for call in called:
         one = call.callee.bind(module), call.args, call.kwargs
-        plain = captures.take(one)
-        captured.append((plain if scaling.stream is None else captures.take(one, scaling.stream),
-                         call.args, call.kwargs))  # fmt: skip
-    stated = state_calls(module, captured)
-    with open_component(source, name, module) as load:
-        reading = _Reading(tensors, find_tied(module), load)
-        graphs = []
-        for (capture, args, kwargs), limits in zip(captured, stated, strict=True):
-            measured = Measured(capture, split_values(capture), {}, args, kwargs)
-            graph = _Exporter(module, entry, measured, limits, reading)
-            graphs.append(graph.export())
-    weights = {key: reading.describe(key, entry.in_force) for key in tensors}
-    made = {
-        "component": name, "class": entry.class_name, "files": files, "weights": weights,
-        "graphs": graphs, "fp32_modules": list(scaling.fp32_modules),
-    }  # fmt: skip
+        capture = captures.take(one)
+        capture = capture if stream is None else captures.take(one, stream)
+        captured.append((capture, call.args, call.kwargs))
     if progress is not None:
-        progress("certificate", name, 0, len(tensors))
+        progress("certificate", name, 0, len(files))
+    with open_component(source, name, module) as load:
+        made = export_calls(module, entry, captured, source.path, files, load)
     stopdown_verify.check_component(made, source.path, write=True)
     return made
+
+
+def export_calls(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    captured: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    folder: Path,
+    files: Sequence[str],
+    load: Load,
+) -> dict[str, Any]:
+    """Put captured calls of a component into the rules of the checker, which has yet to fill in bounds.
+
+    Args:
+        captured: calls, with the arguments that they were captured with.
+        folder: that holds a folder of the component's name with these files.
+        load: gives a parameter or buffer by name.
+    """
+    tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
+    reading = _Reading(tensors, find_tied(module), load)
+    graphs = []
+    for (capture, args, kwargs), stated in zip(
+        captured, state_calls(module, captured), strict=True
+    ):
+        measured = Measured(capture, split_values(capture), {}, args, kwargs)
+        graphs.append(_Exporter(module, entry, measured, stated, reading).export())
+    return {
+        "component": entry.component,
+        "class": entry.class_name,
+        "files": list(files),
+        "weights": {key: reading.describe(key, entry.in_force) for key in tensors},
+        "graphs": graphs,
+        "fp32_modules": list(entry.in_force.fp32_modules),
+    }
 
 
 class _Reading:
@@ -175,7 +195,7 @@ class _Reading:
         self,
         tensors: Mapping[str, stopdown_verify.Weight],
         tied: Mapping[str, tuple[str, ...]],
-        load: Callable[[str], torch.Tensor],
+        load: Load,
     ) -> None:
         self.tensors, self._tied, self.load = tensors, tied, load
 
@@ -229,8 +249,8 @@ class _Exporter:
         outputs = []
         for number, node in enumerate(list_outputs(graph.output_node())):
             if isinstance(node, Node) and is_float(node) and (found := self._ref(node)):
-                outputs.append([found, int(self.scaling.outputs.get(number, 0))])
-        self._drop_unused({x[0] for x in outputs})
+                outputs.append((found, int(self.scaling.outputs.get(number, 0))))
+        self._drop_unused({name for name, _ in outputs})
         self._ask_lengths()
         return {"method": self.capture.method, "nodes": self.nodes, "outputs": outputs}
 
