@@ -404,9 +404,9 @@ def write_tables(report: dict[str, Any]) -> None:
     for row in report.get("mutations", [])[-1:]:
         lines += ["## Changed certificates", "",
                   f"{row['changes']} random changes (seed {row['seed']}), one at a time, of the",
-                  "certificate of a tiny CogVideoX that overflows (transformer and text encoder). The seal is",
-                  "made anew after each. *By the seal*: the derivation holds for the changed file, too (another",
-                  "graph of which the same is true), and only the seal shows the change.", "",
+                  "certificate of a tiny CogVideoX that overflows (transformer and text encoder). The seal",
+                  "is made anew after each. *By the seal*: the derivation holds for the changed file, too",
+                  "(another graph of which the same is true), and only the seal shows the change.", "",
                   "| changed | refused by the derivation | refused by the seal alone | accepted |",
                   "|---|--:|--:|--:|"]  # fmt: skip
         lines += [
