@@ -35,7 +35,7 @@ import stopdown_verify  # noqa: E402 (the path is set above)
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = RESULTS / "certificate_files.json"
 CHECKPOINTS = ("CogVideoX-2B", "CogVideoX-5B", "T5-XXL", "CogView3-Plus-3B", "Z-Image", "SVD-XT")
-MUTATED = ("text_encoder", "transformer")
+MUTATED = "text_encoder"
 _CHECK = """
 import json, os, resource, sys, time, numpy
 import stopdown_verify
@@ -52,14 +52,14 @@ print(json.dumps({"lines": lines, "check_s": time.perf_counter() - begun,
 """
 
 
-def certify(folder: Path, path: Path, residual: str) -> dict[str, Any]:
+def certify(folder: Path, path: Path, residual: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Plan a folder, write its certificate and check it; one row."""
     from stopdown.plans.certificate_files import write_certificate
     from stopdown.plans.certified import certify_plan
     from stopdown.sources.sources import resolve_source
 
     source, spent = resolve_source(folder), time.process_time()
-    plan = certify_plan(source, residual=residual)
+    plan = certify_plan(source, residual=residual, only=only)
     planned = time.process_time()
     made = write_certificate(plan, source, path)
     written = time.process_time()
@@ -352,13 +352,10 @@ def run_mutations(changes: int, seed: int) -> None:
 
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
-        folder = save_pipeline("cogvideox", Path(place) / "model", overflow="transformer")
+        folder = save_pipeline("cogvideox", Path(place) / "model", overflow=MUTATED)
         path = Path(place) / "certificate.json"
-        certify(folder, path, "native")
+        certify(folder, path, "native", only=(MUTATED,))
         certificate = json.loads(path.read_text())
-        parts = [x for x in certificate["components"] if x["component"] in MUTATED]
-        certificate["components"] = parts
-        certificate["seal"] = stopdown_verify.seal(certificate)
         counts = {kind: {"derivation": 0, "seal": 0, "accepted": 0} for kind in CHANGES}
         done = 0
         while done < changes:
@@ -404,7 +401,7 @@ def write_tables(report: dict[str, Any]) -> None:
     for row in report.get("mutations", [])[-1:]:
         lines += ["## Changed certificates", "",
                   f"{row['changes']} random changes (seed {row['seed']}), one at a time, of the",
-                  "certificate of a tiny CogVideoX that overflows (transformer and text encoder). The seal",
+                  "certificate of a tiny T5 that overflows, of two blocks. The seal",
                   "is made anew after each. *By the seal*: the derivation holds for the changed file, too",
                   "(another graph of which the same is true), and only the seal shows the change.", "",
                   "| changed | refused by the derivation | refused by the seal alone | accepted |",

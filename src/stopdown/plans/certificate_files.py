@@ -252,7 +252,11 @@ class _Exporter:
                 outputs.append((found, int(self.scaling.outputs.get(number, 0))))
         self._drop_unused({name for name, _ in outputs})
         self._ask_lengths()
-        return {"method": self.capture.method, "nodes": self.nodes, "outputs": outputs}
+        return {
+            "method": self.capture.method,
+            "nodes": self.nodes,
+            "outputs": [[*x] for x in outputs],
+        }
 
     def _drop_unused(self, used: set[str]) -> None:
         """Leave out whole numbers that no floating value is made of."""
