@@ -295,8 +295,9 @@ def _convolve(
             part = part.unfold(dim + 2, reach[dim], strides[dim])[..., :: dilations[dim]]
         windows = part.movedim(1, -1)  # [batch, *places, *kernel, channels]
         matrix = kernel.movedim((0, 1), (-1, -2)).reshape(-1, kernel.shape[0])
-        rows = [multiply(x.reshape(-1, len(matrix)), matrix, "convolution")
-                for item in windows for x in item]  # fmt: skip
+        whole = [windows] if windows.numel() <= PIECE else windows.unbind()
+        lines = [x for item in whole for x in ([item] if item.numel() <= PIECE else item.unbind())]
+        rows = [multiply(x.reshape(-1, len(matrix)), matrix, "convolution") for x in lines]
         shape = (*windows.shape[: rank + 1], -1)
         parts.append(torch.cat(rows).reshape(shape).movedim(-1, 1))
     result = torch.cat(parts, 1)
