@@ -72,9 +72,14 @@ def test_a_signal_at_the_end_of_the_block_is_raised(write_module: WriteModule) -
         importlib.import_module("sends_last")
 
 
-def leave(*, patience_s: float, times: int, write_module: WriteModule) -> tuple[str, int]:
-    """What is told of an import without an end that signals come in, and the code of the process."""
-    write_module("endless", ENDLESS.replace(SEND, SEND + "signal.raise_signal(2)\n" * (times - 1)))
+RAISED = 7
+
+
+def leave(
+    *, patience_s: float, times: int = 1, code: str = ENDLESS, write_module: WriteModule
+) -> tuple[str, int]:
+    """What is told of an import that signals come in, and the process's code; `RAISED` if it was raised."""
+    write_module("endless", code.replace(SEND, SEND + "signal.raise_signal(2)\n" * (times - 1)))
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -83,6 +88,9 @@ def leave(*, patience_s: float, times: int, write_module: WriteModule) -> tuple[
         try:
             with SignalTrap(lambda name: os.write(writer, name.encode()) and None):
                 importlib.import_module("endless")
+                wait()
+        except KeyboardInterrupt:
+            os._exit(RAISED)
         finally:
             os._exit(0)
     os.close(writer)
@@ -92,7 +100,13 @@ def leave(*, patience_s: float, times: int, write_module: WriteModule) -> tuple[
 
 def test_a_long_import_is_left(write_module: WriteModule) -> None:
     """After its time the process ends without unwinding, once somebody was told."""
-    assert leave(patience_s=0.01, times=1, write_module=write_module) == ("SIGINT", 130)
+    assert leave(patience_s=0.01, write_module=write_module) == ("SIGINT", 130)
+
+
+def test_a_busy_machine_makes_no_import_long(write_module: WriteModule) -> None:
+    """An import that gets no processor for longer than its time is finished, and the interrupt raised."""
+    code = f"{SEND}import time\ntime.sleep(1.2)\n"
+    assert leave(patience_s=1.0, code=code, write_module=write_module) == ("", RAISED)
 
 
 def test_a_second_signal_waits_for_no_import(write_module: WriteModule) -> None:

@@ -6,8 +6,9 @@ that is ignored (`nohup`) or handled already stays so, and in a child process al
 
 No exception is raised while a module is imported. Libraries catch it there, or look up the module that is
 half made (NumPy until no recursion is left), and C++ of PyTorch ends with SIGABRT. The signal waits until
-the import is over. A long import is not waited for: the process leaves at once, and what it had under
-temporary names is removed by the next one that writes there.
+the import is over. A long import is not waited for: the process leaves, and what it had under temporary
+names is removed by the next one that writes there. How long an import is, is counted in processor time, so
+that a busy machine makes none long; one that waits for something else is left after ten times as long.
 
 **Catches** interrupts that Python could only print, out of `__del__` and callbacks, too: they come again.
 **Does not catch** signals before the program begins, or while a function of C does not return.
@@ -29,7 +30,10 @@ _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 _IMPORTER = "<frozen importlib._bootstrap>"
 
 _PATIENCE_S = 1.0
-"""How long an import is waited for."""
+"""Processor time of an import that is waited for."""
+
+_MOST_WAITING = 10.0
+"""Times as long by the clock."""
 
 _PAUSE_S = 0.02
 """Between two looks at whether it is over."""
@@ -57,7 +61,7 @@ class SignalTrap:
         self.leave = leave
         self._before: dict[int, Any] = {}
         self._waiting: signal.Signals | None = None
-        self._since = 0.0
+        self._since = self._worked = 0.0
         self._is_reminder = False
 
     def __enter__(self) -> Self:
@@ -100,16 +104,22 @@ class SignalTrap:
         is_reminder, self._is_reminder = self._is_reminder, False
         is_second = self._waiting and not is_reminder
         if not self._waiting:
-            self._waiting, self._since = signal.Signals(number), time.monotonic()
+            self._begin_waiting(number)
         if not self._is_importing(frame):
             self._raise(self._waiting)
-        if not is_second and time.monotonic() - self._since < _PATIENCE_S:
-            self._remind(self._waiting)
+        worked_s, waited_s = time.thread_time() - self._worked, time.monotonic() - self._since
+        is_long = worked_s >= _PATIENCE_S or waited_s >= _PATIENCE_S * _MOST_WAITING
+        if not (is_second or is_long):
+            self._remind(signal.Signals(number))
             return
         if self.leave is None:
             self._raise(self._waiting)
         self.leave(self._waiting.name)
         os._exit(128 + self._waiting)
+
+    def _begin_waiting(self, number: int) -> None:
+        self._waiting, self._since = signal.Signals(number), time.monotonic()
+        self._worked = time.thread_time()
 
     def _is_importing(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outermost:
@@ -138,8 +148,8 @@ class SignalTrap:
     def _receive_lost(self, lost: Any) -> None:
         """Raise again what was raised where it could not be caught."""
         if self.number and issubclass(lost.exc_type, KeyboardInterrupt | Stopped):
-            self._waiting, self._since = signal.Signals(self.number), time.monotonic()
+            self._begin_waiting(self.number)
             signal.signal(self.number, self._receive)
-            self._remind(self._waiting)
+            self._remind(signal.Signals(self.number))
         else:
             self._hook(lost)
