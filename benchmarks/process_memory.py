@@ -47,7 +47,7 @@ RUNS = {
 """Model → its limit, and the command; models of `memory.py`."""
 
 READINGS_S = 0.003
-TIMES = 40
+TIMES = 16
 """Repairs, and calls of `rescale_`."""
 
 
@@ -175,7 +175,9 @@ def save_image(path: Path) -> None:
 
 def predict(words: list[str], strategy: str) -> int:
     """The peak that `fit` predicts for a strategy of the same run."""
-    command = [sys.executable, "-m", "stopdown", "fit", *words[1:], "--json"]
+    _, source, *rest = words
+    options = rest if rest[0].startswith("--") else rest[1:]  # `fit` takes no prompt
+    command = [sys.executable, "-m", "stopdown", "fit", source, *options, "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return next(find_peaks(json.loads(done.stdout), strategy))
 

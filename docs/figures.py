@@ -514,35 +514,6 @@ def memory_error() -> str:
 
 
 @_figure
-def process_memory() -> str:
-    """What a process took beside its tensors, in the largest run that was measured."""
-    runs = _read("process_memory")["runs"]
-    name, x = max(runs.items(), key=lambda item: item[1]["anonymous_bytes"])
-    x["other_bytes"] = x["given_out_bytes"] - x["predicted_bytes"]
-    parts = ("limit", "anonymous", "before", "predicted", "other", "kept", "rest")
-    limit, anonymous, before, predicted, other, kept, rest = (
-        f"{x[f'{part}_bytes'] / 2**20:.0f} MiB" for part in parts
-    )
-    return (
-        f"{name} within {limit} took {anonymous} of anonymous memory beside the {before} before it: "
-        f"{predicted} of tensors, as predicted, {other} of other objects and buffers, {kept} that the C "
-        f"library kept, and {rest} of Python's own."
-    )
-
-
-@_figure
-def repeated_memory() -> str:
-    """What the last half of many repairs, and of many rescalings, added to the memory of a process."""
-    found = []
-    for name, readings in _read("process_memory")["repeated"].items():
-        half = len(readings) // 2
-        grown = readings[-1]["trimmed_bytes"] - readings[half - 1]["trimmed_bytes"]
-        what = "repairs" if name == "repair" else f"calls of `{name}`"
-        found.append(f"{what} {half + 1} to {len(readings)} added {grown / 2**20:.2f} MiB")
-    return " and ".join(found)
-
-
-@_figure
 def quantised_table() -> str:
     """What each format of quantised files holds, and fp16 with its exponents."""
     rows = []
