@@ -18,7 +18,7 @@ from stopdown.comparison.measures import Frames, clean_frames, find_headroom, re
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened, Run
-from stopdown.devices.device_memory import peak_memory
+from stopdown.devices.device_memory import PeakMemory, peak_memory
 from stopdown.devices.environment import Device
 from stopdown.errors import InputError, describe_error, ignoring_warnings, take_first_line
 from stopdown.files.outputs import written_beside
@@ -85,15 +85,21 @@ def _run(
     settings: GuardOptions,
     run: Run | None,
 ) -> Outcome:
-    start = _prepare(opened, request, run)
-    with (
-        Probe(opened.loaded.pipe, clamps=name == "clamp") as probe,
-        quiet_libraries(),
-        torch.autocast(device.type, torch.float16) if name == "autocast" else nullcontext(),
-        peak_memory(device) as memory,
-        ignoring_warnings(RuntimeWarning),  # NaN cast to a pixel: counted below
-    ):
-        ran = run_guarded(opened.loaded, start, settings)
+    start, watched = _prepare(opened, request, run), list[tuple[Probe, PeakMemory]]()
+
+    def watch() -> Any:
+        with (  # around the guard's own layers, which were put on before
+            Probe(opened.loaded.pipe, clamps=name == "clamp") as probe,
+            quiet_libraries(),
+            torch.autocast(device.type, torch.float16) if name == "autocast" else nullcontext(),
+            peak_memory(device) as memory,
+            ignoring_warnings(RuntimeWarning),  # NaN cast to a pixel: counted below
+        ):
+            watched.append((probe, memory))
+            return start()
+
+    ran = run_guarded(opened.loaded, watch, settings)
+    ((probe, memory),) = watched
     frames, broken = read_values(ran.result) if run else clean_frames(read_frames(ran.result))
     trace = probe.trace
     headroom, tightest = find_headroom(trace)

@@ -78,7 +78,7 @@ def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
         if own or finding.kind not in known:
             yield f"{finding.kind}: {finding.evidence}"
     for fault in cell.faults:
-        if fault.kind == "clamped":
+        if fault.kind == "clamped" and cell.precision != "clamp":  # which clamps on purpose
             yield fault.evidence
 
 
