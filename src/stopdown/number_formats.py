@@ -92,7 +92,7 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
     name = _ALIASES.get(text.strip().lower(), text.strip().lower())
     if name not in PRECISIONS and "." in name:
         raise OptionError(
-            f"{text} is no precision, and a plan ends in .json.",
+            f"{text} is neither a precision nor a plan. Plan files end in .json.",
             expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file.",
             remedy='Write for example precision="plan.json".',
         )

@@ -1086,7 +1086,7 @@ def describe_other(kind: str, path: Path) -> str:
     """
     found = read_kind(path)
     if found is None:
-        return "a file that is no record of Stopdown"
+        return "a file that Stopdown did not write as a record"
     return "" if found in ("", kind) else f"a record of the kind {found}"
 
 

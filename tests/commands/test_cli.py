@@ -267,7 +267,7 @@ def test_weights_of_another_model(refuse: Any, damaged: Path) -> None:
     tensors.pop("proj_out.weight")
     save_file(tensors, damaged / TRANSFORMER, metadata={"format": "pt"})
     message = refuse(damaged, "a", *SIZES)
-    assert message.startswith(f"The weights in {damaged / 'transformer'} do not fit their model: ")
+    assert message.startswith(f"The weights in {damaged / 'transformer'} do not match the model: ")
 
 
 def test_pickles(refuse: Any, damaged: Path) -> None:
@@ -314,18 +314,17 @@ def test_remote_code_in_the_configs_of_a_single_file(
             "--seed -1 is not a seed. A seed is a whole number from 0 to 2**63 - 1. Use --seed 0.",
         ),
         (["--guidance", "nan"], "--guidance nan is not a number. A number is written in "),
-        (["--fps", "0"], "--fps 0 is not above 0 and up to 1000. Use --fps 8."),
+        (["--fps", "0"], "--fps 0 is not above 0 and at most 1000. Use --fps 8."),
         (
             ["--device", "t4"],
-            "--device t4 is a profile of the NVIDIA T4, not a device of this "
-            "machine. The device of a run is auto, cuda, cuda:1, mps or cpu. On a machine with this "
-            "card, use --device cuda. Here, "
-            "use stopdown check ",
+            "--device t4 describes the NVIDIA T4 for forecasts, and nothing runs on a description. The "
+            "device of a run is auto, cuda, cuda:1, mps or cpu. To run on a card of this machine, use "
+            "--device cuda. For a forecast, use stopdown check ",
         ),
         (
             ["--revision", "main"],
-            "is a Diffusers folder. Branches, tags and commits are those of a Hub id. Leave --revision "
-            "out.",
+            "is a Diffusers folder. Only models on the Hub have branches, tags and commits. "
+            "Leave --revision out.",
         ),
         (
             ["--config", "elsewhere"],
@@ -347,7 +346,7 @@ def test_remote_code_in_the_configs_of_a_single_file(
         (["-o", "clip.png", "--frames", "9"], "The output clip.png is a single picture, and "),
         (
             ["--strength", "1.5"],
-            "--strength 1.5 is not above 0 and up to 1. It is the share of the ",
+            "--strength 1.5 is not above 0 and at most 1. It is the share of the ",
         ),
         (["--mask", "none.png"], "The file none.png cannot be read: there is no such file. "),
         (["--image", "none.png"], "The file none.png cannot be read: there is no such file. "),
@@ -367,7 +366,7 @@ def test_impossible_options(
 def test_a_model_that_needs_an_image(refuse: Any, save_tiny: SaveTiny) -> None:
     """Stable Video Diffusion says that it starts from a picture."""
     assert refuse(save_tiny("svd"), "--steps", 1) == (
-        "StableVideoDiffusionPipeline needs --image, and there is none. Give --image."
+        "StableVideoDiffusionPipeline needs --image, which was not given. Give --image."
     )
 
 
@@ -394,8 +393,11 @@ def test_a_record_replaces_only_a_record(refuse: Any, save_tiny: SaveTiny, here:
     long = "a" * 248 + ".mp4"
     for output, message in (
         ("plan", "The record plan.json would replace a record of the kind plan. Only what "),
-        ("data", "The record data.json would replace a file that is no record of Stopdown. Only "),
-        ("clip.mp4", "The record clip.mp4.json is to be a file, and a folder has that name. "),
+        (
+            "data",
+            "The record data.json would replace a file that Stopdown did not write as a record. Only ",
+        ),
+        ("clip.mp4", "The record clip.mp4.json would be a file, but a folder has that name. "),
         (long, f"The output {long}.json could not be written: the name is too long. "),
     ):
         assert refuse(source, "a", "-o", output).startswith(message)
@@ -470,7 +472,9 @@ def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.M
     (here / "data.json").write_text("{}")
     code, _, err = run("plan", "shapes", "-o", "data.json")
     assert code == 2
-    assert "The output data.json would replace a file that is no record of Stopdown." in err
+    assert (
+        "The output data.json would replace a file that Stopdown did not write as a record." in err
+    )
     for arguments, name in (((), "plan"), ((), "plan-2"), (("-o", "plan.json", "--force"), "plan")):
         code, out, err = run("plan", "shapes", *arguments)
         assert (code, err) == (0, "")
@@ -534,7 +538,7 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
     assert (process.returncode, printed) == (130, b"")
     assert "Loading" in shown
     assert " ".join(shown.split()).endswith(
-        "stopdown: Stopped by Ctrl-C; no output is half-written. To continue an interrupted run next "
+        "stopdown: Stopped by Ctrl-C; no partial output was left. To continue an interrupted run next "
         "time, use --journal FOLDER."
     )
     assert "Traceback" not in shown
@@ -563,7 +567,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stopdown.app.generate_command.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
-    said = "stopdown: Stopped by Ctrl-C; no output is half-written."
+    said = "stopdown: Stopped by Ctrl-C; no partial output was left."
     with_journal = f"{said} To continue an interrupted run next time, use --journal FOLDER.\n"
     assert (code, out, err) == (130, "", with_journal)
     code, out, _ = run("generate", "shapes", "a", "--json")
@@ -575,12 +579,12 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
     [
         (
             ["generate", "shapes", "--journal", "kept"],
-            "The same command continues where it stopped.",
+            "Run the same command again to continue.",
         ),
-        (["generate", "shapes", "--journal=kept"], "The same command continues where it stopped."),
-        (["compare", "shapes"], "The same command continues where it stopped."),
-        (["bench", "--steps", "2"], "The same command continues where it stopped."),
-        (["plan", "shapes"], "Stopped by Ctrl-C; no output is half-written."),
+        (["generate", "shapes", "--journal=kept"], "Run the same command again to continue."),
+        (["compare", "shapes"], "Run the same command again to continue."),
+        (["bench", "--steps", "2"], "Run the same command again to continue."),
+        (["plan", "shapes"], "Stopped by Ctrl-C; no partial output was left."),
         (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
     ],
 )
@@ -615,7 +619,7 @@ def test_a_signal_is_one_message(
     monkeypatch.setattr("stopdown.app.generate_command.generate", end)
     found, out, err = run("generate", "shapes", "a", "--json")
     said = (
-        f"Stopped by {name}; no output is half-written. To continue an interrupted run next time, use "
+        f"Stopped by {name}; no partial output was left. To continue an interrupted run next time, use "
         "--journal FOLDER."
     )
     assert (found, err) == (code, f"stopdown: {said}\n")
@@ -701,7 +705,7 @@ class Full:
     ("error", "code", "said"),
     [
         (OSError(errno.ENOSPC, ""), 1, "stopdown: Standard output could not be written: the disk is full. "
-         "The command itself was finished. Send it elsewhere, or free some space.\n"),
+         "The command itself completed. Send it elsewhere, or free some space.\n"),
         (BrokenPipeError(errno.EPIPE, ""), 141, ""),
     ],
 )  # fmt: skip
@@ -876,7 +880,7 @@ def test_a_journal_that_cannot_be_one_is_refused(
     (here / "mine").mkdir()
     (here / "mine" / "letter").write_text("")
     said = refuse(save_tiny("cogvideox"), "a", *SIZES, "--journal", "mine")
-    assert said.startswith(f"The folder {here / 'mine'} is no journal: it holds letter.")
+    assert said.startswith(f"The folder {here / 'mine'} is not a journal: it contains letter.")
 
 
 def test_a_plan_is_a_json_file(run: Any, here: Path) -> None:
@@ -905,6 +909,6 @@ def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
     """A plan measures somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
     code, _, err = run("plan", "shapes", "--device", "t4")
     assert code == 2
-    assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
+    assert err.startswith("stopdown: --device t4 describes the NVIDIA T4")
     _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")
     assert "profile" not in err

@@ -105,7 +105,7 @@ def test_pages_replace_only_pages(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (("report", "report.html.json", "-o", "index.html", "--force"), "The output index.html would "
          "replace a file that is no page of Stopdown."),
         (("compare", "shapes", "-o", "page.html"), "The record page.html.json would replace a file that "
-         "is no record of Stopdown."),
+         "Stopdown did not write as a record."),
     ):  # fmt: skip
         code, out, err = run(*words)
         assert (code, out) == (2, "")

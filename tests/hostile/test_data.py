@@ -832,17 +832,17 @@ JOURNALS: dict[str, tuple[Damage, int, str]] = {
     "a pipe as head": (
         lambda path: os.mkfifo(path),
         2,
-        "The folder {folder}/journal is no journal: it holds journal.json.",
+        "The folder {folder}/journal is not a journal: it contains journal.json.",
     ),
     "a folder as head": (
         Path.mkdir,
         2,
-        "The folder {folder}/journal is no journal: it holds journal.json.",
+        "The folder {folder}/journal is not a journal: it contains journal.json.",
     ),
     "a loop as head": (
         lambda path: path.symlink_to(path.name),
         2,
-        "The folder {folder}/journal is no journal: it",
+        "The folder {folder}/journal is not a journal: it",
     ),
     "a file that is not its own": (
         lambda path: path.with_name(f"{path.name}.bak").touch(),

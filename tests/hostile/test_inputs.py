@@ -28,9 +28,9 @@ CONTENTS: Mapping[str, tuple[bytes | None, str]] = {
 """What stands in a file, and what is said of it."""
 
 NUMBERS: Mapping[str, str] = {
-    "0": "--strength 0.0 is not above 0 and up to 1.",
-    "-1": "--strength -1.0 is not above 0 and up to 1.",
-    "2": "--strength 2.0 is not above 0 and up to 1.",
+    "0": "--strength 0.0 is not above 0 and at most 1.",
+    "-1": "--strength -1.0 is not above 0 and at most 1.",
+    "2": "--strength 2.0 is not above 0 and at most 1.",
     "nan": "--strength nan is not a number.",
     "inf": "--strength inf is not a number.",
 }
@@ -106,12 +106,13 @@ def make_unwanted_row(command: str, name: str) -> Attack:
 
 ROWS = [
     *(make_file_row(c, flag, name) for c in COMMANDS for flag in FILES for name in CONTENTS),
-    *(make_number_row(command, number) for command in COMMANDS for number in NUMBERS),
+    *(make_number_row(c, number) for c in COMMANDS if c != "plan" for number in NUMBERS),
     *(
         make_unwanted_row(command, name)
         for command in COMMANDS
         for name in UNWANTED
-        if (command, name) != ("plan", "mask alone")  # a plan draws the picture
+        # a plan draws the picture, and ranges do not depend on the strength
+        if command != "plan" or name == "control picture"
     ),
 ]
 SAMPLE = ROWS[::5]

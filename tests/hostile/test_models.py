@@ -711,7 +711,7 @@ def add_tensor(name: str, file: str = WEIGHTS) -> Damage:
 
 
 def misfit(component: str) -> str:
-    return f"The weights in MODEL/{component} do not fit their model: "
+    return f"The weights in MODEL/{component} do not match the model: "
 
 
 MISFITS = grow_rows(

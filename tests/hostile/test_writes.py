@@ -177,13 +177,13 @@ def list_signals() -> Iterator[Attack]:
     """A signal when the result is whole under its temporary name: what stood there stays."""
     for name in WRITING:
         yield make_row(
-            name, "signal SIGTERM", 143, "Stopped by SIGTERM; no output is half-written."
+            name, "signal SIGTERM", 143, "Stopped by SIGTERM; no partial output was left."
         )
         left = ("disk/.stopdown-*.part*", "disk/.page.html.cells*")
         yield make_row(name, "signal SIGKILL", -9, "", left=left)
     for name in QUICK:
-        yield make_row(name, "signal SIGHUP", 129, "Stopped by SIGHUP; no output is half-written.")
-        yield make_row(name, "signal SIGINT", 130, "Stopped by Ctrl-C; no output is half-written.")
+        yield make_row(name, "signal SIGHUP", 129, "Stopped by SIGHUP; no partial output was left.")
+        yield make_row(name, "signal SIGINT", 130, "Stopped by Ctrl-C; no partial output was left.")
 
 
 def list_disks() -> Iterator[Attack]:
@@ -251,7 +251,7 @@ def list_foreign() -> Iterator[Attack]:
                 (disk / command.output).write_text("mine")
 
         what = {
-            "plan": "OUTPUT would replace a file that is no record of Stopdown.",
+            "plan": "OUTPUT would replace a file that Stopdown did not write as a record.",
             "convert": "OUTPUT would replace a folder that convert did not write.",
             "compare": "OUTPUT would replace a file that is no page of Stopdown.",
             "report": "OUTPUT would replace a file that is no page of Stopdown.",
@@ -421,7 +421,9 @@ def list_journals() -> Iterator[Attack]:
 
         said = f"The journal {{folder}}/disk/journal cannot be written: {cause}."
         message = (
-            said if cause else "The folder {folder}/disk/journal is no journal: it holds mine."
+            said
+            if cause
+            else "The folder {folder}/disk/journal is not a journal: it contains mine."
         )
         yield Attack(f"journal: {label}", build, 2, message)
 

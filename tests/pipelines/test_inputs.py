@@ -88,7 +88,7 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
     )
-    with pytest.raises(OptionError, match="needs `prompt`, and there is none"):
+    with pytest.raises(OptionError, match="needs `prompt`, which was not given"):
         measure_plan(pipe, prompts=[{"control_image": 3}])
 
 
@@ -119,7 +119,7 @@ def test_the_command_line_takes_a_mask_and_a_control_picture(
     assert run("generate", tmp_path / "control", "a", "-o", out, *given, *small)[0] == 0
     assert out.exists()
     make_inpainting().save_pretrained(tmp_path / "inpaint")
-    masked = ("--image", picture, "--mask", picture, "--strength", 1)
+    masked = ("--image", picture, "--mask", picture)
     options = ("-o", plan, "--prompt", "a", *masked, *small)
     assert run("plan", tmp_path / "inpaint", *options)[0] == 0
     assert plan.exists()

@@ -231,7 +231,7 @@ def test_a_flipped_bit_in_the_head_is_seen(folder: Path) -> None:
 def test_a_folder_named_as_a_call_is_refused(folder: Path) -> None:
     """What has the name of a file of the journal and is none is foreign; it is not removed."""
     (folder / f"000000-transformer.{'0' * 64}.safetensors").mkdir(parents=True)
-    with pytest.raises(InputError, match="is no journal: it holds 000000-transformer"):
+    with pytest.raises(InputError, match="is not a journal: it contains 000000-transformer"):
         Journal(folder)
     assert find_calls(folder)
 
@@ -343,7 +343,7 @@ def test_a_foreign_folder_is_refused(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         Journal(folder)
     assert str(caught.value) == (
-        f"The folder {folder} is no journal: it holds thesis.txt. A journal needs its own folder. "
+        f"The folder {folder} is not a journal: it contains thesis.txt. A journal needs its own folder. "
         "Name a folder that is empty or new."
     )
 

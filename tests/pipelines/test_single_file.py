@@ -211,7 +211,7 @@ def test_a_single_file_that_lacks_weights_is_refused(
     save_file({name: tensors[name] for name in tensors if not name.startswith(lost)}, part)
     with pytest.raises(SourceError) as caught:
         load_pipeline(resolve_source(part, config=folder), torch_dtypes=torch.float16)
-    assert str(caught.value).startswith(f"The weights in {part} do not fit their model: ")
+    assert str(caught.value).startswith(f"The weights in {part} do not match the model: ")
     assert found in str(caught.value)
 
 

@@ -278,7 +278,7 @@ def test_a_request_says_what_each_precision_is_for() -> None:
         ),
         (
             "transformer=fp16,bf16",
-            "The entry 'bf16' of a precision does not say for which component. Each entry is "
+            "The entry 'bf16' of a precision does not name a component. Each entry is "
             'COMPONENT=PRECISION. Write for example precision="transformer=bf16,vae=fp32". Components '
             "that are not named are chosen by auto.",
         ),

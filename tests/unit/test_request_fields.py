@@ -91,7 +91,7 @@ def test_a_field_tells_items_apart(entry: dataclasses.Field[Any]) -> None:
     ("name", "value", "said"),
     [
         ("frames", 0, "frames=0 is less than 1."),
-        ("strength", 1.5, "strength=1.5 is not above 0 and up to 1."),
+        ("strength", 1.5, "strength=1.5 is not above 0 and at most 1."),
         ("seed", -1, "seed=-1 is not a seed."),
         ("guidance", float("inf"), "guidance=inf is not a number."),
     ],

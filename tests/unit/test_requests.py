@@ -118,13 +118,13 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox",
             Request(),
-            "CogVideoXPipeline needs `prompt`, and there is none. Give `prompt`, what is to be seen: "
+            "CogVideoXPipeline needs `prompt`, which was not given. Give `prompt`, what is to be seen: "
             '"a red circle".',
         ),
         (
             "svd",
             Request(),
-            "StableVideoDiffusionPipeline needs `image`, and there is none. Give `image`.",
+            "StableVideoDiffusionPipeline needs `image`, which was not given. Give `image`.",
         ),
         (
             "svd",
@@ -136,12 +136,12 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox-image",
             Request(prompt="a ball"),
-            "CogVideoXImageToVideoPipeline needs `image`, and there is none. Give `image`.",
+            "CogVideoXImageToVideoPipeline needs `image`, which was not given. Give `image`.",
         ),
         (
             "cogvideox-video",
             Request(prompt="a ball"),
-            "CogVideoXVideoToVideoPipeline needs `video`, and there is none. Give `video`.",
+            "CogVideoXVideoToVideoPipeline needs `video`, which was not given. Give `video`.",
         ),
         (
             "sd",
@@ -187,24 +187,25 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a", image=PICTURE),
-            "SomeInpaintPipeline needs `mask` (its argument mask_image), and there is none. Give `mask`.",
+            "SomeInpaintPipeline needs `mask` (its argument mask_image), which was not given. Give `mask`.",
         ),
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a"),
-            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), and there is none. "
+            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), which was not given. "
             "Give `image` and `mask`.",
         ),
         (
             make_signature("SomeControlNetPipeline", **CONTROL),
             Request("a"),
-            "SomeControlNetPipeline needs `control_image` (its argument image), and there is none. Give "
+            "SomeControlNetPipeline needs `control_image` (its argument image), which was not given. Give "
             "`control_image`.",
         ),
         (
             make_signature("SomeControlNetImg2ImgPipeline", **BOTH),
             Request("a", image=PICTURE),
-            "SomeControlNetImg2ImgPipeline needs `control_image`, and there is none. Give `control_image`.",
+            "SomeControlNetImg2ImgPipeline needs `control_image`, which was not given. "
+            "Give `control_image`.",
         ),
         (
             make_signature("SomeInpaintPipeline", **INPAINT, num_inference_steps=50),
@@ -215,7 +216,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("ClassPipeline", "class_labels"),
             Request(),
-            "ClassPipeline needs class_labels, and there is none. From Python: make_plan(pipe, "
+            "ClassPipeline needs class_labels, which was not given. From Python: make_plan(pipe, "
             'prompts=[{"class_labels": ...}]).',
         ),
         (
@@ -297,7 +298,7 @@ def test_a_prompt_that_is_there_is_no_missing_one() -> None:
     for request in (Request(""), Request(arguments={"prompt_embeds": 1}), Request("a")):
         refuse_missing_prompt("WanPipeline", parts, request)
     refuse_missing_prompt("StableVideoDiffusionPipeline", ("vae", "unet"), Request())
-    with pytest.raises(OptionError, match=r"^WanPipeline needs `prompt`, and there is"):
+    with pytest.raises(OptionError, match=r"^WanPipeline needs `prompt`, which was not"):
         refuse_missing_prompt("WanPipeline", parts, Request())
 
 

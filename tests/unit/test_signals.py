@@ -184,7 +184,7 @@ def test_what_a_library_makes_of_an_interrupt_is_no_error(
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", "shapes"])
     assert left.value.code == 143
-    assert capfd.readouterr().err == "stopdown: Stopped by SIGTERM; no output is half-written.\n"
+    assert capfd.readouterr().err == "stopdown: Stopped by SIGTERM; no partial output was left.\n"
 
 
 @pytest.mark.parametrize("name", ["typer", "textwrap"])
@@ -205,7 +205,7 @@ def test_an_interrupt_before_the_commands_are_imported(name: str, tmp_path: Path
     )
     assert (done.returncode, done.stdout) == (130, "")
     *progress, message = done.stderr.splitlines()
-    assert message.startswith("stopdown: Stopped by Ctrl-C; no output is half-written.")
+    assert message.startswith("stopdown: Stopped by Ctrl-C; no partial output was left.")
     assert all(line.startswith("Loading ") for line in progress)  # said where it takes long
     assert list(tmp_path.iterdir()) == []
 

@@ -68,13 +68,13 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     if command == "run":
         return [f"Stopped by {cause}, while the script ran."]
     given = {word.partition("=")[0] for word in words}
-    said = [f"Stopped by {cause}; no output is half-written."]
+    said = [f"Stopped by {cause}; no partial output was left."]
     if command == "batch":  # it has said how many are
         said = [f"Stopped by {cause}."]
     elif command == "generate" and "--num" in given:
         said = [f"Stopped by {cause}; the output that was being made was not finished."]
     if command in ("batch", "bench", "compare") or (command == "generate" and "--journal" in given):
-        said.append("The same command continues where it stopped.")
+        said.append("Run the same command again to continue.")
     elif command == "generate":
         said.append("To continue an interrupted run next time, use --journal FOLDER.")
     return said

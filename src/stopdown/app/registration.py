@@ -150,7 +150,7 @@ def _read_path(flag: str, kind: type, given: object) -> object:
     """
     if given == "":
         raise OptionError(
-            f"{flag} is an empty text.",
+            f"{flag} is empty.",
             expected="It takes a path. An empty one often comes from a shell variable that is not set.",
             remedy=f"Leave {flag} out, or name a file.",
         )

@@ -201,11 +201,11 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
         find_profile(device)
         return
     raise OptionError(
-        f"--device {device} is a profile of the {find_profile(device).title}, not a device of this "
-        "machine.",
+        f"--device {device} describes the {find_profile(device).title} for forecasts, and nothing runs "
+        "on a description.",
         expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
-        remedy="On a machine with this card, use --device cuda. Here, use stopdown check SOURCE --device "
-        f"{device}, or stopdown fit SOURCE --device {device}.",
+        remedy="To run on a card of this machine, use --device cuda. For a forecast, use stopdown check "
+        f"SOURCE --device {device}, or stopdown fit SOURCE --device {device}.",
     )
 
 
@@ -220,5 +220,5 @@ def check_rate(fps: float) -> None:
     """
     if not 0 < fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
-            f"--fps {fps:g} is not above 0 and up to {_MOST_FPS:g}.", remedy="Use --fps 8."
+            f"--fps {fps:g} is not above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."
         )

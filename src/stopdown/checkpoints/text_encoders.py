@@ -196,7 +196,7 @@ def convert_encoder(
     Raises:
         OptionError: nothing that files hold keeps it in range; an option does not fit.
         OutputError: the place is taken or cannot be written.
-        SourceError: the weights do not fit their model, or it takes no tokens.
+        SourceError: the weights do not match the model, or it takes no tokens.
 
     Cost: the encoder in fp32 in memory, and captures of it.
     """

@@ -104,7 +104,7 @@ def check_target(
         found = _find_kind(target)
         if target.parent.exists() and not target.parent.is_dir():
             raise OutputError(
-                f"The {noun} {shown} cannot be written: {target.parent} is a file and no folder.",
+                f"The {noun} {shown} cannot be written: {target.parent} is a file, not a folder.",
                 remedy=f"Choose another name {option}.",
             )
         if not target.parent.is_dir():
@@ -286,7 +286,7 @@ def _refuse_kind(shown: Path, noun: str, found: str, folder: bool) -> None:
         )
     if not folder and found == "folder":
         raise OutputError(
-            f"The {noun} {shown} is to be a file, and a folder has that name.",
+            f"The {noun} {shown} would be a file, but a folder has that name.",
             expected=f"A path that ends in {shown.suffix} means a file.",
             remedy=f"Name a file inside of it, {shown / f'out{shown.suffix}'}, or another name.",
         )

@@ -75,7 +75,7 @@ def load_pipeline(
         mapped: map them in this folder, however small they are; not those of a single file.
 
     Raises:
-        SourceError: the weights do not fit their model, or a single file cannot be identified or holds
+        SourceError: the weights do not match the model, or a single file cannot be identified or holds
             a part of its pipeline.
         OutputError: they are mapped, and the disk is full.
     """

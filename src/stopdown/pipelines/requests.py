@@ -53,7 +53,7 @@ def _check_number(name: str, value: float) -> None:
 def _check_strength(name: str, value: float) -> None:
     if not 0 < value <= 1:
         raise OptionError(
-            f"{name}={value} is not above 0 and up to 1.",
+            f"{name}={value} is not above 0 and at most 1.",
             expected="It is the share of the denoising steps that are run.",
             remedy=f"Use {name}=0.8.",
         )
@@ -431,7 +431,7 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
-    return OptionError(f"{class_name} needs {fields}, and there is none.", remedy=remedy)
+    return OptionError(f"{class_name} needs {fields}, which was not given.", remedy=remedy)
 
 
 _GIVE_PROMPT = 'Give `prompt`, what is to be seen: "a red circle".'

@@ -124,7 +124,7 @@ def load_plan(
 
     Raises:
         PlanError: the plan does not belong to this checkpoint, with all that differs.
-        SourceError: the weights do not fit their model.
+        SourceError: the weights do not match the model.
     """
     load = _load_bare if plan.is_bare else _load_scaled
     return load(source, plan, device, progress, plan.memory is None)

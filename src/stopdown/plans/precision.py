@@ -217,7 +217,7 @@ def _parse_choice(text: str, also: Iterable[str]) -> str:
 
 def _incomplete_entry(entry: str) -> OptionError:
     return OptionError(
-        f"The entry {entry.strip()!r} of a precision does not say for which component.",
+        f"The entry {entry.strip()!r} of a precision does not name a component.",
         expected="Each entry is COMPONENT=PRECISION.",
         remedy='Write for example precision="transformer=bf16,vae=fp32". '
         "Components that are not named are chosen by auto.",

@@ -441,7 +441,7 @@ def _refuse_foreign(folder: Path) -> None:
         is_own = path.name in (_HEAD, LOCK) or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
         if not is_own or not path.is_file():
             raise InputError(
-                f"The folder {folder} is no journal: it holds {path.name}.",
+                f"The folder {folder} is not a journal: it contains {path.name}.",
                 expected="A journal needs its own folder.",
                 remedy="Name a folder that is empty or new.",
             )

@@ -237,7 +237,7 @@ def refuse_ignored(
     if revision is not None and kind != "hub":
         raise OptionError(
             f'revision="{revision}" was given, and {text_of(source)} is {KINDS[kind]}.',
-            expected="Branches, tags and commits are those of a Hub id.",
+            expected="Only models on the Hub have branches, tags and commits.",
             remedy="Leave `revision` out.",
         )
     if config is not None and kind != "file":
