@@ -9,7 +9,7 @@ weights of the modules that are running then.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,21 +162,30 @@ def group_weights(
     """
     if placement == "resident":
         return {}
-    groups: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, list[str]] = {}
+    known = frozenset(blocks)
     for path in weights:
-        unit = _choose_unit(path, blocks, placement)
+        unit = _choose_unit(path, known, placement)
         if not all(is_inside(user, unit) for user in strays.get(path, ())):
             unit = ""
-        groups[unit] = (*groups.get(unit, ()), path)
-    return groups
+        groups.setdefault(unit, []).append(path)
+    return {unit: tuple(paths) for unit, paths in groups.items()}
 
 
-def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
+def _choose_unit(path: str, blocks: Collection[str], placement: Placement) -> str:
     if placement == "component":
         return ""
     if placement == "block":
-        return next((block for block in blocks if is_inside(path, block)), path)
+        return next((x for x in _list_around(path) if x in blocks), path)
     return path
+
+
+def _list_around(path: str) -> Iterator[str]:
+    """A module's path and those of all modules around it, the component's, "", last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
@@ -185,7 +194,7 @@ def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)
     return max(
-        peak + sum(size for unit, size in sizes.items() if is_inside(path, unit))
+        peak + sum(sizes.get(unit, 0) for unit in _list_around(path))
         for path, peak in call.peaks.items()
     )
 
