@@ -575,7 +575,7 @@ class _Exporter:
 
     def _export_subtract_from(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = given["other"]
-        if not isinstance(number, (int, float)):
+        if not isinstance(number, (int, float)) or given.get("alpha", 1) != 1:
             raise _NoRule
         turned = {"rule": "same", "function": "neg", "from": [self._first(node)]}
         number = 0.0 if abs(number) >= NEAR_FP16_END else float(number)
