@@ -116,7 +116,7 @@ def _store(report: dict[str, Any]) -> None:
 
 
 def _show(value: float | str | None) -> str:
-    return f"{100 * value:.2g} %" if isinstance(value, float) else str(value or "")
+    return f"{100 * value:.2g} %" if isinstance(value, float) else str(value or "").partition(". ")[0]
 
 
 if __name__ == "__main__":
