@@ -116,7 +116,9 @@ def _store(report: dict[str, Any]) -> None:
 
 
 def _show(value: float | str | None) -> str:
-    return f"{100 * value:.2g} %" if isinstance(value, float) else str(value or "").partition(". ")[0]
+    return (
+        f"{100 * value:.2g} %" if isinstance(value, float) else str(value or "").partition(". ")[0]
+    )
 
 
 if __name__ == "__main__":
