@@ -53,6 +53,9 @@ EXPLAINED = {
     "test_loading_with_variants": _NOT_SAVED,
     "test_serialization_with_variants": _NOT_SAVED,
     "test_torch_dtype_dict": f"{_NOT_SAVED} What a plan keeps in fp32 is so with every dtype.",
+    "test_encode_prompt_works_in_isolation": "Without its text encoder the rest is in fp32 by the plan; "
+    "embeddings are in fp16. `apply_plan` casts arguments if a plan has several formats, a config "
+    "casts them always.",
     "test_inference": "The pipeline returns fp16, and the test holds that against numbers in fp32.",
     "test_to_dtype": "Casts of a model with a plan are refused, or end in the plan's own dtypes.",
     "test_fused_qkv_projections": "The fused layers are made anew, without the casts of the plan.",
