@@ -376,6 +376,7 @@ def store(section: str, row: dict[str, Any], keys: tuple[str, ...]) -> None:
     report = json.loads(STORED.read_text()) if STORED.is_file() else {}
     rows = [x for x in report.get(section, []) if any(x[k] != row[k] for k in keys)]
     report[section] = [*rows, row]
+    report["command"] = "python benchmarks/certificate_files.py tiny"
     report["machine"] = describe_machine()
     STORED.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)

@@ -151,6 +151,8 @@ def main() -> None:
             WALKS[options.revisions[0]](walk, Path(folder))
         print("WALK " + json.dumps({"way": walk.stack, "entered": sorted(walk.entered)}))
         return
+    from stopdown.devices.environment import describe_machine
+
     rows = {}
     for named in options.revisions:
         revision = _git("rev-parse", "--short", named)
@@ -161,7 +163,12 @@ def main() -> None:
                 rows[revision] = {name: _walk(place, name, Path(folder)) for name in WALKS}
             finally:
                 _git("worktree", "remove", "--force", str(place))
-    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+    report = {
+        "command": f"python benchmarks/walks.py {' '.join(rows)}",
+        "machine": describe_machine(),
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _git(*arguments: str) -> str:
