@@ -103,23 +103,23 @@ class SignalTrap:
             return
         is_reminder, self._is_reminder = self._is_reminder, False
         is_second = self._waiting and not is_reminder
-        if not self._waiting:
-            self._begin_waiting(number)
+        waiting = self._waiting or self._begin_waiting(number)
         if not self._is_importing(frame):
-            self._raise(self._waiting)
+            self._raise(waiting)
         worked_s, waited_s = time.thread_time() - self._worked, time.monotonic() - self._since
         is_long = worked_s >= _PATIENCE_S or waited_s >= _PATIENCE_S * _MOST_WAITING
         if not (is_second or is_long):
             self._remind(signal.Signals(number))
             return
         if self.leave is None:
-            self._raise(self._waiting)
-        self.leave(self._waiting.name)
-        os._exit(128 + self._waiting)
+            self._raise(waiting)
+        self.leave(waiting.name)
+        os._exit(128 + waiting)
 
-    def _begin_waiting(self, number: int) -> None:
+    def _begin_waiting(self, number: int) -> signal.Signals:
         self._waiting, self._since = signal.Signals(number), time.monotonic()
         self._worked = time.thread_time()
+        return self._waiting
 
     def _is_importing(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outermost:
