@@ -189,7 +189,7 @@ def test_without_verification_nothing_is_claimed() -> None:
     module, x = make()
     rescaling = rescale_(module, (x,), verify=False)
     assert rescaling.trial is None
-    assert repr(rescaling).endswith("not run in fp16)")
+    assert repr(rescaling).endswith("not tried in fp16)")
 
 
 class Noisy(Changing):

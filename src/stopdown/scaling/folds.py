@@ -114,9 +114,9 @@ def read_headroom(scaling: Scaling) -> float:
 
 
 def describe_trial(trial: Trial | None) -> str:
-    """`run once in fp16: 0.042 % off fp32, bf16 0.34 %`, or that it was not run."""
+    """`run once in fp16: 0.042 % off fp32, bf16 0.34 %`, or that it was not tried."""
     if trial is None or not trial.calls:
-        return "not run in fp16"
+        return "not tried in fp16"
     ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
     if trial.rel_err is None:
         return f"{ran}: finite"
