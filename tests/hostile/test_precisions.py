@@ -26,9 +26,9 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "8 bits": ("vae=fp8", "The precision 'fp8' is unknown."),
     "control sequence": ("\x1b[2J", "The precision '\\x1b[2J' is unknown."),
     "no precision": ("vae=", "The precision '' is unknown."),
-    "no component": ("=fp16", "The entry '=fp16' of a precision does not say"),
-    "bare entry": ("vae=fp16,bf16", "The entry 'bf16' of a precision does not say"),
-    "trailing comma": ("vae=fp16,transformer=fp16,", "The entry '' of a precision does not say"),
+    "no component": ("=fp16", "The entry '=fp16' of a precision does not name"),
+    "bare entry": ("vae=fp16,bf16", "The entry 'bf16' of a precision does not name"),
+    "trailing comma": ("vae=fp16,transformer=fp16,", "The entry '' of a precision does not name"),
     "two equals": ("vae=fp16=bf16", "The precision 'fp16=bf16' is unknown."),
     "contradiction": ("vae=fp16,vae=bf16", "The precision asks for vae=fp16 and for vae=bf16."),
     "contradiction by plus": (

@@ -142,7 +142,7 @@ def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="to be a folder, and a file has that name"):
         check_output(tmp_path / "taken", 9)
     (tmp_path / "clip.mp4").mkdir()
-    with pytest.raises(OutputError, match="to be a file, and a folder has that name"):
+    with pytest.raises(OutputError, match="would be a file, but a folder has that name"):
         check_output(tmp_path / "clip.mp4", 9)
 
 

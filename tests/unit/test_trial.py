@@ -185,7 +185,7 @@ def test_the_error_stands_in_the_result_beside_that_of_bf16() -> None:
 
 
 def test_without_verification_nothing_is_claimed() -> None:
-    """The repr says that it was not run."""
+    """The repr says that it was not tried."""
     module, x = make()
     rescaling = rescale_(module, (x,), verify=False)
     assert rescaling.trial is None
