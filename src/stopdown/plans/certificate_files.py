@@ -130,7 +130,7 @@ def write_certificate(
     made = {"kind": KIND, "plan": plan.seal, "components": components, "left": left}
     made["seal"] = stopdown_verify.seal(made)
     replaces = functools.partial(describe_other, KIND)
-    with written_beside(path, option="with --certificate", replaces=replaces) as part:
+    with written_beside(path, option="for the certificate", replaces=replaces) as part:
         part.write_text(json.dumps(made), encoding="utf-8")
     return made
 
