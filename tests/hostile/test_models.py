@@ -525,7 +525,7 @@ HEADERS = grow_rows(
             (
                 "offsets that go back",
                 change_entry(data_offsets=[64, 0]),
-                "the tensor 'proj_out.bias' takes",
+                "its tensors overlap or leave a gap",
             ),
             (
                 "offsets that overlap",

@@ -26,7 +26,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plan that is no file": (lambda pipe: stopdown.apply_plan(pipe, "p.json"), "p.json"),
     "rescaling of a pipeline": (lambda pipe: stopdown.rescale_(pipe), "apply_plan"),
     "rescaling of a name": (lambda pipe: stopdown.rescale_("shapes"), "which is no module"),
-    "rescaling without a call": (lambda pipe: stopdown.rescale_(pipe.unet), "no call of it"),
+    "rescaling without a call": (
+        lambda pipe: stopdown.rescale_(pipe.unet),
+        "no example call of it",
+    ),
     "cast of a pipeline": (lambda pipe: stopdown.cast_(pipe, torch.float16), "pipe.transformer"),
     "check in integers": (
         lambda pipe: stopdown.check(pipe, precision=torch.int8),

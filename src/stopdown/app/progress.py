@@ -36,6 +36,7 @@ from stopdown.records import to_json
 STAGES = {
     "batch": "Making",
     "bench": "Measuring",
+    "certificate": "Writing",
     "certify": "Certifying",
     "import": "Loading",
     "download": "Downloading",

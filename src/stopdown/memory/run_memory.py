@@ -433,13 +433,15 @@ def describe_output(output: Any, leaves: Sequence[Any]) -> Any:
             return _Place(places[id(tensor)])
         return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
-    return pytree.tree_map_only(torch.Tensor, describe, output)
+    with torch._C.DisableTorchFunction():  # other listeners hear what the model asks of tensors
+        return pytree.tree_map_only(torch.Tensor, describe, output)
 
 
 def _sign_given(args: Any, kwargs: Any) -> str:
     """What tells arguments apart: what is not contiguous is copied here and there."""
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-    return f"{sign_arguments(args, kwargs)}{[x.stride() for x in tensors]}"
+    with torch._C.DisableTorchFunction():
+        return f"{sign_arguments(args, kwargs)}{[x.stride() for x in tensors]}"
 
 
 def _move(path: str, before: str, after: str) -> str:
@@ -491,13 +493,14 @@ class Given:
         made = [x for x in pytree.tree_leaves(output) if x is not None and id(x) not in known]
         if not all(isinstance(x, torch.Tensor) for x in made):
             return False
-        storages = [x.untyped_storage() for x in made]
-        own = {id(x) for x in storages} - {
-            id(x.untyped_storage()) for x in leaves if isinstance(x, torch.Tensor)
-        }
-        return len(own) == len(made) and all(
-            storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
-        )
+        with torch._C.DisableTorchFunction():
+            storages = [x.untyped_storage() for x in made]
+            own = {id(x) for x in storages} - {
+                id(x.untyped_storage()) for x in leaves if isinstance(x, torch.Tensor)
+            }
+            return len(own) == len(made) and all(
+                storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
+            )
 
 
 def _refer(leaf: Any) -> Any:
