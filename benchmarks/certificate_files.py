@@ -211,10 +211,13 @@ def change_edges(stated: dict[str, Any], rng: random.Random, folder: Path) -> bo
 
 def change_attribute(stated: dict[str, Any], rng: random.Random, folder: Path) -> bool:
     """A shape, a dimension, a number, a limit of an input."""
-    node = _nodes(stated, rng, lambda n: True)
     others = ("bound", "exponents", "number_exponent", "by", "eps")
-    keys = [k for k, x in node.items() if k not in others and _is_number(x)]
-    key = rng.choice(keys)
+
+    def list_keys(node: dict[str, Any]) -> list[str]:
+        return [k for k, x in node.items() if k not in others and _is_number(x)]
+
+    node = _nodes(stated, rng, list_keys)
+    key = rng.choice(list_keys(node))
     step = rng.choice((-1, 1, 2))
     if isinstance(node[key], list):
         node[key][rng.randrange(len(node[key]))] += step
