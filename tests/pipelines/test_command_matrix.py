@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,11 @@ def load(model: Path, name: str) -> None:
         given["video"] = [Image.fromarray(x) for x in read_video(given["video"])]
     frames = {"num_frames": FRAMES[name]} if name in FRAMES else {}
     pipe = stopdown.load(str(model), precision="fp16")
-    made = pipe(**given, **frames, height=32, width=32, num_inference_steps=2, output_type="np")
+    with (
+        warnings.catch_warnings()
+    ):  # what made-up weights give the autoencoder is beyond its limits
+        warnings.filterwarnings("ignore", ".*vae.decode. not certified", stopdown.StopdownWarning)
+        made = pipe(**given, **frames, height=32, width=32, num_inference_steps=2, output_type="np")
     values = np.asarray(made[0])
     assert np.isfinite(values).all()
     assert values.std() > 0
