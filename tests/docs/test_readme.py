@@ -69,6 +69,23 @@ def test_the_tree_is_true() -> None:
     assert present <= named
 
 
+def find_open_merges(text: str) -> list[int]:
+    """Lines of a text that a merge left where two versions differed."""
+    marks = tuple(mark * 7 + " " for mark in "<>")
+    return [n for n, line in enumerate(text.splitlines(), 1) if line.startswith(marks)]
+
+
+def test_no_merge_is_half_done() -> None:
+    """No file of the project holds both versions of a part."""
+    for folder in ("src", "tests", "docs", "benchmarks", "integrations", "training", "notebooks"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".md", ".toml", ".json", ".ipynb", ".txt", ".sh"):
+                assert find_open_merges(path.read_text(encoding="utf-8", errors="replace")) == [], (
+                    path
+                )
+    assert find_open_merges("a\n" + "<" * 7 + " HEAD\nb\n") == [2]
+
+
 def test_links_exist() -> None:
     """Every relative link and picture of the README exists."""
     links = re.findall(r"\]\(([^)#]+)\)", README)
