@@ -47,8 +47,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 WAYS_TO_SUM = ("fp32", "auto", "fp16", "everywhere")
 
 
-def measure_class(name: str) -> dict[str, Any]:
-    """One class, made to overflow: counts, reasons and errors against fp32."""
+def make_scaled(name: str) -> tuple[torch.nn.Module, Any, Any, float | None, Any]:
+    """Make one class overflow, and scale it from bounds.
+
+    Returns:
+        The module in fp32, its calls, what they give, bf16's error, and the rescaling.
+    """
     module, calls = make_example(name)
     way = EXAMPLES[name].ways[0]
     overflow(module, calls, [measure_call(*call) for call in calls], WAYS[way])
@@ -56,6 +60,12 @@ def measure_class(name: str) -> dict[str, Any]:
     with cast_(module, torch.bfloat16):
         bf16 = compare(run_calls(calls, torch.bfloat16), right)
     rescaling = rescale_(module, calls=calls, ranges="bound")
+    return module, calls, right, bf16, rescaling
+
+
+def measure_class(name: str) -> dict[str, Any]:
+    """One class, made to overflow: counts, reasons and errors against fp32."""
+    module, calls, right, bf16, rescaling = make_scaled(name)
     cast_(module, torch.float16, rescaling)
     errors = {}
     for mode in WAYS_TO_SUM:
@@ -70,13 +80,7 @@ KINDS = ("product", "convolution", "attention scores", "attention")
 
 def measure_kinds(name: str) -> dict[str, Any]:
     """One class, made to overflow and scaled from bounds: sums and errors by kind of operation."""
-    module, calls = make_example(name)
-    way = EXAMPLES[name].ways[0]
-    overflow(module, calls, [measure_call(*call) for call in calls], WAYS[way])
-    right = run_calls(calls, torch.float32)
-    with cast_(module, torch.bfloat16):
-        bf16 = compare(run_calls(calls, torch.bfloat16), right)
-    rescaling = rescale_(module, calls=calls, ranges="bound")
+    module, calls, right, bf16, rescaling = make_scaled(name)
     sums = find_sums(module, lambda: run_calls(calls, torch.float32))
     cast_(module, torch.float16, rescaling)
     found = {}
