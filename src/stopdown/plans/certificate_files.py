@@ -399,9 +399,11 @@ class _Exporter:
 
     def _apply(self, node: Node, found: Operation) -> dict[str, Any] | None:
         method = getattr(self, f"_export_{found.bound}", None) if found.bound else None
-        if math.prod(shape_of(node)) == 0 or (method is None and found.kind not in _KINDS):
+        if method is None and found.kind in _POWERS:
+            twice = int(found.exponent.removeprefix("halves "))
+            method = functools.partial(self._export_halves, twice)
+        if math.prod(shape_of(node)) == 0 or method is None:
             return None
-        method = method or getattr(self, f"_export_{_KINDS[found.kind]}")
         try:
             made: dict[str, Any] = method(node, arguments(node))
             return made
@@ -613,8 +615,8 @@ class _Exporter:
             raise _NoRule
         return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
 
-    def _export_halves(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        halves = {"square": 4, "sqrt": 1, "rsqrt": -1, "reciprocal": -2}[operation(node)]
+    def _export_halves(self, halves: int, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Square, roots and reciprocal: `x ** (halves / 2)`, as the table of operations has it."""
         return {"rule": "power", "halves": halves, "from": [self._first(node)]}
 
     def _export_shrink(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -768,7 +770,7 @@ class _NoRule(Exception):
     """No rule of the certificate fits."""
 
 
-_KINDS = {"square": "halves", "sqrt": "halves", "rsqrt": "halves", "reciprocal": "halves"}
+_POWERS = ("square", "sqrt", "rsqrt", "reciprocal")
 _PASSING = ("same", "multiply", "scale", "part")
 
 
