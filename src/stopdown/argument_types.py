@@ -22,11 +22,6 @@ def check_type(
     Args:
         place: the function and its argument: `make_plan(request=...)`.
         kinds: what is taken; None has to be among them as `type(None)`.
-        expected: what is taken, in words.
-        remedy: what to type.
-
-    Raises:
-        OptionError: the value is of none of these types.
     """
     if not isinstance(value, kinds):
         shown = repr(value).split("\n")[0]
@@ -42,13 +37,9 @@ def check_function(place: str, value: Any, example: str, arguments: int = 0) -> 
     """Refuse what is no function, or one that cannot be called with so many arguments.
 
     Args:
-        place: as for `check_type`.
         value: None is taken.
         example: a function that would do: `lambda: model(x)`.
         arguments: how many it is called with.
-
-    Raises:
-        OptionError: it cannot be called so.
     """
     if value is None:
         return

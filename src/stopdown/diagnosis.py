@@ -76,12 +76,10 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         title: one sentence; `{first}` and such are filled from the message.
         plain: the sentence for a message without these values; "" where the title has none.
         counts: a message counts only if its `invalid` is `all` of its `shape`, or `part` of it.
-        why: the explanation.
         messages: patterns, one of which must be found.
         needs: patterns, one of which must be found as well, when there are any.
         loose: patterns of how people describe it, which count in a short text that names something of a
             run (`beside`).
-        remedy: what to type or do.
         next: commands that tell more.
         reports: `owner/repo#number` of the same failure.
     """

@@ -59,9 +59,7 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint, and the format of each component's weights.
 
     Attributes:
-        name: for people.
         repository: its id on the Hub.
-        source: where that is said.
         stored: format by component.
         force_upcast: components whose config says that they must run in fp32 when fp16 is asked.
         size: of what it makes unless another size is requested.
@@ -83,9 +81,6 @@ def examine(name: str | None = None) -> MachineHealth:
 
     Args:
         name: a device, a profile or a profile's file, as `--device` takes it; None for each device here.
-
-    Raises:
-        OptionError: the device is neither here nor known.
 
     Cost: a probe of each device, under a second on a CPU.
     """
@@ -268,11 +263,7 @@ def list_kernels() -> tuple[str, ...]:
 
 
 def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
-    """Attention of `x` `[B, H, L, E]` over itself by one kernel.
-
-    Raises:
-        RuntimeError: the kernel does not take it.
-    """
+    """Attention of `x` `[B, H, L, E]` over itself by one kernel."""
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -35,9 +35,6 @@ def require_offer(name: str, what: str) -> Callable[..., Any]:
 
     Args:
         what: what it is for, as the beginning of a sentence: `Ray`.
-
-    Raises:
-        OptionError: no package does.
     """
     if (found := find_offer(name)) is None:
         raise OptionError(

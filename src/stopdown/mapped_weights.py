@@ -225,9 +225,6 @@ def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = Non
 
     The file is gone when it is no longer mapped, also after a kill; other systems than POSIX keep it as
     long as the folder.
-
-    Raises:
-        OutputError: the disk is full.
     """
     dtype = tensor.dtype if dtype is None else dtype
     size = tensor.numel() * dtype.itemsize

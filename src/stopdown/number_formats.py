@@ -28,8 +28,6 @@ class Format:
         largest: largest finite value.
         smallest_normal: smallest positive value with full precision.
         smallest: smallest positive value.
-        significant_bits: bits of precision, the implicit one included.
-        size_bytes: bytes of one value.
     """
 
     name: str
@@ -85,9 +83,6 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
 
     Args:
         also: further words that are taken where it was typed, for the error.
-
-    Raises:
-        OptionError: the precision is unknown.
     """
     name = _ALIASES.get(text.strip().lower(), text.strip().lower())
     if name not in PRECISIONS and "." in name:
@@ -144,9 +139,6 @@ def parse_bytes(text: str, name: str = "memory") -> int:
 
     Args:
         name: of the argument, for the message.
-
-    Raises:
-        OptionError: it is not an amount of memory.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])i?b?|b)\s*", text.lower())
     amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2) or ""] if found else 0.0

@@ -203,11 +203,7 @@ def _bound(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def headroom_bits(amax: float, dtype: torch.dtype) -> float:
-    """Bits between a magnitude and the largest value of a dtype: negative when it overflows.
-
-    Raises:
-        ValueError: the dtype is not a floating one.
-    """
+    """Bits between a magnitude and the largest value of a dtype: negative when it overflows."""
     found = find_format(dtype)
     if found is None:
         raise ValueError(f"{dtype} is not a floating dtype")

@@ -176,9 +176,6 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
 
     Args:
         plain: stream that gets a line for each item; None where a terminal shows bars.
-
-    Raises:
-        StopdownError: the batch cannot begin or go on, with what to type; finished items stay.
     """
     begun = time.perf_counter()
     _check_options(options)
@@ -461,13 +458,7 @@ def _list_devices(options: BatchOptions) -> list[str]:
 
 @dataclass
 class _Batch:
-    """A batch while it goes on: a bar in a terminal, `plain` gets a line for each item elsewhere.
-
-    Attributes:
-        workers: what each worker computes on, by its name.
-        results: of the items that are done, by their hashes.
-        notes: whole sentences that should be read, each once.
-    """
+    """A batch while it goes on: a bar in a terminal, `plain` gets a line for each item elsewhere."""
 
     options: BatchOptions
     display: Display

@@ -138,11 +138,7 @@ def main(options: CheckOptions) -> int:
 
 
 def is_weight_file(options: CheckOptions) -> bool:
-    """Whether a weight file is named, and nothing that only a model has is asked.
-
-    Raises:
-        OptionError: of a GGUF file something is asked that only a model has.
-    """
+    """Whether a weight file is named, and nothing that only a model has is asked."""
     kind, suffix = find_kind(options.source), Path(options.source).suffix.lower()
     if kind != "file" or suffix not in WEIGHT_FILES:
         return False
@@ -161,12 +157,7 @@ def is_weight_file(options: CheckOptions) -> bool:
 
 
 def check_file(options: CheckOptions, display: Display | None = None) -> FileCheck:
-    """What a weight file holds, and what of it would go wrong.
-
-    Raises:
-        SourceError: the file is not whole.
-        OptionError: the device is unknown; a package that reads such files is missing.
-    """
+    """What a weight file holds, and what of it would go wrong."""
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     shown = display or Display()
@@ -190,13 +181,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
 
 
 def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
-    """Check a source; with `fix` load it, mend it, and check again what remains.
-
-    Raises:
-        SourceError: the source is unknown, or with `fix` has no weights.
-        OptionError: a precision, a device or a combination of flags is refused.
-        OutputError: the folder to write is not empty, or cannot be written.
-    """
+    """Check a source; with `fix` load it, mend it, and check again what remains."""
     begun = time.perf_counter()
     _refuse(options)
 

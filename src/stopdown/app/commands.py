@@ -78,12 +78,7 @@ for name, main in extensions.list_commands().items():
 
 
 def run(words: list[str]) -> int:
-    """Run the command that the words of a command line name: its exit code.
-
-    Raises:
-        StopdownError: a user's mistake, or whatever else has a message of its own.
-        ReaderGone: the reader of standard output has closed it.
-    """
+    """Run the command that the words of a command line name: its exit code."""
     streams.fill_streams()
     _refuse_bytes(words)
     is_script = find_command(words) == "run"  # its standard output is its own

@@ -140,9 +140,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     """Run the comparison, and write its page and its record: the record, and where the page is.
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type; no half-written file is left.
     """
     output = options.output or find_free(DEFAULT_OUTPUT, ".json")
     check_page(output, force=options.force)

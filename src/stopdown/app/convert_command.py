@@ -110,11 +110,7 @@ def main(options: ConvertOptions) -> int:
 
 
 def convert(options: ConvertOptions, display: Display) -> Conversion:
-    """Write a checkpoint as its plan says, for programs without Stopdown.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type; no output is left.
-    """
+    """Write a checkpoint as its plan says, for programs without Stopdown."""
     is_lora, request = is_lora_file(Path(options.source).expanduser()), read_request(options)
     if options.plan is None and not is_lora:
         encoder = _find_encoder(options, display)
@@ -154,11 +150,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
 
 
 def _check_plan(options: ConvertOptions) -> None:
-    """Refuse what is for text encoders alone, and a LoRA without the model that it is used with.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Refuse what is for text encoders alone, and a LoRA without the model that it is used with."""
     for name, given in {"--component": options.component, "--certify": options.certify}.items():
         if given:
             beside = "beside --plan" if options.plan is not None else f"for {options.source}"

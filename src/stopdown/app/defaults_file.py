@@ -29,14 +29,7 @@ _MOST_BYTES = 2**16
 def read_defaults(
     commands: Mapping[str, Collection[str]],
 ) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """The file that gives defaults, and those of each command; None without such a file.
-
-    Args:
-        commands: the options of each command, by their names in Python.
-
-    Raises:
-        OptionError: the file cannot be read, or sets what no command has; or there is no working folder.
-    """
+    """The file that gives defaults, and those of each command; None without such a file."""
     try:
         here = Path.cwd()
     except OSError as error:

@@ -35,9 +35,6 @@ def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
     """Import PyTorch and Diffusers, which takes seconds, and say so before.
 
     Whatever a command refuses by looking at its options and files comes before this.
-
-    Args:
-        has_pipelines: a pipeline will be made.
     """
     import_libraries(
         lambda name: display.progress("import", name, 0, 0), has_pipelines=has_pipelines
@@ -52,7 +49,6 @@ def keep_updated(
     Args:
         path: of the plan that was named; None for one that `auto` made.
         keeps: whether that one may be written.
-        announce: told what was done.
     """
     if path is None:
         try:

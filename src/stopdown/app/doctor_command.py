@@ -62,11 +62,7 @@ def main(options: DoctorOptions) -> int:
 
 
 def write_profile(device: str | None) -> str:
-    """A device as a profile in TOML, to start a file of one's own from.
-
-    Raises:
-        OptionError: no device was named, or it is unknown.
-    """
+    """A device as a profile in TOML, to start a file of one's own from."""
     if device is None:
         raise OptionError(
             "A profile is written for one device, and none was named.",

@@ -53,11 +53,7 @@ def main(options: ExplainOptions) -> int:
 
 
 def _join(words: tuple[str, ...]) -> str | None:
-    """One subject: a file, or a message whose quotes were forgotten.
-
-    Raises:
-        OptionError: a file is among several words.
-    """
+    """One subject: a file, or a message whose quotes were forgotten."""
     files = [word for word in words if len(words) > 1 and _find_path(word)]
     if files:
         raise OptionError(
@@ -69,12 +65,7 @@ def _join(words: tuple[str, ...]) -> str | None:
 
 
 def explain(subject: str | None) -> Diagnosis:
-    """The diagnosis of a file, of standard input (`-`, or nothing), or of a message.
-
-    Raises:
-        InputError: the file cannot be read.
-        OptionError: nothing was given, and nothing comes from standard input.
-    """
+    """The diagnosis of a file, of standard input (`-`, or nothing), or of a message."""
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
         return _explain_input(sys.stdin.buffer)
     if subject is None:

@@ -101,11 +101,7 @@ def main(options: FitOptions) -> int:
 
 
 def fit(options: FitOptions, display: Display) -> MemoryForecast:
-    """Predict what every strategy takes on a device, and choose; no weights are read.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type.
-    """
+    """Predict what every strategy takes on a device, and choose; no weights are read."""
     begun = time.perf_counter()
     read = read_request(options, takes_profile=True)
     host_limit = _read_host_limit(options.host_memory)

@@ -169,12 +169,7 @@ _WAYS = ("auto", "context", "guidance")
 
 @contextlib.contextmanager
 def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]:
-    """Yield the device of this process, and the consensus of those that `torchrun` started with it.
-
-    Raises:
-        OptionError: there are fewer devices than processes, or the options do not fit their number.
-        RankError: another process is gone or failed.
-    """
+    """Yield the device of this process, and the consensus of those that `torchrun` started with it."""
     settings, way = read_rank(), options.parallel
     if way not in _WAYS:
         raise OptionError(
@@ -197,12 +192,7 @@ def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]
 
 
 def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
-    """The options of each run: one, or `--num` with the seeds that follow and numbered outputs.
-
-    Raises:
-        OptionError: the number is less than 1, or one journal is to serve several runs.
-        OutputError: an output already exists.
-    """
+    """The options of each run: one, or `--num` with the seeds that follow and numbered outputs."""
     if options.num < 1:
         raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
     if options.num == 1:
@@ -228,9 +218,7 @@ class Kept:
     """The model of several runs, which the first of them chooses and loads.
 
     Attributes:
-        chosen: with the class that serves the request.
         plan: that it runs by; None also where a run taught it something that the next one is loaded by.
-        runner: has the pipeline.
     """
 
     chosen: Selection | None = None
@@ -247,14 +235,10 @@ def generate(
     """Make a video or picture from a prompt, and write it with its record beside it.
 
     Args:
-        consensus: of the processes that make it together; the first of them plans and writes.
         kept: of earlier runs with the same options but for seed and output, and for later ones.
 
     Returns:
         What the run really did; findings in the frames are in it, and the file is written.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type; no output file is left.
     """
     started = time.perf_counter()
     display = display or Display()
@@ -298,9 +282,6 @@ class _Run:
     Attributes:
         started: by the clock of `time.perf_counter`.
         numbered: the output was not named, so it gets a free number.
-        journal: what keeps its calls.
-        consensus: of the processes that make it together.
-        kept: the model, for further runs.
     """
 
     started: float

@@ -25,9 +25,6 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
     Args:
         words: of the command line, after `stopdown`.
         stopped_by: number of the signal that was raised in it, whatever libraries made of it; 0 for none.
-
-    Raises:
-        BaseException: the error itself, when it is neither ours nor an interrupt.
     """
     if isinstance(error, KeyboardInterrupt):
         stopped_by = signal.SIGINT
@@ -47,12 +44,7 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
 
 
 def report_interrupt(words: list[str], name: str) -> None:
-    """Print what a signal stopped.
-
-    Args:
-        words: of the command line, after `stopdown`.
-        name: of the signal.
-    """
+    """Print what a signal stopped."""
     kind, cause = ("KeyboardInterrupt", "Ctrl-C") if name == "SIGINT" else (name, name)
     _report(kind, describe_interrupt(words, cause), "--json" in words)
 
@@ -61,7 +53,6 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     """What Ctrl-C or another signal left, and how to go on, as whole sentences.
 
     Args:
-        words: of the command line, after `stopdown`.
         cause: `Ctrl-C`, or the name of the signal.
     """
     command = find_command(words)

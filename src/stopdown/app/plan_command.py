@@ -140,11 +140,7 @@ def main(options: PlanOptions) -> int:
 
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
-    """Make a plan and write it: the plan, and where it is.
-
-    Raises:
-        StopdownError: anything that went wrong, with what to type; no file is left.
-    """
+    """Make a plan and write it: the plan, and where it is."""
     _refuse_memory(options)
     _check_accumulate(options)
     _check_certificate(options)
@@ -200,11 +196,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
 
 
 def _refuse_memory(options: PlanOptions) -> None:
-    """Refuse a limit of memory, which plans do not have, and the name of what is the default.
-
-    Raises:
-        OptionError: naming the command that forecasts.
-    """
+    """Refuse a limit of memory, which plans do not have, and the name of what is the default."""
     if options.certify:
         raise OptionError(
             "--certify is no option.",
@@ -221,11 +213,7 @@ def _refuse_memory(options: PlanOptions) -> None:
 
 
 def _check_certificate(options: PlanOptions) -> None:
-    """Refuse a certificate of what was measured, and a file that is there or is no JSON file.
-
-    Raises:
-        OptionError: saying what a certificate rests on.
-    """
+    """Refuse a certificate of what was measured, and a file that is there or is no JSON file."""
     if options.certificate is None:
         return
     if options.measures:
@@ -245,11 +233,7 @@ def _check_certificate(options: PlanOptions) -> None:
 
 
 def _check_accumulate(options: PlanOptions) -> None:
-    """Refuse sums in fp16 beside ranges that were measured.
-
-    Raises:
-        OptionError: saying what bounds them.
-    """
+    """Refuse sums in fp16 beside ranges that were measured."""
     is_bounded = not options.measures or options.ranges in ("bound", "auto")
     if options.accumulate in ("auto", "fp16") and not is_bounded:
         raise OptionError(

@@ -112,12 +112,6 @@ class Lines(Display):
 
     Each stage has a line when it first begins. After that a line comes if there is progress and ten
     seconds have passed, or if nothing was printed for half a minute.
-
-    Args:
-        console: on standard error.
-        quiet: no progress.
-        verbose: details are shown.
-        clock: seconds.
     """
 
     _style = ""
@@ -187,12 +181,7 @@ class Lines(Display):
 
 
 class Bars(Lines):
-    """A display with a bar for each stage, on a console that is a terminal; as a context manager.
-
-    Args:
-        console: on standard error.
-        verbose: details are shown.
-    """
+    """A display with a bar for each stage, on a console that is a terminal; as a context manager."""
 
     _style = "yellow"
 
@@ -263,9 +252,7 @@ def print_result(
 
     Args:
         record: without pictures.
-        draw: prints the text.
         name: of the file that was written, which is all that `--quiet` leaves; None for none.
-        highlight: numbers in the text are coloured.
     """
     if options.json:
         sys.stdout.write(to_json(record))
@@ -280,7 +267,6 @@ def make_table(*headings: str, right: Collection[str] = (), **options: Any) -> T
 
     Args:
         right: headings of columns of numbers.
-        options: of every column.
     """
     table = Table(box=None, pad_edge=False, show_edge=False)
     for heading in headings:

@@ -31,10 +31,7 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
     """Add a command to the command line.
 
     Args:
-        app: the command line.
-        name: of the command.
         main: takes the dataclass of its options, does the work, and gives the exit code.
-        settings: of click's context.
     """
     record = next(iter(get_type_hints(main).values()))
     hints = get_type_hints(record, include_extras=True)
@@ -70,8 +67,6 @@ def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> 
     """What repeats a command, as it is typed.
 
     Args:
-        name: of the command.
-        options: its record.
         always: options that are written also where they are as by default.
     """
     words = ["stopdown", name, options.source]
@@ -115,14 +110,7 @@ _DECIMAL = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECA
 
 
 def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int | float:
-    """A number in plain digits: Python's own reader takes `1_000`, `١٠`, ` 10 ` and `nan` as well.
-
-    Args:
-        given: text, or what a file of defaults holds.
-
-    Raises:
-        OptionError: it is something else.
-    """
+    """A number in plain digits: Python's own reader takes `1_000`, `١٠`, ` 10 ` and `nan` as well."""
     if isinstance(given, (int, kind)) and not isinstance(given, bool) and math.isfinite(given):
         return kind(given)
     text = str(given)
@@ -143,11 +131,7 @@ _EXAMPLES = {int: "20", float: "6.5"}
 
 
 def _read_path(flag: str, kind: type, given: object) -> object:
-    """A path that is not empty, which would be the working folder.
-
-    Raises:
-        OptionError: it is empty.
-    """
+    """A path that is not empty, which would be the working folder."""
     if given == "":
         raise OptionError(
             f"{flag} is empty.",

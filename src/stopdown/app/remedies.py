@@ -25,11 +25,7 @@ _FLAGS = {'allow="overwrite"': "--force", 'allow="eps"': "--allow-eps"}
 
 
 def reword(error: StopdownError, options: Any) -> None:
-    """Put an error into the words of a command, in place.
-
-    Args:
-        options: the dataclass of the command's options.
-    """
+    """Put an error into the words of a command, in place."""
     error.what, error.expected, remedy = (
         reword_text(part, options) for part in (error.what, error.expected, error.remedy)
     )

@@ -83,10 +83,6 @@ def report(
     Args:
         record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
         output: page to write; None takes the record's name, numbered when that is taken.
-        force: replace a page that is there.
-
-    Raises:
-        InputError: it is no record; the page cannot be written.
     """
     if output is not None:
         check_page(output, force=force)

@@ -29,11 +29,6 @@ def read_request(
     Args:
         options: of a command that has `RunOptions`.
         takes_profile: nothing is run, so the device may be one that is not here.
-
-    Raises:
-        OptionError: a number is out of range, two options contradict, the device is a profile, or an
-            option would be ignored with this source.
-        InputError: a file cannot be read.
     """
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=takes_profile)
@@ -57,8 +52,6 @@ class Pair:
 
     Attributes:
         option, other: names of fields of a command.
-        expected: why.
-        remedy: what to type.
         needed: the first one needs the other.
         value: of the other one with which they contradict; None for any that is given.
     """
@@ -105,11 +98,7 @@ PAIRS = (
 
 
 def check_pairs(options: Any) -> None:
-    """Refuse options that contradict each other, or that have no meaning without another one.
-
-    Raises:
-        OptionError: naming both.
-    """
+    """Refuse options that contradict each other, or that have no meaning without another one."""
     defaults = {entry.name: entry.default for entry in dataclasses.fields(options)}
     for pair in PAIRS:
         if not {pair.option, pair.other} <= defaults.keys():
@@ -137,12 +126,7 @@ def _name_flag(name: str, value: object = None) -> str:
 
 
 def find_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
-    """The model that a command names, with its variant, LoRAs and scheduler; nothing is loaded.
-
-    Raises:
-        SourceError: there is none, or it is damaged or refused.
-        OptionError: a LoRA, the scheduler or a size is refused.
-    """
+    """The model that a command names, with its variant, LoRAs and scheduler; nothing is loaded."""
     found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own
     grid = find_grid(read_configs(found.path))
@@ -155,11 +139,7 @@ ALLOWABLE = {"smaller": "fewer frames or a smaller picture"}
 
 
 def read_allowed(allow: Sequence[str]) -> tuple[str, ...]:
-    """What may change the picture, each once.
-
-    Raises:
-        OptionError: it is unknown.
-    """
+    """What may change the picture, each once."""
     for name in allow:
         if name not in ALLOWABLE:
             known = ", ".join(f"{name} ({what})" for name, what in ALLOWABLE.items())
@@ -172,11 +152,7 @@ def read_allowed(allow: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_limit(memory: str | None) -> int | None:
-    """The bytes that `--memory` names; None for `none`, `auto` and no limit.
-
-    Raises:
-        OptionError: it is no amount of memory.
-    """
+    """The bytes that `--memory` names; None for `none`, `auto` and no limit."""
     return None if memory in (None, "auto", "none") else parse_bytes(str(memory))
 
 
@@ -185,9 +161,6 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
 
     Args:
         takes_profile: nothing is run, so one will do that is known from its maker's papers only.
-
-    Raises:
-        OptionError: it is unknown, or a profile where something is to run.
     """
     if device is None or is_device_name(device):
         return
@@ -213,11 +186,7 @@ _MOST_FPS = 1000.0
 
 
 def check_rate(fps: float) -> None:
-    """Refuse frames per second that no file has.
-
-    Raises:
-        OptionError: it is not above 0, or too many.
-    """
+    """Refuse frames per second that no file has."""
     if not 0 < fps <= _MOST_FPS:  # NaN is neither
         raise OptionError(
             f"--fps {fps:g} is not above 0 and at most {_MOST_FPS:g}.", remedy="Use --fps 8."

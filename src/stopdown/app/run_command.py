@@ -138,12 +138,6 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 
     Returns:
         What its models did; an exception of the script is printed, and its exit code is 1.
-
-    Raises:
-        InputError: there is no such script or module.
-        OptionError: the device or `on_fault` is unknown, the precision is no plan, or repairs are to be
-            kept without one; Diffusers is not installed.
-        PlanError: the plan cannot be read.
     """
     started = time.perf_counter()
     start = _find_start(options)

@@ -55,16 +55,9 @@ def refuse_too_large(
     """Refuse a size that is predicted to take more memory than there is.
 
     Args:
-        source: with its class and components.
         request: what is made; where it names no size, nothing is done.
-        device: where.
-        display: told of dry runs.
-        precision: of the run.
         memory: the limit that it is to stay within.
         offloads: weights can wait elsewhere, by `--memory`.
-
-    Raises:
-        OptionError: naming the largest smaller size that fits.
 
     Cost: nothing for a size far below memory; else a few dry runs of some seconds each.
     """

@@ -49,11 +49,7 @@ def _send_nowhere(number: int) -> None:
 
 
 class CheckedStdout:
-    """A text stream whose errors are told apart from those of all other files.
-
-    Args:
-        stream: the real one, which has everything else.
-    """
+    """A text stream whose errors are told apart from those of all other files."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -63,12 +59,7 @@ class CheckedStdout:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text.
-
-        Raises:
-            ReaderGone: the reader has closed the stream.
-            StdoutError: the system refuses.
-        """
+        """Write a text."""
         with self._explained():
             return int(self._stream.write(text))
 

@@ -42,7 +42,6 @@ def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
     """The hash of an item, 32 hexadecimal digits.
 
     Args:
-        shared: from `describe_shared`.
         media: hashes of its pictures and video; "" without any.
     """
     said = describe_request(request)

@@ -42,7 +42,6 @@ class Task:
     Attributes:
         item: hash of what determines it.
         name: of its output, without suffix.
-        line: where it is in the prompts file.
         request: what is asked of the pipeline, without pictures and videos.
         media: file or URL of each of these, by field.
     """
@@ -60,14 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch before its workers begin.
-
-    Attributes:
-        job: for the workers.
-        chosen: the model, with the class that serves the items.
-        plan: that it begins with.
-        device: that it was prepared for.
-    """
+    """A batch before its workers begin."""
 
     job: Job
     chosen: Selection
@@ -77,11 +69,7 @@ class Prepared:
     def sign(
         self, asked: Iterable[tuple[Item, Request]]
     ) -> tuple[tuple[Task, ...], tuple[str, ...]]:
-        """Each item as a task, once; and whole sentences on lines that ask for the same as others.
-
-        Raises:
-            InputError: an item cannot be made as asked; its line is named.
-        """
+        """Each item as a task, once; and whole sentences on lines that ask for the same as others."""
         shared = describe_shared(self.job, self.chosen, self.plan)
         tasks: dict[str, Task] = {}
         notes = []
@@ -112,12 +100,6 @@ def prepare(
         known: plans that the batch began with before: with `auto` the model's own is used again.
         earlier: summary of the batch that was made there before: what was decided is not decided again
             on the same device, because a busy machine may measure its formats otherwise.
-        progress: told of stage, what, done and total.
-
-    Raises:
-        SourceError: the model is missing, damaged or refused.
-        InputError: the item cannot be made as asked; its line is named.
-        PlanError: the plan is damaged or belongs to another checkpoint.
 
     Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
     """
@@ -181,11 +163,7 @@ def _hash_pixels(frames: Any) -> str:
 
 
 def _read_media(request: Request, media: Mapping[str, str]) -> Request:
-    """A request with the pictures and the video at these places or URLs.
-
-    Raises:
-        InputError: one cannot be read.
-    """
+    """A request with the pictures and the video at these places or URLs."""
     read: dict[str, Any] = {}
     for name, place in media.items():
         with _fetched(place) as local:
@@ -196,11 +174,7 @@ def _read_media(request: Request, media: Mapping[str, str]) -> Request:
 
 @contextlib.contextmanager
 def _fetched(place: str) -> Iterator[str]:
-    """A file on this machine with what is at a path or URL.
-
-    Raises:
-        InputError: the URL cannot be read.
-    """
+    """A file on this machine with what is at a path or URL."""
     if not is_url(place):
         yield place
         return

@@ -45,7 +45,6 @@ class PlanVersions:
     """The plan that is in force, and those before it.
 
     Args:
-        store: where versions are kept.
         base: that the batch begins with; None for a batch without a plan.
         known: what `read_versions` found.
 
@@ -69,12 +68,7 @@ class PlanVersions:
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:
-        """Take what an item taught into the plan; whether that made a new version.
-
-        Args:
-            made_by: seal of the plan that the item was made by.
-            updated: that plan with repairs.
-        """
+        """Take what an item taught into the plan; whether that made a new version."""
         before = next((plan for plan in self.plans if plan.seal == made_by), None)
         if before is None:
             return False

@@ -69,8 +69,6 @@ class Slot:
     """A worker elsewhere, and what it is doing: `opening`, `free` or `busy`.
 
     Attributes:
-        worker: the process or actor.
-        channel: where its answers come from.
         deaths: of those before it in its place, in a row, that had not begun.
     """
 
@@ -87,7 +85,6 @@ class Workers(abc.ABC):
     A worker that dies is replaced.
 
     Args:
-        count: of the workers.
         store: where the process that gives the tasks looks for what workers write.
     """
 
@@ -191,9 +188,7 @@ class Processes(Workers):
     """Processes of this machine, one for each device that is named.
 
     Args:
-        job: shared by all.
         devices: as for `choose_device`; one named twice has two processes.
-        store: as for `Workers`.
     """
 
     def __init__(self, job: Job, devices: list[str], store: Store) -> None:

@@ -41,7 +41,6 @@ class Item(_Asked):
     """One prompt, as its file says it; None takes what the command says.
 
     Attributes:
-        line: where it is in the file, from 1.
         name: of its output, without suffix; None takes words of the prompt and its hash.
 
     The other fields are those of `Request`. A relative path begins at the prompts file.
@@ -94,9 +93,6 @@ def read_items(given: str) -> list[Item]:
     Args:
         given: path, fsspec URL (`s3://bucket/prompts.jsonl`), or `-` for standard input, which is read
             as JSON lines when it begins with a brace.
-
-    Raises:
-        InputError: the file cannot be read, or its first wrong line, with what is wrong there.
     """
     text = _read_text(given)
     kind = Path(given).suffix.lower()

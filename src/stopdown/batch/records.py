@@ -31,16 +31,9 @@ class ItemResult:
 
     Attributes:
         item: hash of what determines it.
-        name: of its output, without suffix.
-        line: where it is in the prompts file.
-        prompt: its text.
         status: `made`, `skipped` (it was finished before) or `failed`.
         output: name of its file in the folder; "" when it failed.
-        elapsed_s: seconds that it took.
         plan: seal of the plan that made it; "" without one.
-        repairs: what was done about faults.
-        findings: what should be looked at in its frames.
-        error: why it failed.
         preview: a few small frames, WebP in base64.
         tries: how often it was begun; more than once after a worker died.
     """
@@ -66,16 +59,12 @@ class BatchRecord:
 
     Attributes:
         source: the model as it was named.
-        fingerprint: of the model.
-        pipeline: class of the pipeline.
         prompts: file or URL that the items came from.
         output: folder or URL of the outputs.
         command: what goes on with it, as it is typed.
         workers: what each worker computed on, by its name.
-        machine: versions and hardware of the machine that gave out the items.
         made, skipped, repaired, failed: how many items; a repaired one is also a made one.
         item_s: seconds per item that was made, their mean; None when none was.
-        elapsed_s: seconds in all.
         plans: seals of the plans that were in force, the first one first.
         precision: as it was asked for.
         decisions: how each call runs, if no plan is in force.

@@ -14,13 +14,11 @@ class Settings:
     """What is asked for all items of a batch.
 
     Attributes:
-        source, revision, config, variant: the model, as `resolve_source` takes them.
         output: folder or URL.
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
         fps: frames per second of the files.
         suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
-        on_fault: as for `guard`.
         journal: folder of the journals of items that are being made; None keeps none.
         journal_bytes: size at which one of them ends.
         lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.

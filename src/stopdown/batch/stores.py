@@ -42,11 +42,7 @@ class Folder:
         self.place = str(self.path)
 
     def check(self) -> None:
-        """Make the folder, and refuse it when it cannot be written.
-
-        Raises:
-            OutputError: it is no folder, or cannot be written.
-        """
+        """Make the folder, and refuse it when it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -79,10 +75,6 @@ class Folder:
     def held(self) -> Iterator[None]:
         """The folder for this process alone, without what killed ones left; if new and empty, it is
         removed at the end: a refused batch leaves nothing behind.
-
-        Raises:
-            InputError: another batch is writing to it.
-            OutputError: it cannot be written.
         """
         busy = InputError(
             f"Another batch is writing to {self.path} just now.",
@@ -126,11 +118,7 @@ class Remote:
         self._root = root.rstrip("/")
 
     def check(self) -> None:
-        """Write a small file and remove it.
-
-        Raises:
-            OutputError: it cannot be written, with what the store said.
-        """
+        """Write a small file and remove it."""
         name = _name_part()
         with self._explained():
             self._files.makedirs(self._root, exist_ok=True)
@@ -233,11 +221,7 @@ def write_probe(store: Store) -> str:
 
 
 def check_probe(store: Store, name: str, worker: str) -> None:
-    """Refuse a worker whose files do not come to where they are looked for.
-
-    Args:
-        worker: in words.
-    """
+    """Refuse a worker whose files do not come to where they are looked for."""
     if name not in store.list_names():
         raise OutputError(
             f"{worker} wrote into {store.place}, and nothing came here.",

@@ -43,7 +43,6 @@ class Answer:
 
     Attributes:
         updated: the plan with the repairs of this item in it; None when there were none, or no plan.
-        notes: what a person should hear, in whole sentences.
     """
 
     result: ItemResult
@@ -55,16 +54,7 @@ class Worker:
     """What makes items on one device.
 
     Args:
-        job: shared by all workers.
-        device: as for `choose_device`.
         share: workers that this device has, which divide its memory.
-
-    Attributes:
-        device: where it computes.
-        store: where its outputs go.
-
-    Raises:
-        SourceError: the model is not here, or is another one than where the batch was started.
     """
 
     def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:

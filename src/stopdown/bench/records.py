@@ -16,7 +16,6 @@ class Measurement(Displayed):
     """One model run in one way.
 
     Attributes:
-        subject: the model.
         way: how it ran: `fp32`, `rescaled`…
         time_s: of a run, the least of several; None where it was not timed.
         time_ratio: over that of fp32.

@@ -72,7 +72,6 @@ def running(
     """A pipeline that runs in one way, and the peak that is predicted of it.
 
     Args:
-        build: its pipeline in fp32 on the device.
         predict: what a strategy is predicted to take, and which weights stray.
     """
     plan = find_plan(way.residual) if way.residual else None

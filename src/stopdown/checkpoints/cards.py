@@ -63,7 +63,6 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
     """The card of what was converted, for people.
 
     Args:
-        where: a sentence that names where the record is.
         name: what it is called, where that is not its source.
     """
     rescaled = [entry.component for entry in record.components if entry.folded]

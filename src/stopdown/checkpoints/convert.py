@@ -425,11 +425,7 @@ def _list_folds(work: _Work, name: str) -> Mapping[str, int]:
 def _place_exponents(
     module: torch.nn.Module, exponents: Mapping[str, int], table: str
 ) -> dict[str, int]:
-    """The exponents of a component's tensors by the names of its file.
-
-    Raises:
-        OptionError: tensors that become one have columns that differ otherwise than by one exponent.
-    """
+    """The exponents of a component's tensors by the names of its file."""
     folds, merged = list_folds(exponents), list_merged(module, table)
     rows, columns = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for target, pieces in lay_out(module, table).items():

@@ -89,10 +89,6 @@ def express_component(
         record: gives the calls that a pipeline makes of it; called when they are needed.
         has_config: there will be a configuration beside the weights.
 
-    Raises:
-        ScalingError: no folds alone keep it in range, or there is no call to measure.
-        CaptureError: a call cannot be captured.
-
     Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
     forwards in fp32 for each kind of call. Where the plan has bounds and its exponents are found
     anew, passes over the weights.
@@ -162,7 +158,6 @@ class _Search:
     """Looks for exponents of a module that files can hold.
 
     Attributes:
-        module: in fp32; left as it was.
         narrow: classes of modules that readers run in fp16, and Diffusers in fp32.
     """
 

@@ -158,13 +158,7 @@ def _check_place(path: Path, target: Path, overwrite: bool) -> None:
 
 
 def read_weights(plan: Plan | str | Path) -> Weights:
-    """The tensors of a model with their exponents: from what `convert` wrote, or from a plan and its model.
-
-    Raises:
-        OptionError: files without exponents; a plan that files cannot hold.
-        PlanError: the plan is damaged, or its model is another now.
-        SourceError: the model is missing or damaged.
-    """
+    """A model's tensors with their exponents: from what `convert` wrote, or from a plan and its model."""
     if isinstance(plan, Plan):
         return _read_planned(plan)
     path = Path(plan)

@@ -80,12 +80,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder that was found.
-
-    Attributes:
-        folder: with its `config.json` and weights.
-        config: what `config.json` says.
-    """
+    """A text encoder that was found."""
 
     folder: Path
     name: str
@@ -101,16 +96,8 @@ def find_encoder(
 ) -> Encoder | None:
     """The text encoder in a folder of Transformers, or in a component of a Diffusers folder.
 
-    Args:
-        source: folder or Hub id.
-        revision: branch, tag or commit of a Hub id.
-
     Returns:
         None where SOURCE is no such folder.
-
-    Raises:
-        OptionError: there is no such component, or it is none of Transformers.
-        SourceError: it asks for code of its own, or its weights are no safetensors.
     """
     root = Path(source).expanduser()
     if not root.exists() and is_hub_id(str(source)):
@@ -188,15 +175,7 @@ def convert_encoder(
     """Write a text encoder so that plain Transformers runs it in fp16.
 
     Args:
-        encoder: from `find_encoder`.
-        output: a folder that does not exist or is empty.
         certify: bounds for every token instead of measured calls.
-        allow: as for `convert`.
-
-    Raises:
-        OptionError: nothing that files hold keeps it in range; an option does not fit.
-        OutputError: the place is taken or cannot be written.
-        SourceError: the weights do not match the model, or it takes no tokens.
 
     Cost: the encoder in fp32 in memory, and captures of it.
     """

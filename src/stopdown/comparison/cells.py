@@ -36,7 +36,6 @@ class Outcome:
     """A cell before it is measured.
 
     Attributes:
-        cell: what is known without a reference.
         frames: `[T, H, W, 3]` fp32 in [0, 1]; of a program that gives no pictures its values, `[N]` fp32;
             None when it failed.
     """

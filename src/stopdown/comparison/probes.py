@@ -79,7 +79,6 @@ class Probe:
     """A context manager around one run of a pipeline or another program.
 
     Args:
-        pipe: a Diffusers pipeline, or another program as `guard` takes it.
         clamps: bring the floating output of every layer back to +-65504 and NaN to 0, as users do.
 
     Cost: at each block three reductions; at each call one host read and a copy of its output.

@@ -173,10 +173,7 @@ class Row(Displayed):
 
     Attributes:
         line: of the prompt file, from 1.
-        prompt: the text.
-        seed: of the noise.
         reference: the precision that the others are measured against here.
-        cells: in the order of the precisions.
     """
 
     line: int
@@ -191,7 +188,6 @@ class BadLine(Displayed):
     """A line of the prompt file that was not run.
 
     Attributes:
-        line: its number, from 1.
         text: its beginning.
         reason: what is wrong with it, a whole sentence.
     """

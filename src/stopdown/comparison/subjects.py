@@ -82,7 +82,6 @@ class Opened:
 
     Attributes:
         loaded: the pipeline on its device, with what is taken off when it is closed.
-        load_s: seconds that it took.
     """
 
     loaded: Loaded
@@ -100,7 +99,6 @@ class Subject:
     """What is compared, and how it is opened.
 
     Attributes:
-        device: where it runs.
         scheduler: class in the place of the model's own; "" for that.
         keeps_one: it is in one precision at a time: in memory and not copied, or within a limit.
         memory: the limit that its runs stay within, in bytes; "" for none.
@@ -175,18 +173,10 @@ def describe_subject(
     """What is to be compared, before anything is loaded.
 
     Args:
-        given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
-            folder, single safetensors file, bundled model, or `Source`.
         runs: what runs a program that is no pipeline, one function a row.
         memory: what each run of a checkpoint is to stay within.
         names: the precisions that are compared: if one has to decode in tiles within the limit, all do,
             because tiles change the picture.
-
-    Raises:
-        InputError: it is no pipeline and nothing runs it, or the other way round.
-        SourceError: the model is missing, damaged or refused.
-        OptionError: the pipeline does not take the request.
-        StopdownError: none of the precisions stays within the limit.
     """
     if not isinstance(given, (str, Path, Source)):
         if check_run(given, runs or None, None, "compare"):

@@ -33,8 +33,6 @@ class ComponentCall:
     """One call of a component, or of another method that is intercepted.
 
     Attributes:
-        callee: what is called.
-        args, kwargs: with what.
         below: what a layer calls to go on: the next layer inwards, at last the method itself.
         made_up: the program did not make this call; it was derived from another one.
     """

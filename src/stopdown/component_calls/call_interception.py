@@ -258,10 +258,8 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
 
     Args:
-        callee: where.
         dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
             Diffusion does so with its autoencoder) are followed.
-        patches: where the layer is put.
     """
     module = find_module(callee)
     sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)

@@ -217,11 +217,7 @@ def refuse_run(run: Any, what: object) -> None:
 
 
 def explain_run(what: str, name: str) -> InputError:
-    """For a program whose calls are not known.
-
-    Args:
-        name: of the function that was called.
-    """
+    """For a program whose calls are not known."""
     given = "lambda: ..." if name == "compare" else "run=lambda: ..."
     return InputError(
         what,
@@ -464,11 +460,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 def find_blocks(
     module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
 ) -> tuple[str, ...]:
-    """Paths of the members of a component's outermost lists of modules.
-
-    Args:
-        kinds: what counts as a list.
-    """
+    """Paths of the members of a component's outermost lists of modules."""
     lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
     return tuple(
         f"{path}.{name}" if path else name

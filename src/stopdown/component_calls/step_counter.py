@@ -43,7 +43,6 @@ class StepCounter:
         """
         Args:
             pipe: one without a scheduler makes no steps.
-            rank: of the layers on the scheduler.
             on_begin: called when a run's steps are set, before the scheduler sets them.
             on_step: given what the scheduler returned, before the step counts as done.
         """

@@ -32,7 +32,6 @@ class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         message: what is raised, or a sentence; for people.
-        source: where that is said.
         before_capability: only below this CUDA compute capability.
         before_macos: only before this version of macOS.
         before_torch: only before this version of torch.
@@ -52,7 +51,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         accepts: `same`: all operands have one dtype; `promoted`: any mixture, and the result has the
             widest.
-        source: where that is said, or what holds it.
         also: beside `same`: formats in the order of the operation's operands, `*` for any.
         gaps: formats that are not implemented.
         onednn: `also` holds only where PyTorch does not give the first operand's format to oneDNN.
@@ -74,7 +72,6 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An operation, its floating operands, and what each backend makes of them.
 
     Attributes:
-        name: `layer_norm`.
         targets: its names in a captured graph, without overload: `aten.layer_norm`.
         operands: the floating operands, by their argument names; for an operation that takes a list
             of tensors the one name of that list; none when nothing is compared.
@@ -91,9 +88,6 @@ class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A kernel of scaled dot product attention, as `torch.nn.attention.SDPBackend` names them.
 
     Attributes:
-        name: `flash`, `efficient`, `cudnn` or `math`.
-        backend: `cpu`, `cuda` or `mps`.
-        source: where that is said.
         from_capability: the first CUDA compute capability that has it in these formats.
         note: a sentence for people.
     """
@@ -187,8 +181,6 @@ def judge_operands(
     """Whether operands of these formats are taken together at a place.
 
     Args:
-        operation: as `find_operation` gives it.
-        place: where it would run.
         operands: formats by argument name, several for a list of tensors. Names that the operation
             does not compare are passed over.
     """
@@ -229,7 +221,6 @@ def list_attention(backend: str, capability: tuple[int, int] | None) -> dict[str
 
     Args:
         backend: `cpu`, `cuda` or `mps`.
-        capability: None on an AMD device, of which only what needs no capability is known.
     """
     found: dict[str, tuple[str, ...]] = {}
     for kernel in read_attention():

@@ -51,13 +51,10 @@ class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a device computes in one format.
 
     Attributes:
-        state: see `State`.
-        source: where that is said.
         rate: rate of large matrix products over that of fp32, as PyTorch computes fp32 by default (2.0 is
             twice as fast): measured with PyTorch where a source has that, else the maker's peak; None
             when no source gives it.
         accumulates: what products are summed in: `fp32`, `fp16`; "" when no source says so.
-        note: a sentence for people.
         tflops: rate of large matrix products in 10^12 operations a second; None when no source says.
     """
 
@@ -89,7 +86,6 @@ class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         formats: in which formats; empty for all.
         operations: in which operations, by their names in `backends`; empty for all.
-        remedy: what to type or do.
         accumulates: what the operation sums in where the fault is its sums: `fp16`.
     """
 
@@ -210,9 +206,6 @@ def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Devi
     Args:
         name: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`; a profile: `v100`; or a path to one: `mine.toml`.
         needs_kernels: this build of PyTorch has to be able to compute on it.
-
-    Raises:
-        OptionError: it is neither, and the message lists both; or there are no kernels for it.
     """
     if is_profile(name):
         profile = find_profile(name)
@@ -313,11 +306,7 @@ def _read_own(path: Path) -> Profile:
 
 
 def parse_profile(text: str, name: str) -> Profile:
-    """The profile that a TOML text holds.
-
-    Args:
-        name: the file's name, for messages.
-    """
+    """The profile that a TOML text holds."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error

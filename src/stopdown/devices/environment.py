@@ -370,15 +370,7 @@ def name_device(function: str, given: Any) -> str | None:
 
 
 def choose_device(name: str = "auto") -> Device:
-    """The device with this name, with the reason for the choice.
-
-    Args:
-        name: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
-
-    Raises:
-        OptionError: the device is unknown or not in this machine, and the message lists what is; or this
-            build of PyTorch has no kernels for it.
-    """
+    """The device with this name, with the reason for the choice."""
     return require_kernels(select_device(name, list_devices()))
 
 
@@ -686,7 +678,6 @@ class Timing:
 
     Attributes:
         matmul_s, convolution_s: the least of all samples: what else runs here only adds to it.
-        failure: why they did not run.
         noise: how far the least quarter of the samples reaches above the least, as a factor.
     """
 
@@ -712,12 +703,7 @@ LEAST_RATIO = 1 / 64
 
 
 def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
-    """What is known and what was measured, as one answer.
-
-    Args:
-        timing: measured in this format.
-        reference: measured in fp32.
-    """
+    """What is known and what was measured, as one answer."""
     if timing.failure:
         return Support(
             False, False, None, f"{verdict.reason} It was tried and failed: {timing.failure}"

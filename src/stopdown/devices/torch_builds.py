@@ -51,7 +51,6 @@ class MissingKernels:
 
     Attributes:
         what: with the device named as `{device}`.
-        remedy: what to type or do.
     """
 
     what: str
@@ -97,7 +96,6 @@ def find_missing_kernels(
     """Why a build has no kernels for a card; None when it has, or does not tell.
 
     Args:
-        number: compute capability.
         architecture: of an AMD card: `gfx1031`; "" for one of NVIDIA.
     """
     listed = build.architectures

@@ -201,11 +201,7 @@ def _add_sums(
 
 
 def find_source(named: str | Path | Source) -> Source:
-    """A source of which no weights are downloaded.
-
-    Args:
-        named: a source, or its name.
-    """
+    """A source of which no weights are downloaded."""
     source = (
         named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)
     )
@@ -361,12 +357,7 @@ def _check_source(
 
 
 def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
-    """The precision that `auto` takes for a source on a device, whether by a plan, and a sentence.
-
-    Args:
-        source: as `find_source` gives it.
-        device: as for `check`.
-    """
+    """The precision that `auto` takes for a source on a device, whether by a plan, and a sentence."""
     profile = find_target(device or "auto")[1]
     facts = gather_facts(source)
     if source.kind == "hub":  # its weights are not here

@@ -53,7 +53,6 @@ class Seen:
     """One component call, as the pipeline used it.
 
     Attributes:
-        component_name: `transformer`, `vae`.
         name: of the call: `transformer`, `vae.decode`.
         main: dtype of most of its weights in that call; None without any.
         times: what each call got as its timestep.
@@ -95,7 +94,6 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
-        arguments: of the pipeline's call, instead of its defaults.
     """
     refuse_unknown(type(skeleton), arguments or {})
     given = {**make_arguments(skeleton), **(arguments or {})}
@@ -114,8 +112,6 @@ def examine_program(
     """Everything that one run of a live program shows that is no pipeline; it is left as it was.
 
     Args:
-        program: as `guard` takes it.
-        run: runs it; its components are answered by copies without weights.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so.
     """
     return _listen(
@@ -136,7 +132,6 @@ class DtypeListener(Listener):
     """Judges the operations of a dry run, those of the pipeline's own code among them.
 
     Args:
-        place: whose rules hold.
         device: what the code around the components is told that it runs on.
     """
 

@@ -50,9 +50,7 @@ class _Case:
     """Where something is mended.
 
     Attributes:
-        pipe: a Diffusers pipeline or another program.
         widening: module paths of modules that cast their input to fp32 themselves.
-        patches: where the changes are put.
     """
 
     pipe: Any

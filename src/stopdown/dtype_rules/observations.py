@@ -41,7 +41,6 @@ class Observation:
 
     Attributes:
         call: `transformer`, `vae.decode`, or `pipeline` for the code around them.
-        component: the call without its method.
         path: dotted path of the module in it; "" for the component itself.
     """
 
@@ -63,11 +62,8 @@ class Case:
     """What a judge has to know of a component.
 
     Attributes:
-        component: without the method.
         main: dtype of most of its weights; None without any.
-        place: where it would run.
         kept_fp32: names of parameters that its authors keep in fp32.
-        is_rescaled: it was made to fit fp16 by a plan.
         ambient: device types whose autocast was on around the call.
         mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
     """

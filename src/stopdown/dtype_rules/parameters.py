@@ -59,7 +59,6 @@ def check_dtypes(
     """Findings about the dtypes that parameters have, component by component.
 
     Args:
-        components: by name, with or without weights.
         widening: module paths of modules that cast their input to fp32 themselves: fp32 is right for them.
     """
     for name, module in components.items():
@@ -189,7 +188,6 @@ def check_files(
 
     Args:
         files: component → its files.
-        precisions: component → format that it is to be loaded in; absent ones stay as stored.
 
     Cost: every byte of the files is read once.
     """

@@ -81,7 +81,6 @@ class Step:
         name: `linear`, `layer_norm`, `cat`, `to`, `add`…
         operands: the floating ones, in the order of its arguments.
         known: argument name to its values, where they are known.
-        arguments: everything by name, as far as names are known.
     """
 
     path: str

@@ -116,13 +116,7 @@ def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
 
 
 def export_scales(options: ExportOptions) -> str:
-    """The table; it is written where a file is named.
-
-    Raises:
-        OptionError: the name of the file has another ending.
-        PlanError: the plan is damaged, or has no exponents.
-        OutputError: the file cannot be written.
-    """
+    """The table; it is written where a file is named."""
     ending = "json" if options.json else "txt"
     if options.output is not None:
         refuse_nameless(options.output, "as OUT")

@@ -146,10 +146,6 @@ def export_component(
         target: `.onnx`, or `.xml` with a `.bin` beside it.
         precision: of an ONNX graph's weights and values. IR keeps fp32 values and takes its precision
             from the runtime, and its weights are stored in fp16 for `fp16`.
-
-    Raises:
-        OptionError: it has no fp16 plan, the exporter is missing or refuses the code, or the form cannot
-            hold the plan.
     """
     _refuse(entry, form)
     is_cast = form == "onnx" and precision == "fp16"

@@ -76,11 +76,7 @@ def list_entries(plan: Plan) -> list[ComponentPlan]:
 
 
 def write_table(plan: Plan, ending: str) -> str:
-    """The table as text, JSON, a C header or a Python module.
-
-    Args:
-        ending: one of `FORMATS`.
-    """
+    """The table as text, JSON, a C header or a Python module."""
     writers = {"txt": _write_text, "json": _write_json, "h": _write_header, "py": _write_python}
     return writers[ending](plan, list_entries(plan))
 

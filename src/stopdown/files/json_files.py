@@ -37,11 +37,7 @@ class UnreadableError(ValueError):
 def read_json_table(
     path: Path, *, most_bytes: int = MOST_BYTES, allows_infinity: bool = False
 ) -> dict[str, Any]:
-    """The table that a JSON file holds.
-
-    Raises:
-        UnreadableError: it is not there, not a regular file, over a limit, or not a table in JSON.
-    """
+    """The table that a JSON file holds."""
     content = parse_json(
         read_small_file(path, most_bytes=most_bytes), allows_infinity=allows_infinity
     )

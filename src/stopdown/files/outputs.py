@@ -58,13 +58,8 @@ def check_suffix(path: Path, *suffixes: str, expected: str = "") -> None:
     """Refuse an output whose name does not end as its format does.
 
     Args:
-        path: as it was typed.
         suffixes: that are taken, in lower case, the usual one first.
         expected: why, for the message.
-
-    Raises:
-        OptionError: it ends in something else.
-        OutputError: as `refuse_nameless`.
     """
     refuse_nameless(path)
     if path.suffix.lower() not in suffixes:
@@ -141,7 +136,6 @@ def written_beside(
 
     Args:
         path: where the finished file or folder belongs.
-        option: how another place is given, for the message.
         replaces: as for `check_target`.
     """
     refuse_nameless(path, option)
@@ -180,7 +174,6 @@ def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
     """The path itself, or the first of `NAME-2.SUFFIX`, `NAME-3.SUFFIX`… that is free.
 
     Args:
-        path: the first choice.
         companions: as for `write_numbered`.
     """
     first = Path(path)

@@ -51,7 +51,6 @@ class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of `knowledge/rules/frames.toml`.
 
     Attributes:
-        remedy: what to type or do.
         elsewhere: other classes of failures to the precision to try for each.
     """
 

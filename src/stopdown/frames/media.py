@@ -41,10 +41,6 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
 
     Args:
         path: the output path as it was typed.
-
-    Raises:
-        OptionError: the suffix is unknown, or is .png for several frames.
-        OutputError: it is a folder that cannot be replaced.
     """
     refuse_nameless(path)
     text, stem = os.fspath(path), Path(path).with_suffix("")
@@ -82,13 +78,8 @@ def check_output(
     Called before a long run. It makes a small file beside the output and removes it again.
 
     Args:
-        path: the output path as it was typed.
         force: whether a file that is there is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace.
-
-    Raises:
-        OptionError: as `choose_format`.
-        OutputError: the place does not exist, is taken, or cannot be written.
     """
     chosen = choose_format(path, frames)
     check_target(path, folder=chosen == FOLDER, force=force, inputs=inputs)
@@ -314,11 +305,7 @@ _VIDEO_FORMATS = (
 
 
 def read_image(path: str | os.PathLike[str]) -> Frames:
-    """One picture, `[H, W, 3]` uint8, turned as its EXIF data says and laid on white.
-
-    Raises:
-        InputError: the file is missing, is not a picture, or has more than `LARGEST_PICTURE` pixels.
-    """
+    """One picture, `[H, W, 3]` uint8, turned as its EXIF data says and laid on white."""
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -388,9 +375,6 @@ def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> It
 
     Args:
         path, limit: as for `read_video`.
-
-    Raises:
-        InputError: as `read_video`, at the frame where it shows; not for the number of frames.
     """
     source = Path(path)
     found = _iterate_folder(source) if source.is_dir() else _decode(_require_file(path))

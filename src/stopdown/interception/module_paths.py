@@ -34,7 +34,6 @@ class ModulePaths:
     """The modules that run, until `patches` is undone.
 
     Args:
-        module: the component.
         on_enter: told of each path, when it is the innermost.
         on_leave: told of each path and what its module returned, None where it raised, when it is not
             any more.

@@ -37,7 +37,6 @@ class Fit:
 
     Attributes:
         predictions: those that cost the least time first.
-        strays: as in `RunMemory`.
         sides: height and width of what was decoded; None where nothing was.
         plan: that the run computes by, if several are compared.
         speed: of the device by that plan; None where it is not known.
@@ -65,7 +64,6 @@ def predict_all(
     A variant whose result has other sizes is left out: tiles that do not fit this size.
 
     Args:
-        pipe: from `skeletons`.
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
@@ -96,11 +94,7 @@ def predict_all(
 def predict_resident(
     pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
 ) -> Fit:
-    """What one step takes with all weights on the device, and nothing else tried.
-
-    Args:
-        answers: as for `predict_all`.
-    """
+    """What one step takes with all weights on the device, and nothing else tried."""
     given = {**arguments, "num_inference_steps": 1}
     run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))

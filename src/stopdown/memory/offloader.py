@@ -153,9 +153,7 @@ def predict_run(
     """A dry run of a pipeline: what every strategy takes, those that cost the least time first.
 
     Args:
-        fused: whether attention runs in a kernel that keeps no score matrix.
         speed: of the device; without it strategies are in the order of what they usually cost.
-        device: where calls run.
     """
     skeleton = copy_skeleton(pipe)
     skeleton.set_progress_bar_config(disable=True)

@@ -53,7 +53,6 @@ class CallMemory:
         stage: `encode`, `denoise` or `decode`.
         peaks: path of a module, "" of the component itself → most bytes alive beside weights while it is
             the innermost one that runs, counted from the start of the run.
-        flops: of its matrix products, convolutions and attention.
         entries: module path → how often it was entered.
         strays: path of a module → modules that used its weights while it did not run.
     """
@@ -81,7 +80,6 @@ class RunMemory:
         weights: component → module path → bytes of the parameters directly in it; a tied one counts
             wherever it is.
         totals: component → bytes of its parameters, tied ones once, and of its buffers.
-        strays: component → path of a module → modules that used its weights while it did not run.
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
     """
@@ -111,9 +109,6 @@ def listen_to_run(
         pipe: from `skeletons`, with what makes calls smaller already on it.
         listener: what is known of the device and of what is on the pipeline; None for a CPU and nothing.
         answers: of runs that were heard before, for pipelines of the same configuration.
-
-    Raises:
-        CaptureError: a component reads values of its inputs, or the pipeline's own code fails.
     """
     listener = listener or MemoryListener()
     try:
@@ -144,7 +139,6 @@ class MemoryListener(Listener):
     ) -> None:
         """
         Args:
-            fused: whether attention runs in a kernel that keeps no score matrix.
             sign: what was put on a component that changes this call.
         """
         self._fused, self._on_cpu, self._sign = fused, on_cpu, sign
@@ -385,8 +379,6 @@ class Tile:
     Attributes:
         path: of the module that ran.
         peaks: module path → most bytes alive, counted from its start.
-        entries: module path → how often it was entered.
-        flops: of its matrix products, convolutions and attention.
         output: what came back, each tensor as its shape, strides, dtype and device, or as its place among
             what was given.
     """

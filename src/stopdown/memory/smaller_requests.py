@@ -120,7 +120,6 @@ def choose_size(
     """Sizes to add to the arguments of a pipeline's call, and why; nothing where sizes are among them.
 
     Args:
-        pipe: a pipeline with its weights, which are not read; it is left alone.
         has_weights: all of them are there in fp32; False where a layer's are at a time.
 
     Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.

@@ -101,12 +101,7 @@ class Prediction:
 def list_strategies(
     *, has_tiling: bool, has_slicing: bool, has_chunks: bool = False, fused: bool = True
 ) -> tuple[Strategy, ...]:
-    """All that are tried, those that cost the least time first.
-
-    Args:
-        has_chunks: the pipeline can decode a few frames at a time.
-        fused: whether attention runs in a kernel that keeps no score matrix.
-    """
+    """All that are tried, those that cost the least time first."""
     smaller = [Strategy()]
     smaller += [Strategy(slicing=True)] if has_slicing else []
     smaller += [Strategy(slicing=has_slicing, tiling=True)] if has_tiling else []

@@ -27,8 +27,6 @@ class Grid:
     Attributes:
         side: height and width are multiples of this many pixels.
         frames: frames are one more than a multiple of this; 1 when any number will do.
-        reason: where the multiple of a side comes from.
-        frames_reason: where that of the frames comes from.
         most: the largest height and width; 0 when there is no limit.
         only: the one height and width that work; None when others do.
     """

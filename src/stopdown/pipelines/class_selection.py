@@ -21,11 +21,7 @@ _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
 
 @dataclass(frozen=True)
 class Selection:
-    """A source with the class that serves a request.
-
-    Attributes:
-        source: its pipeline class is the one that was chosen.
-    """
+    """A source with the class that serves a request."""
 
     source: Source
     configs: dict[str, dict[str, Any]]
@@ -85,16 +81,7 @@ def select_pipeline(
     *,
     progress: Progress | None = None,
 ) -> Selection:
-    """The class that serves a request, and what describes it.
-
-    Args:
-        source: what `resolve_source` gave.
-        progress: called with the bytes received.
-
-    Raises:
-        SourceError: a single file cannot be identified, or its configuration cannot be read.
-        OptionError: as `Selection.check_request`.
-    """
+    """The class that serves a request, and what describes it."""
     found = select_class(complete_source(source, progress=progress), request)
     configs = read_configs(found.described)
     known = {name: configs[name] for name in found.components if name in configs}

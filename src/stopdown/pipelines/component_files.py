@@ -52,9 +52,6 @@ _HEAD = re.compile(r"^((text_model|language_model|model)\.)+")
 def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
     """The components that a file holds; () for a whole checkpoint.
 
-    Args:
-        described: with the classes and configurations of its pipeline.
-
     Cost: each component built once without weights, unless the file is whole.
     """
     shapes = {name: entry.shape for name, entry in read_shapes(path).items()}

@@ -15,12 +15,6 @@ def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = Tru
     """Import PyTorch and Diffusers, which takes seconds.
 
     What they make stays, so garbage is not looked for among it: that took a quarter of a command's start.
-
-    Args:
-        has_pipelines: a pipeline will be made, which needs Diffusers' models and Transformers, too.
-
-    Raises:
-        SourceError: a pipeline will be made, and a library for it is missing or too old.
     """
     if has_pipelines:
         check_libraries()

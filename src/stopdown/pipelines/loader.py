@@ -68,16 +68,9 @@ def load_pipeline(
     Weights that are cast and large beside the machine's memory lie in temporary files and are mapped.
 
     Args:
-        source: what `resolve_source` gave, and `verify_source` let pass.
         torch_dtypes: dtype of each component; None leaves every weight as it is stored, mapped from
             the checkpoint's own files if its class allows that.
-        progress: called with the component, its bytes loaded so far and the bytes in all.
         mapped: map them in this folder, however small they are; not those of a single file.
-
-    Raises:
-        SourceError: the weights do not match the model, or a single file cannot be identified or holds
-            a part of its pipeline.
-        OutputError: they are mapped, and the disk is full.
     """
     if source.parts:
         raise _refuse_parts(source)
@@ -134,10 +127,6 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
 
     A single file holds weights only: its class and components come from a configuration elsewhere. Which
     of them it holds is in `parts`, if it is not the whole pipeline.
-
-    Args:
-        source: what `resolve_source` gave.
-        progress: called with the bytes received.
     """
     if source.kind != "file":
         return source

@@ -48,12 +48,7 @@ class NamedSource(Protocol):
 def resolve_whole(
     name: NamedSource, *, progress: Progress | None = None, with_weights: bool = True
 ) -> Source:
-    """The model that is named, with its variant, LoRAs and scheduler; nothing is loaded.
-
-    Raises:
-        SourceError: there is none, or it is damaged or refused.
-        OptionError: a LoRA or the scheduler is refused.
-    """
+    """The model that is named, with its variant, LoRAs and scheduler; nothing is loaded."""
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
     found = resolve_source(
@@ -99,12 +94,7 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
 
 
 def parse_lora(text: str) -> tuple[str, float]:
-    """File and weight of `style.safetensors:0.8`; the weight is 1 where none is given.
-
-    Raises:
-        OptionError: the weight is no number, the file is missing or no safetensors file, or peft is
-            not installed.
-    """
+    """File and weight of `style.safetensors:0.8`; the weight is 1 where none is given."""
     path, sign, weight = text.rpartition(":")
     if not sign or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", weight):
         path, weight = text, "1"
@@ -144,12 +134,7 @@ def find_scheduler(name: str) -> str:
 
 
 def put_extras(pipe: Any, source: Source) -> None:
-    """Put the LoRAs of a source on a pipeline, and its other scheduler in the place of its own.
-
-    Raises:
-        SourceError: a LoRA does not fit the pipeline.
-        OptionError: the scheduler does not.
-    """
+    """Put the LoRAs of a source on a pipeline, and its other scheduler in the place of its own."""
     put_loras(pipe, source.loras)
     if source.scheduler:
         _put_scheduler(pipe, source.scheduler)

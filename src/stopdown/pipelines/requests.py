@@ -63,11 +63,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 def check_seed(name: str, value: int, largest: int = LARGEST_SEED) -> None:
-    """Refuse a number that is no seed.
-
-    Raises:
-        OptionError: it is below 0 or above the largest.
-    """
+    """Refuse a number that is no seed."""
     if not 0 <= value <= largest:
         power = (largest + 1).bit_length() - 1
         raise OptionError(
@@ -195,11 +191,7 @@ _IN_WORDS: dict[type, tuple[type, str]] = {
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse values of fields of a request that are out of range.
-
-    Raises:
-        OptionError: naming the first of them.
-    """
+    """Refuse values of fields of a request that are out of range."""
     for entry in FIELDS:
         value, check = values.get(entry.name), entry.metadata["check"]
         if value is not None and check is not None:
@@ -207,11 +199,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_request(function: str, given: Request | None) -> Request | None:
-    """Refuse what is no request, and one whose attributes have a wrong type or are out of range.
-
-    Args:
-        function: that it was given to.
-    """
+    """Refuse what is no request, and one whose attributes have a wrong type or are out of range."""
     check_type(
         f"{function}(request=...)",
         given,
@@ -248,12 +236,7 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
 
 
 def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
-    """What was asked for, by the names that a pipeline class has for it; nothing need be loaded.
-
-    Raises:
-        OptionError: something was asked for that this pipeline does not take, or something that it
-            needs is missing.
-    """
+    """What was asked for, by the names that a pipeline class has for it; nothing need be loaded."""
     arguments: dict[str, Any] = {}
     for name in _NAMES:
         value = getattr(request, name)

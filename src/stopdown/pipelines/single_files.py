@@ -87,10 +87,6 @@ class Rows:
 def trace_rows(source: Source) -> Rows:
     """Follow the rows of a single file through Diffusers' converter.
 
-    Raises:
-        ScalingError: the file has more than `MOST_ROWS` rows.
-        SourceError: the file does not fit its model.
-
     Cost: two loads without values.
     """
     tensors = read_shapes(source.path)
@@ -160,10 +156,6 @@ def spread_exponents(
     Args:
         exponents: component to be written in fp16, parameter name (`name[0:64]` for a block of rows),
             exponent.
-
-    Raises:
-        ScalingError: two parameters want the same row differently, or a parameter that is folded
-            does not come from the file.
     """
     total = max(rows.starts.values(), default=0) + max(map(rows.count, rows.starts), default=0)
     found = torch.full((total + 1,), _UNREAD, dtype=torch.int32)
@@ -190,9 +182,6 @@ def trace_columns(
 
     Args:
         exponents: component, parameter name (`name[:,0:64]` for a block of columns), exponent.
-
-    Raises:
-        ScalingError: a converter moves the columns, or two parameters want the same one differently.
 
     Cost: a load without values, where there are any.
     """
@@ -263,10 +252,6 @@ def write_single_file(
     Args:
         exponents: tensor name to `[rows]` exponents.
         columns: tensor name to what its columns add, `[columns]`.
-
-    Raises:
-        ScalingError: values do not fit into fp16; every such tensor is named.
-        OSError: the disk refuses.
     """
     header = json.loads(read_header_bytes(source)[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}

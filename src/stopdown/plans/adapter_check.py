@@ -40,7 +40,6 @@ class Adapter:
     """One adapter in a component, over all layers that have it.
 
     Attributes:
-        layers: how many have it.
         active, merged: in how many of them it is used, or merged into the weight.
         strengths: its scales, sorted.
     """
@@ -57,8 +56,6 @@ class Structure:
 
     Attributes:
         classes: of all its modules, in their order.
-        adapters: by name.
-        fused: names of the adapters that the pipeline has fused.
     """
 
     classes: tuple[type, ...]
@@ -133,9 +130,6 @@ def _show(adapter: Adapter) -> str:
 
 def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Compare the planned components with what they are now, at each call of them.
-
-    Raises, at that call:
-        PlanError: something was added that the exponents do not fit.
 
     Cost: one walk over the modules for each call; no device is asked.
     """

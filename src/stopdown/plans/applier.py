@@ -128,11 +128,7 @@ def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
 
 
 def check_plan(pipe: Any, plan: Plan) -> None:
-    """Refuse a plan that does not belong to a pipeline.
-
-    Raises:
-        PlanError: with all that differs; or weights wait elsewhere.
-    """
+    """Refuse a plan that does not belong to a pipeline."""
     _refuse_waiting(pipe, plan)
     refuse_differences(plan, [*compare_versions(plan), *compare_components(pipe, plan)])
 
@@ -188,16 +184,10 @@ def apply_precision(
     From then on its calls are watched: those that the exponents do not hold for run without them.
 
     Args:
-        precision: name of the format that it is cast to.
         scaling: its exponents, fp32 layers and streams; None casts it as if it had been loaded so, and
             what its authors keep in fp32 stays.
-        patches: take it off.
         cast: False folds alone.
         fold: False where there are no weights: exponents are left out.
-        watch: whom the watch of its calls tells, and who helps it.
-
-    Raises:
-        ScalingError: a name of the scaling is not in the module.
     """
     _watch_saving(module, scaling if fold else None, patches)
     put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
@@ -300,9 +290,6 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
-
-    Raises:
-        PlanError: a module of the plan is not there.
     """
     patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
     try:
@@ -362,11 +349,7 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 def put_sums(module: torch.nn.Module, accumulation: Accumulation, patches: Patches) -> None:
-    """Sum a module's linear layers in fp16 where a plan says so.
-
-    Raises:
-        ScalingError: it has no such layer.
-    """
+    """Sum a module's linear layers in fp16 where a plan says so."""
     layers = dict(module.named_modules())
     for path, terms in accumulation.fp16_sums.items():
         layer = layers.get(path)
@@ -437,9 +420,6 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
     Args:
         with_weights: False where there are none here; classes of components are compared then, as for a
             plan that was made in memory.
-
-    Raises:
-        PlanError: with all that differs.
     """
     differences = list(compare_versions(plan))
     if not (with_weights and plan.fingerprint):
@@ -491,7 +471,6 @@ def load_entry(
 
     Args:
         put: given each weight and what it becomes; None folds and casts it now.
-        savers: packages that save the plan with the weights.
     """
     if entry.precision == "as loaded":
         return Patches()

@@ -393,11 +393,7 @@ def list_requests(
     prompts: Sequence[str | Mapping[str, Any]],
     given: Request,
 ) -> list[Request]:
-    """One request for each prompt; a drawn picture, mask or video where one is needed.
-
-    Args:
-        prompts: texts or arguments of the call, as for `measure_plan`.
-    """
+    """One request for each prompt; a drawn picture, mask or video where one is needed."""
     needed = list_needed_fields(type(pipe))
     base = draw_inputs(pipe, given)
     has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
@@ -506,13 +502,7 @@ def describe_scaling(
     calls: int,
     notes: tuple[str, ...] = (),
 ) -> ComponentPlan:
-    """A component's entry with its exponents, and what they mean in sentences.
-
-    Args:
-        bare: what is kept besides: names, digest of the weights, prompts, accumulation.
-        calls: how many were measured.
-        notes: what else is to be said, in whole sentences.
-    """
+    """A component's entry with its exponents, and what they mean in sentences."""
     if not scaling.range_note:  # no bounds were requested: everything would be uncertain
         scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=(), sums={})
     headroom = read_headroom(scaling)

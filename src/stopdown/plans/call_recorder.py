@@ -87,8 +87,6 @@ def record_calls(
 
     Args:
         pipe: in the safest precision at hand; it is run as it is.
-        requests: one run each.
-        progress: told of each run.
 
     Cost: the runs; the arguments of at most `MOST_CALLS` calls of each component call in host memory.
     """
@@ -110,7 +108,6 @@ def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[Component
 
     Args:
         program: no pipeline, its modules in fp32.
-        run: runs it once.
     """
     recorder = _Recorder(program)
     with Patches() as patches, torch.no_grad():

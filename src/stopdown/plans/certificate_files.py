@@ -100,11 +100,6 @@ def write_certificate(
     Args:
         plan: of this source, made from its weights alone.
         source: a folder with a whole pipeline.
-        path: that ends in `.json`; it is replaced when the file is whole.
-        request: picture or video that the pipeline starts from.
-
-    Raises:
-        SourceError: the source is no folder, or has LoRAs.
 
     Cost: captures of seconds, and a check of the file: some passes over the weights.
     """
@@ -163,13 +158,7 @@ def export_calls(
     files: Sequence[str],
     load: Load,
 ) -> dict[str, Any]:
-    """Put captured calls of a component into the rules of the checker, which has yet to fill in bounds.
-
-    Args:
-        captured: calls, with the arguments that they were captured with.
-        folder: that holds a folder of the component's name with these files.
-        load: gives a parameter or buffer by name.
-    """
+    """Put captured calls of a component into the rules of the checker, which has yet to fill in bounds."""
     tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
     reading = _Reading(tensors, find_tied(module), load)
     graphs = []

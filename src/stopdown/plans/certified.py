@@ -93,9 +93,6 @@ def load_stored(
         held: name of a stored tensor to its opened file, or to itself where it is loaded.
         aliases: name of a parameter to the names that the same tensor has.
         make_buffers: gives what is on no disk: tables that the code makes for itself.
-
-    Raises:
-        SourceError: there is none of this name.
     """
     for known in (name, *aliases.get(name, ())):
         if known in held:
@@ -188,12 +185,7 @@ def certify_program(
     calls. What cannot be planned is left as it is loaded.
 
     Args:
-        program: as `guard` takes it, its weights as they are stored.
         run: runs it once. It ends at the first call of each component, and begins anew with the next one.
-        progress: told of stage, what, done and total: tensors that were read.
-
-    Raises:
-        InputError: the run calls no component.
 
     Cost: captures of seconds, and one pass over the weights, the first time.
     """

@@ -22,11 +22,7 @@ Arguments = Mapping[str, Any]
 
 
 def read_call(text: str) -> Arguments:
-    """The arguments in `FILE`; in `vae.decode=FILE` below the name of the call.
-
-    Raises:
-        OptionError: the file cannot be read.
-    """
+    """The arguments in `FILE`; in `vae.decode=FILE` below the name of the call."""
     name, is_named, rest = text.partition("=")
     path = Path(rest if is_named else text).expanduser()
     arguments: dict[str, Any] = {}
@@ -56,12 +52,7 @@ def list_part_calls(program: Any) -> dict[str, Callee]:
 
 
 def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
-    """Make these calls of a program of parts.
-
-    Raises:
-        OptionError: a text was given, it is not said of which call the arguments are, or it does not take
-            them.
-    """
+    """Make these calls of a program of parts."""
     known = list_part_calls(program)
     for one in given:
         for callee, arguments in _name_calls(known, one):

@@ -44,7 +44,6 @@ def list_source_calls(
     """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
 
     Args:
-        source: completed.
         sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
     """
     if not source.pipeline_class:
@@ -109,7 +108,6 @@ def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall
     """Component to a call of each kind that the pipeline makes, with random values in fp32.
 
     Args:
-        source: completed, described by a whole pipeline.
         request: sizes; `SMALL` where there are none.
     """
     asked = {name: getattr(request, name) for name in SMALL}

@@ -45,13 +45,7 @@ def scale_component(
 
     Args:
         residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
-        ranges: `measured`, `bound` or `auto`.
         verify: try them; False for weights that wait in their files, where the module cannot be run.
-
-    Raises:
-        CaptureError: a call cannot be captured.
-        ScalingError: a weight is NaN or Inf, no exponents keep the calls in range, the whole
-            component would have to stay in fp32, it would not be exact, or does not run in fp16.
 
     Cost: a capture (seconds) for each kind of call, three with an fp32 residual, a forward in fp32
     for each call, and for each kind two more, one in bf16 and one in fp16.

@@ -36,9 +36,6 @@ def choose_sums(plan: Plan, mode: str) -> Plan:
         plan: what of it rests on no bound is summed in fp32, and its reasons say so.
         mode: `auto`: in fp16 where that is safe, in pieces of at most `LONGEST` terms. `fp16`: where it is
             safe, in one piece if a whole sum is. `fp32`: nowhere.
-
-    Raises:
-        OptionError: the mode is unknown.
     """
     if mode not in MODES:
         raise OptionError(

@@ -56,10 +56,6 @@ def choose_plan(
         memory: what runs are to stay within, from `ask_memory`; None for no limit.
         request: sizes and prompt of the run, for a plan that has to be made.
 
-    Raises:
-        OptionError: the precision is unknown or does not work here.
-        PlanError: the named plan is damaged or belongs to another checkpoint.
-
     Cost: the first time that a checkpoint needs exponents here, `certify_plan`: one pass over the weights.
     """
     if (path := find_plan_path(precision)) is not None:
@@ -100,8 +96,6 @@ def find_or_certify(
 
     Args:
         others: component to the precision that it has in place of its own.
-        only: components that are planned; none for all.
-        calls: of each component, where no pipeline makes them.
 
     Warns:
         StopdownWarning: the plan beside the model is not for these weights and these versions; the plan was

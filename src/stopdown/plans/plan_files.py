@@ -112,11 +112,7 @@ def carry_plan(plan: Plan) -> dict[str, Any]:
 
 
 def read_carried_plan(content: Mapping[str, Any]) -> Plan:
-    """Return the plan that is a part of another JSON file.
-
-    Raises:
-        PlanError: it is not a plan as `carry_plan` gave it.
-    """
+    """Return the plan that is a part of another JSON file."""
     place, remedy = "The plan in config.json", "Download or convert the model again."
     try:
         plan = convert_record(dict(content), Plan)
@@ -142,12 +138,7 @@ def _compute_carried_seal(content: Mapping[str, Any]) -> str:
 
 
 def take_plan(given: Plan | str | Path) -> Plan:
-    """Return a plan, from itself or from the path of its file.
-
-    Raises:
-        PlanError: as `read_plan`.
-        OptionError: it is neither.
-    """
+    """Return a plan, from itself or from the path of its file."""
     return given if isinstance(given, Plan) else read_plan(given)
 
 
@@ -204,11 +195,7 @@ def find_cached_path(fingerprint: str) -> Path:
 
 
 def write_cached_plan(plan: Plan) -> Path:
-    """Keep a plan for the next run of its checkpoint; its path comes back.
-
-    Raises:
-        OutputError: the cache cannot be written.
-    """
+    """Keep a plan for the next run of its checkpoint; its path comes back."""
     path = find_cached_path(plan.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

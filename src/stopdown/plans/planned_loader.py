@@ -55,8 +55,6 @@ class Loaded:
     """A pipeline in memory.
 
     Attributes:
-        pipe: a Diffusers pipeline on its device.
-        plan: that it was loaded by.
         decisions: how each component call runs, as records have it.
         patches: what was put on the pipeline while loading: casts at the component calls of components that
             differ, and the second copy of an autoencoder whose directions differ.
@@ -102,11 +100,7 @@ def _gather_component(
 def decide(
     facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
 ) -> tuple[ComponentPlan, ...]:
-    """Return how each call runs without exponents, as a `--precision` text says.
-
-    Raises:
-        OptionError: the text names an unknown precision or component, or one that does not work.
-    """
+    """Return how each call runs without exponents, as a `--precision` text says."""
     calls = {entry.name: entry.calls for entry in facts}
     return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
 
@@ -121,10 +115,6 @@ def load_plan(
     """Load a checkpoint as a plan says, and move it to a device.
 
     With `Plan.memory` its weights stay in the checkpoint's files until a run is placed.
-
-    Raises:
-        PlanError: the plan does not belong to this checkpoint, with all that differs.
-        SourceError: the weights do not match the model.
     """
     load = _load_bare if plan.is_bare else _load_scaled
     return load(source, plan, device, progress, plan.memory is None)

@@ -30,7 +30,6 @@ class ComponentFacts:
     """What is known of a component before it is loaded.
 
     Attributes:
-        name: `transformer`.
         calls: what it is called as: `("vae.encode", "vae.decode")`, or its name alone.
         stored: bytes on disk by format.
         kept_fp32: parts that its authors keep in fp32, by the precision it is loaded in.
@@ -55,9 +54,6 @@ def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
     Args:
         asked: that text or a plan's path, a dtype, or component → text or dtype:
             `{"transformer": torch.bfloat16, "vae": "fp32"}`.
-
-    Raises:
-        OptionError: it is none of these.
     """
     if isinstance(asked, (str, Path)):
         return str(asked)
@@ -88,13 +84,6 @@ def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
 
     Returns:
         Component or call to its precision; "" stands for all components. Empty for a plan's path.
-
-    Args:
-        text: of a `--precision`, in every command.
-        also: further words that the command takes, for the error.
-
-    Raises:
-        OptionError: a precision is unknown, an entry names no component, or two contradict.
     """
     if find_plan_path(text) is not None:
         return {}
@@ -119,11 +108,7 @@ def resolve_request(
     A method goes before its component.
 
     Args:
-        request: as `parse_request` returns it.
         components: name to what it is called as: `vae` to `("vae.encode", "vae.decode")`.
-
-    Raises:
-        OptionError: the model has no such component, or the component no such method.
     """
     words = _resolve_words(request, components)
     return {call: "fp16" if word == PLAIN_FP16 else word for call, word in words.items()}
@@ -162,9 +147,6 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
     Args:
         text: `fp16`, or `auto`, which is the same; or components that are to be in another one.
         what: is made, with its article: `A plan`.
-
-    Raises:
-        OptionError: another precision was asked for, for all of it or a method.
     """
     asked = parse_request(text)
     others = {name: x for name, x in asked.items() if name and not split_call(name)[1]}
@@ -178,11 +160,7 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
 
 
 def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that no component has.
-
-    Raises:
-        OptionError: naming those that there are.
-    """
+    """Refuse a name that no component has."""
     for name in {*wanted} - {*known}:
         raise _unknown_component(name, sorted(known))
 
@@ -250,12 +228,8 @@ def decide_precisions(
     """Return how each call of each component runs, without exponents.
 
     Args:
-        components: facts of each component.
         supports: what the device makes of each format, by name.
         request: what the user asked for, by call name; everything else is decided here.
-
-    Raises:
-        OptionError: a requested format does not work on the device.
     """
     decisions = []
     for facts in components:

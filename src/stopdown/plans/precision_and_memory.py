@@ -37,11 +37,7 @@ from stopdown.sources.sources import Source
 def find_ways(
     source: Source, supports: Mapping[str, Support], asked: str, plan: Plan | None = None
 ) -> list[Plan]:
-    """Return the ways to compute a source, as `list_ways` does.
-
-    Raises:
-        PlanError: the plan belongs to another model.
-    """
+    """Return the ways to compute a source, as `list_ways` does."""
     if plan is not None:
         check_source(plan, source)
     return list_ways(gather_facts(source), supports, asked, plan)
@@ -57,10 +53,6 @@ def list_ways(
 
     Args:
         asked: a `--precision`: `auto` and a plan's path are compared with others, the rest is alone.
-        plan: what a path led to.
-
-    Raises:
-        OptionError: the precision is unknown or does not work there.
     """
     names = [fact.name for fact in facts]
     fp32 = _make_plan("fp32", "fp32", dict.fromkeys(names, "fp32"))

@@ -52,10 +52,6 @@ def open_gguf(path: Path, mode: str = "r") -> Any:
 
     Args:
         mode: `r`, or `r+` to write through what it gives.
-
-    Raises:
-        DamagedFileError: it is no whole GGUF file.
-        OptionError: the package is not installed.
     """
     gguf = require_gguf()
     try:

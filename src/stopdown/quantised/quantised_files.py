@@ -129,10 +129,6 @@ def fold_file(
         folds: without a weight, it stays as it is.
         inputs: weight to the exponent of the values that it multiplies, for layers that divide them by a
             scale before they quantise them.
-
-    Raises:
-        OptionError: the file is already rescaled.
-        ScalingError: a weight cannot be folded so.
     """
     file = open_weight_file(source)
     refuse_rescaled(str(source), file.metadata.get(RESCALED_ENTRY, ""))

@@ -37,13 +37,7 @@ from stopdown.sources.weight_files import (
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """A file's weights; only its header is read.
-
-    Raises:
-        DamagedFileError: it is not whole.
-        OptionError: it is a GGUF file, and the package that reads them is not installed.
-        OSError: it cannot be read.
-    """
+    """A file's weights; only its header is read."""
     if path.suffix.lower() == ".gguf":
         return _open_gguf(path)
     tensors, metadata = read_header(path), read_metadata(path)

@@ -46,11 +46,7 @@ _Samples = tuple[tuple[int, ...], torch.Tensor | None]
 
 
 def check_device_map(device_map: Any) -> None:
-    """Refuse weights that would be written to the disk before their exponents are folded in.
-
-    Raises:
-        OptionError: a part of the model is on the disk.
-    """
+    """Refuse weights that would be written to the disk before their exponents are folded in."""
     if isinstance(device_map, dict) and "disk" in device_map.values():
         raise OptionError(
             "The device_map puts weights on the disk, but a StopdownConfig was given.",
@@ -83,9 +79,6 @@ class Loading:
         """Note the dtype that `from_pretrained` was given; fp32 is what pipelines pass if none is given.
 
         A folder that carries a plan is loaded in bf16 as well: without the plan, which is one for fp16.
-
-        Raises:
-            OptionError: it is another narrow format, or bf16 beside a config that was given.
         """
         if dtype == torch.bfloat16 and self.config.is_carried:
             self.bare = dtype
@@ -102,11 +95,6 @@ class Loading:
 
         Args:
             module: its parameters are on `meta`.
-            files: with its weights.
-
-        Raises:
-            PlanError: the plan is not one of this model.
-            SourceError: there is no plan, and none can be certified.
 
         Cost: without a plan, the first time that a checkpoint is met here, one pass over its weights.
         """
@@ -167,12 +155,7 @@ class Loading:
         return made
 
     def finish(self, module: torch.nn.Module) -> StopdownConfig | None:
-        """Check what arrived and guard the model; return what its config carries, None without its plan.
-
-        Raises:
-            PlanError: the weights are not those of the plan.
-            SourceError: some did not arrive.
-        """
+        """Check what arrived and guard the model; return what its config carries, None without its plan."""
         self._check_weights(module)
         with torch.no_grad():
             for name, tensor in name_parameters(module).items():
@@ -334,11 +317,7 @@ class PlannedModel:
 
 
 def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """Move a model; it cannot be cast. The dtype that it says it has is no cast: libraries give it back.
-
-    Raises:
-        OptionError: another dtype is asked for.
-    """
+    """Move a model; it cannot be cast. The dtype that it says it has is no cast: libraries give it back."""
     given = (*args, *options.values())
     dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
     if dtype == module.dtype:

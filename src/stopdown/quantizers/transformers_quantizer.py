@@ -25,11 +25,7 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
         check_device_map(options.get("device_map"))
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Have weights arrive in fp32, which holds whatever is stored.
-
-        Raises:
-            OptionError: bf16 is asked for.
-        """
+        """Have weights arrive in fp32, which holds whatever is stored."""
         self._loading.request(dtype)
         return torch.float32
 

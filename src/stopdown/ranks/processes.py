@@ -64,12 +64,7 @@ def joined(device: Device, limit_s: float = _LIMIT_S) -> Iterator[Ranks]:
 def join_ranks(
     device: str, memory: str | None, settings: RankSettings
 ) -> Iterator[tuple[str, Ranks]]:
-    """Join the processes that were started with this one; yield its device, and the ranks.
-
-    Args:
-        device, memory: the options.
-        settings: of `torchrun`.
-    """
+    """Join the processes that were started with this one; yield its device, and the ranks."""
     if memory is not None:
         raise OptionError(
             f"--memory {memory} was given to {settings.count} processes.",

@@ -112,7 +112,6 @@ class Ranks(Consensus):
         Args:
             what: is described: "plan".
             described: name → plain value, of this rank.
-            remedy: what to type.
         """
         first, *others = self.gather(dict(described))
         differences = [
@@ -291,11 +290,7 @@ def find_ranks(pipe: Any) -> Ranks | None:
 def put_parallel(
     pipe: Any, way: str, patches: Patches, announce: Callable[[str], None]
 ) -> Literal["context", "guidance"]:
-    """Spread each denoiser call of a pipeline over all ranks; return how it was done.
-
-    Args:
-        way: `context`, `guidance`, or `auto`: context if the model has a plan for it.
-    """
+    """Spread each denoiser call of a pipeline over all ranks; return how it was done."""
     denoisers = [callee.owner for callee in find_callees(pipe) if callee.stage == "denoise"]
     if way == "guidance" or (way == "auto" and not all(map(_has_plan, denoisers))):
         put_guidance_parallel(pipe, patches, announce=announce)

@@ -46,10 +46,6 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
         address: `local` starts one on this machine; `auto` and `host:port` are those of `ray.init`.
         workers: how many; None for as many as the cluster has GPUs, or room for on its CPUs.
         cpus_per_worker: None for all CPUs of a machine, shared by the workers that were asked for.
-
-    Raises:
-        OptionError: Ray is not installed.
-        InputError: there is no such cluster, a machine lacks Stopdown, or it is too small.
     """
     require_package("ray", "ray", "`ray`", otherwise=", or leave `ray` out")
     import ray

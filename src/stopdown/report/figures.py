@@ -78,11 +78,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with a logarithmic axis of errors over steps.
-
-    Attributes:
-        lines: one for each precision.
-    """
+    """A picture with a logarithmic axis of errors over steps."""
 
     low: int
     high: int

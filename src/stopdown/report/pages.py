@@ -240,12 +240,7 @@ def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_page(output: Path, *, force: bool = True) -> None:
-    """Refuse a page that could not be written, before hours are spent on it.
-
-    Raises:
-        OptionError: it does not end in .html.
-        OutputError: nothing can be written there, or what is there must stay.
-    """
+    """Refuse a page that could not be written, before hours are spent on it."""
     check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
     check_target(output, replaces=describe_no_page, force=force)
 
@@ -261,7 +256,6 @@ def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
     """Write a page, and return its path.
 
     Args:
-        path: of a new file or of another page of Stopdown.
         companions: as for `write_numbered`.
         numbered: replace nothing: take the first free name instead.
     """

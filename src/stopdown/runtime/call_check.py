@@ -36,7 +36,6 @@ class CallCheck:
             (`tanh()`) where the result is finite.
         inputs: arguments that were not finite; a mask may hold -Inf.
         is_seen: it returned tensors that could be looked at.
-        host_reads: how often the host waited for values.
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
         headroom_bits: least between a finite output in fp16 and fp16's maximum; None without one.

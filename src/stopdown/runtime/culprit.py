@@ -50,7 +50,6 @@ class Culprit:
             `intermittent` when the replay was clean.
         path: of the innermost module around it; of the parameter for a weight.
         operation: `linear`, `mul`…; empty when there is none.
-        dtype: of what it gave.
         operands: largest finite magnitude of each floating operand, with dtype and shape.
         reached: what it reaches in fp32; NaN when that is unknown.
         around: the modules that it happened in, innermost first, without those that do no more
@@ -126,11 +125,6 @@ def find_culprit(
     arguments: Mapping[str, Any],
 ) -> tuple[Culprit, Any]:
     """Where a call goes wrong, and what it gave this time.
-
-    Args:
-        module: whose code the call runs.
-        call: makes the call once more.
-        arguments: what it is called with, by name.
 
     Cost: the call once, with one pass and one host read for each operation.
     """

@@ -31,7 +31,6 @@ class Calibration:
     """What the calls of one module have reached so far.
 
     Attributes:
-        calls: how many were measured.
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
     """

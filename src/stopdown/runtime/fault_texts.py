@@ -77,7 +77,6 @@ def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteErr
 
     Args:
         found: what is known besides of how it began, in whole sentences.
-        has_bf16: whether the device has units for bf16.
     """
     precision = fault.precision
     inputs = [
@@ -106,11 +105,7 @@ def name_counts(nan: int, infinite: int) -> str:
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
-    """What to type after a component gave NaN or Inf in a precision.
-
-    Args:
-        has_bf16: whether the device has units for bf16.
-    """
+    """What to type after a component gave NaN or Inf in a precision."""
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "

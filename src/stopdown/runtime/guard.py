@@ -55,13 +55,7 @@ class Guard:
 
     Attributes:
         pipe: the program: a pipeline, a module, a dict of them, an object that holds modules.
-        options: as they were given.
-        steps: of the run.
         session: the component calls, and what is known of each.
-        plan: the plan that is on the pipeline; None without one.
-        run: makes one call of the pipeline, and looks at what leaves it.
-        check_frames: reports black, grey, frozen and noisy pictures.
-        limit_inputs: compares arguments with the limits of a certificate.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions | None = None) -> None:
@@ -184,11 +178,7 @@ class Guard:
                 repair_cache.keep(state, applied)
 
     def give_way(self, options: GuardOptions) -> Guard:
-        """Put another guard in the place of this one, which comes back when that is removed.
-
-        Raises:
-            PlanError, InputError: as `put_on`; this guard is on again then.
-        """
+        """Put another guard in the place of this one, which comes back when that is removed."""
         self.remove()
         own = dataclasses.replace(self.options, loaded=None)
         if options.plan is None and not self.repairs:
@@ -352,11 +342,7 @@ def guard(
 
 
 def _refuse_overlap(pipe: Any) -> None:
-    """Refuse a program if what one guard would repair is a part of what another guard does.
-
-    Raises:
-        InputError: with both names.
-    """
+    """Refuse a program if what one guard would repair is a part of what another guard does."""
     others = {id(x): x for guard in list(LEFT_ON) for x in find_components(guard.pipe).values()}
     for name, module in find_components(pipe).items():
         if id(module) in others:

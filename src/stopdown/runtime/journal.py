@@ -117,7 +117,6 @@ class CallAnswers:
 
         Args:
             count_repairs: how many calls were repaired so far.
-            consensus: of the processes that make the same calls.
         """
         consensus.lead(functools.partial(self.prepare, pipe, consensus))
         self._consensus, self._count_repairs = consensus, count_repairs
@@ -161,11 +160,6 @@ class Journal(CallAnswers):
         folder: made when it is missing.
         run: what tells the run apart, beyond the pipeline: prompt, seed, checkpoint. JSON values.
         limit_bytes: size at which no more calls are written.
-        announce: told what a person must hear, in whole sentences.
-
-    Raises:
-        InputError: the folder holds something else, another run's journal, or is in use.
-        OutputError: the folder cannot be written.
     """
 
     def __init__(

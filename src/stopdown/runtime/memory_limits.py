@@ -35,10 +35,8 @@ def ask_memory(
     """Return what runs are to stay within: what was asked for, else all that the device has.
 
     Args:
-        memory: of the command; None if it was not given.
         targets: calls that a precision was requested for. If both methods of an autoencoder are loaded in
             precisions of their own, all weights are placed on the device, unless a limit was given.
-        allow, share: as for `MemoryPlan`.
 
     Returns:
         None for `none`.
@@ -72,14 +70,10 @@ def fit_run(
 
     Args:
         loaded: its weights wait in their files, or are where they were loaded.
-        request: what is made. `take_size` gives what is made of it.
         tiling: whether the autoencoder works in tiles; None leaves that open.
 
     Returns:
         The pipeline, with an offloader that is to be entered where one keeps the run within its limit.
-
-    Raises:
-        StopdownError: no strategy stays within the limit.
     """
     asked = loaded.plan.memory
     if asked is None:
@@ -213,13 +207,7 @@ def find_smaller(
     predict: Callable[[Request], Fit],
     limit_bytes: int,
 ) -> tuple[Request, Fit, Reduction, Size] | None:
-    """The largest smaller size that fits, with what is said of it; None when none does.
-
-    Args:
-        size: that `request` makes.
-        configs: of the model, which say what sizes it can make.
-        predict: what a request takes.
-    """
+    """The largest smaller size that fits, with what is said of it; None when none does."""
     found = find_largest(
         list_smaller(size, find_grid(dict(configs)), keeps_frames=request.video is not None),
         lambda one: predict(shrink_request(request, one)),
@@ -245,7 +233,6 @@ def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: 
 
     Args:
         pipe: may be without weights.
-        formats: that it computes in.
     """
     arguments = build_arguments(pipe, request)
     return predict_run(

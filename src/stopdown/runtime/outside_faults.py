@@ -26,8 +26,6 @@ class Origin:
 
     Attributes:
         source: `scheduler`, `pipeline`, or the component that was reported before.
-        what: one sentence or two.
-        remedy: what to type.
     """
 
     source: str
@@ -44,9 +42,6 @@ def find_origin(
     """Where values came from that are not finite.
 
     Args:
-        steps: of this run.
-        repairs: of this run, in order.
-        given: arguments of the pipeline's call, by name.
         unwatched: components that could not be examined, each as a sentence.
 
     Cost: two host reads for each tensor that is looked at.

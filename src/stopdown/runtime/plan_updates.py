@@ -25,9 +25,7 @@ def update_entry(
     """A plan's entry with the repairs that are in force in its place.
 
     Args:
-        applied: all that is in force on the component.
         calls: how many failing calls new exponents rest on.
-        reasons: why, in whole sentences.
     """
     bare = dataclasses.replace(entry, scaling=None, calls=0, prompts=0, reasons=())
     found = dataclasses.replace(bare, prompts=entry.prompts)

@@ -11,10 +11,6 @@ class RepairLog:
     """Repairs, and calls that were not repaired, in order."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
-        """
-        Args:
-            announce: told of each kind once, in whole sentences.
-        """
         self._announce = announce
         self._repairs: list[Repair] = []
         self._left: list[str] = []

@@ -24,8 +24,6 @@ class Remedy:
 
     Attributes:
         action: what `repairs.name_action` calls it, or `replayed`.
-        precision: what the module or component runs in afterwards.
-        reason: why this, here; one sentence.
         path: of the fp32 module.
         residual: what a rescaled component keeps its residual stream in: `native` or `fp32`.
     """
@@ -48,10 +46,7 @@ def list_remedies(
     """What to try after a fault, best first; empty when nothing here can help.
 
     Args:
-        kind: as `Culprit.kind`.
-        precision: of most of the component's weights.
         around: modules around the fault that can be an fp32 module, innermost first.
-        has_bf16: the device computes bf16 natively.
     """
     if kind in _HOPELESS:
         return ()

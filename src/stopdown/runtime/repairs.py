@@ -73,7 +73,6 @@ class ComponentState:
     """A component, what was put on it, and what its failing calls reached.
 
     Attributes:
-        module: whose weights they are.
         dtype: what it was cast to; None while it runs in what it was loaded in.
         applied: what is in force: a plan's part and repairs.
         planned: what a plan put there before any repair.
@@ -81,8 +80,6 @@ class ComponentState:
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
         calibration: what its failing calls reached; it does not keep the component alive.
-        name: of the component, for messages.
-        announce: told of calls that run without exponents.
         on_extended: told when exponents were found for one more kind of call, and how it differs.
         notes: what its modules noted during the call of now.
         weights: as they were at the first call.
@@ -117,11 +114,7 @@ class ComponentState:
         self.put_on(planned)
 
     def stand_under(self, planned: tuple[ComponentPlan, ...], off: Patches) -> None:
-        """Know of a plan's part that was put on while loading, and stays when the guard goes.
-
-        Args:
-            off: takes it off.
-        """
+        """Know of a plan's part that was put on while loading, and stays when the guard goes."""
         self.planned = self.applied = planned
         self._stood = True
         self._patches.defer(off.undo)
@@ -154,9 +147,6 @@ class ComponentState:
 
     def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[ComponentPlan, ...]:
         """Return the repairs that are to be in force when a remedy is tried.
-
-        Args:
-            call: that failed, as the component itself got it.
 
         Cost: for exponents a capture and a forward in fp32.
         """
@@ -359,7 +349,6 @@ def merge_scalings(
     What is certified or tried is so as a whole, so the new ones say it: measured, and not tried.
 
     Args:
-        before: in force so far.
         found: solved for the calls that failed, relative to the component as it was.
         used: parameters that take part in those calls.
         methods: of the component that those calls are calls of.

@@ -24,12 +24,7 @@ from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 
 
 class RunCheck:
-    """Checks what leaves a pipeline.
-
-    Attributes:
-        findings: what is wrong with the frames.
-        own_s: seconds that were spent.
-    """
+    """Checks what leaves a pipeline."""
 
     def __init__(self, session: Session) -> None:
         self.findings: list[Finding] = []

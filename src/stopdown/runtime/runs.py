@@ -59,7 +59,6 @@ class Made:
 
     Attributes:
         frames: `[T, H, W, 3]` uint8.
-        seen: what the guard saw and did.
         updated: the plan with the repairs in it; None when there is no plan, or was no repair.
         stages_s: seconds by stage: encode, denoise, decode, other.
     """
@@ -124,13 +123,8 @@ class Runner:
         """Load what is not loaded, make a request under the guard, and write its file.
 
         Args:
-            plan: how it runs, and what it stays within (`Plan.memory`).
             settings: of the guard; what belongs to the loaded pipeline is set here.
             spread: puts each step on several processes, and gives how in words.
-
-        Raises:
-            InputError: the pipeline refuses the request.
-            StopdownError: memory ran out, or a call cannot be repaired.
         """
         stages = {"prepare": time.perf_counter() - wanted.started}
         announce = settings.announce or warn_user
@@ -237,7 +231,6 @@ def make_frames(loaded: Loaded, request: Request, *, output: str, settings: Guar
 
     Args:
         output: path that the frames are for; refused at once when it cannot hold them.
-        settings: of the guard; what belongs to the pipeline is set here.
     """
     arguments = build_arguments(loaded.pipe, request)
     sides = list_own_sides(loaded.pipe, request)
@@ -257,12 +250,7 @@ def make_frames(loaded: Loaded, request: Request, *, output: str, settings: Guar
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program gave under a guard.
-
-    Attributes:
-        result: of its call.
-        seen, updated: as for `Made`.
-    """
+    """What a program gave under a guard."""
 
     result: Any
     seen: GuardRecord
@@ -271,12 +259,7 @@ class Ran:
 
 
 def run_guarded(loaded: Loaded, start: Callable[[], Any], settings: GuardOptions) -> Ran:
-    """Run a program once under a guard, which is gone when this returns.
-
-    Args:
-        start: calls it.
-        settings: of the guard; it leaves the frames to the caller.
-    """
+    """Run a program once under a guard, which is gone when this returns."""
     settings = dataclasses.replace(settings, decisions=loaded.decisions, frames=False)
     guarding = Guard(loaded.pipe, settings).put_on()
     begun = time.perf_counter()
@@ -323,11 +306,7 @@ def write_frames(
 def _describe_run(
     source: Source, loaded: Loaded, device: Device, made: Made, peak: PeakMemory, **others: Any
 ) -> RunRecord:
-    """The record of a run.
-
-    Args:
-        others: further fields of `RunRecord`: request, stages_s, findings, output, elapsed_s…
-    """
+    """The record of a run."""
     memory = loaded.plan.memory
     return RunRecord(
         source=source.name,

@@ -65,8 +65,6 @@ class ModuleCalls:
     """The calls of modules that a script made without a pipeline.
 
     Attributes:
-        log: what was done at faults.
-        calls: what each component did.
         left: calls that were left alone, by component and why.
         unwanted: components that were called and that no pattern names.
     """
@@ -148,14 +146,9 @@ class ScriptGuard:
     """Guards the calls of every pipeline that is made while it is on, and of every other module.
 
     Attributes:
-        on_fault: as for `guard`.
-        announce: told what a person must hear.
         plan: put on each pipeline that it belongs to; with the repairs of earlier calls in it.
-        components: patterns of names or classes of components; empty for all.
         precision: what components run in that the script has in another 16 bits; None leaves them.
         runs: what each guard saw and did, one for each call of a pipeline.
-        findings: what is wrong with what pipelines returned.
-        failed: a fault was not repaired.
     """
 
     on_fault: OnFault

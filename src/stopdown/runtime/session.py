@@ -84,22 +84,13 @@ Observer = Callable[[str, str, int, int], None]
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """What a guard does, and whom it tells.
+    """What a guard does, and whom it tells; what is not said here is as for `guard`.
 
     Attributes:
-        on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
-            is known. `warn`: say it once and go on with the bad value.
         decisions: precision of each call with its reason, for messages.
-        observer: told of each finished call.
-        announce: told of each repair once; None warns with `StopdownWarning`.
-        plan: put on the pipeline for as long as the guard is.
         loaded: by which plan the pipeline was loaded, in place of `plan`.
-        journal: folder, or open journal.
-        maxima: note the largest magnitude of each block at each step.
         repair_cache: what earlier guards found, put on from the start; what this one finds is added.
-        frames: report black, grey, frozen and noisy frames in what the pipeline returns.
         names_culprit: run a call that failed once more to find where the fault begins.
-        components: patterns of names or classes of components; empty for all.
         log: goes on with what other guards did; None begins anew.
         histories: weights as earlier guards met them; None begins anew.
         calls_before: of the component, under other guards.
@@ -141,12 +132,10 @@ class Session:
 
     Attributes:
         components: by `id` of the module.
-        calls: by name.
         missed: calls that are not guarded, a sentence each.
         running: threads inside of the pipeline's call.
         is_over: the guard is removed, so a call at fault is made again without it.
         counting: held while several threads change what is counted here.
-        host_reads: how often the host waited for values.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions) -> None:

@@ -42,8 +42,6 @@ class SessionFault:
 
     Attributes:
         kind: `weights-changed`, `weights-late`, `results-differ`.
-        evidence: what was seen, in whole sentences.
-        remedy: what to do.
         path: of the first weight that changed; "" for none.
     """
 
@@ -160,9 +158,6 @@ def _differ_by_more(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def examine_calls(calls: Iterable[GuardedCall], pipe: Any) -> Iterator[Finding]:
     """What of a finished picture that is wrong is the session's: a finding for each component.
-
-    Args:
-        calls: under the guard, whose latest arguments are known.
 
     Cost: the latest call of each once more, and a pass over all weights.
     """

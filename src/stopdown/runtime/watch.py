@@ -22,11 +22,7 @@ from stopdown.scaling.call_watch import ReplacedError, has_passed
 
 
 class Watch:
-    """Watches the calls of a session.
-
-    Attributes:
-        own_s: seconds that were spent besides the calls.
-    """
+    """Watches the calls of a session."""
 
     def __init__(self, session: Session, handler: FaultHandler) -> None:
         self.own_s = 0.0

@@ -94,12 +94,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name.
-
-    Raises:
-        DamagedFileError: the file is not a whole safetensors file.
-        OSError: the file cannot be read.
-    """
+    """The tensors of a safetensors file by name."""
     return dict(_parse_tensors(path, *_sign(path)))
 
 
@@ -133,12 +128,7 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts that a safetensors file says of itself.
-
-    Raises:
-        DamagedFileError: its header cannot be read.
-        OSError: the file cannot be read.
-    """
+    """The texts that a safetensors file says of itself."""
     metadata = _read_json(path, *_sign(path))[0].get("__metadata__", {})
     _check_metadata(metadata)
     return dict(metadata)
@@ -288,11 +278,7 @@ def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
 
 
 def read_shard_index(index: Path) -> dict[str, str]:
-    """Tensor → its file, from an index of shards (`*.safetensors.index.json`).
-
-    Raises:
-        DamagedFileError: it cannot be read, or names a file that a component is not loaded from.
-    """
+    """Tensor → its file, from an index of shards (`*.safetensors.index.json`)."""
     try:
         weight_map = read_json_table(index)["weight_map"]
         if not isinstance(weight_map, dict):
@@ -317,11 +303,7 @@ def _is_plain(name: str) -> bool:
 
 
 def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:
-    """What an index of shards names and its folder lacks.
-
-    Args:
-        shards: as `read_shard_index` gives them.
-    """
+    """What an index of shards names and its folder lacks."""
     missing = []
     for shard in sorted(set(shards.values())):
         path = index.parent / shard

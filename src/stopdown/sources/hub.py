@@ -46,11 +46,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def download_index(repo: str, *, revision: str | None = None) -> Path:
-    """The local path of a repository's `model_index.json`, in the client's cache.
-
-    Raises:
-        SourceError: there is no such repository, it is gated, has no index, or cannot be reached.
-    """
+    """The local path of a repository's `model_index.json`, in the client's cache."""
     import huggingface_hub
 
     with _asking(repo, revision):
@@ -73,11 +69,8 @@ def download_snapshot(
     """The folder of a repository's snapshot, with the files of the given components in it.
 
     Args:
-        index: what `download_index` gave; the other files come from the same commit.
         folders: component → whether it has weights.
-        variant: of the weights, where a component has it.
         with_weights: without them only configurations and tokenizers come.
-        progress: called with the bytes received.
     """
     import huggingface_hub
 
@@ -272,9 +265,6 @@ def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str
     """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
 
     Each header is fetched by an HTTP range.
-
-    Args:
-        variant: of the weights, where a component has it.
     """
     import huggingface_hub
 

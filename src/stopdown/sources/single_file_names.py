@@ -31,7 +31,6 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
 
     Attributes:
         class_name: in Diffusers or Transformers.
-        source: where that is known from.
         rules: patterns over a name and what takes their place, one after the other.
         like: class whose rules come after these.
         merged: 1 x 1 convolution that readers do not have, to the one before it, which takes it up.
@@ -50,7 +49,6 @@ class Whole(msgspec.Struct, frozen=True):
     """What is before the names of each component in one file with all of a pipeline.
 
     Attributes:
-        source: where that is known from.
         layouts: component to the table that replaces its class's.
     """
 

@@ -172,11 +172,7 @@ NEEDED = {
 
 
 def check_libraries() -> None:
-    """Refuse an environment that has only what the guard and ComfyUI's nodes need.
-
-    Raises:
-        SourceError: a library of `NEEDED` is missing or older.
-    """
+    """Refuse an environment that has only what the guard and ComfyUI's nodes need."""
     from packaging.version import Version
 
     here = {name: read_version(name) for name in NEEDED}

@@ -43,11 +43,7 @@ class FileWeight:
     quantised: Any = None
 
     def load(self) -> torch.Tensor:
-        """All values, in fp32.
-
-        Raises:
-            ScalingError: they cannot be unpacked here.
-        """
+        """All values, in fp32."""
         pieces = list(self.read())
         if not pieces:
             raise ScalingError(
@@ -100,13 +96,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """Open a file's weights; only its header is read.
-
-    Raises:
-        DamagedFileError: it is not whole.
-        OptionError: it is a GGUF file, and the package that reads them is not installed.
-        OSError: it cannot be read.
-    """
+    """Open a file's weights; only its header is read."""
     if (opened := find_offer("open_weight_file")) is not None:
         found: WeightFile = opened(path)
         return found
