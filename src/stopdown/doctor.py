@@ -230,7 +230,6 @@ def _name_precision(outlook: Outlook) -> str:
 
 @functools.cache
 def read_models() -> tuple[KnownModel, ...]:
-    """The models that the outlook is given for."""
     return read_rows("models", "model", KnownModel)
 
 
@@ -258,7 +257,6 @@ def _runs_attention(device: Device, kernel: str, name: str) -> bool:
 
 
 def list_kernels() -> tuple[str, ...]:
-    """The kernels of attention by name."""
     return tuple(_KERNELS)
 
 

@@ -49,7 +49,7 @@ def test_every_command_is_taken(page: Path) -> None:
         ("<!-- not run: slow -->\n```sh\nstopdown paint x\n```", "there is no command paint"),
         ('```mermaid\na["stopdown explain x<br/>stopdown doctor --loud"]\n```', "No such option"),
         ("`stopdown plan --json`", "Missing"),
-        ("`stopdown plan SOURCE --certify`", "--certify is refused"),
+        ("`stopdown plan SOURCE --memory 8GiB`", "--memory is refused"),
     ],
 )
 def test_a_wrong_command_is_found(text: str, wrong: str) -> None:

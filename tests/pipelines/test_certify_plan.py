@@ -174,15 +174,6 @@ def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny
         certify_plan(folder, precision="text=fp32")
 
 
-def test_the_command_refuses_options_of_runs(save_tiny: SaveTiny, tmp_path: Path) -> None:
-    """A certificate needs no option of its own, and whoever types one is told; no file is left."""
-    arguments = ["plan", str(save_tiny("cogvideox")), "--certify"]
-    done = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "plan.json")])
-    assert isinstance(done.exception, OptionError)
-    assert done.exception.what == "--certify is no option."
-    assert not (tmp_path / "plan.json").exists()
-
-
 def test_fp16_by_component_is_rescaled(save_tiny: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A component requested in fp16 gets its exponents; the others are as requested or as auto has them."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))

@@ -17,6 +17,7 @@ import typer
 
 from stopdown.app.display import Display
 from stopdown.app.flags import (
+    SHOWN,
     AllowOption,
     DeviceOption,
     ModelOptions,
@@ -279,7 +280,6 @@ def _refuse_too_large(
 
 
 def _read_settings(options: BatchOptions) -> Settings:
-    """Return what is asked for all items."""
     from stopdown.batch.settings import Settings
 
     shared = {entry.name for entry in dataclasses.fields(Settings)} & vars(options).keys()
@@ -300,17 +300,8 @@ def _digest(options: BatchOptions, items: list[Item]) -> str:
 
 
 _OF_THE_RUN = (
-    *(
-        "quiet",
-        "verbose",
-        "json",
-        "token",
-        "prompts",
-        "output",
-        "workers",
-        "ray",
-        "cpus_per_worker",
-    ),
+    *SHOWN,
+    *("prompts", "output", "workers", "ray", "cpus_per_worker"),
     *("journal", "journal_limit", "tries", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
@@ -488,7 +479,6 @@ class _Batch:
         self.display.progress(stage, component, done + (stage == "denoise"), total)
 
     def finish(self, result: ItemResult) -> None:
-        """An item has come to its end."""
         self.results[result.item] = result
         self._show()
         if result.status == "failed":
@@ -534,7 +524,6 @@ class _Batch:
             raise
 
     def summarise(self) -> BatchRecord:
-        """What it came to so far."""
         made = self._list("made")
         return BatchRecord(
             source=self.options.source,

@@ -195,11 +195,12 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     precision, by_plan, judged = options.precision, False, ""
     if precision in (None, "auto"):
         precision, by_plan, judged = choose_auto(source, options.device)
+    sizes = {"num_frames": options.frames, "height": options.height, "width": options.width}
     checked = inspect_pipeline(
         source,
         precision=precision,
         device=options.device,
-        arguments=_read_sizes(options),
+        arguments={name: size for name, size in sizes.items() if size is not None},
         sums=options.sums,
     )
     findings, mended = checked.findings, tuple[str, ...]()
@@ -216,12 +217,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
         round(time.perf_counter() - begun, 3),
         judged,
     )
-
-
-def _read_sizes(options: CheckOptions) -> dict[str, int]:
-    """The sizes that were asked for, by the names of a pipeline's call."""
-    asked = {"num_frames": options.frames, "height": options.height, "width": options.width}
-    return {name: size for name, size in asked.items() if size is not None}
 
 
 def _refuse(options: CheckOptions) -> None:
@@ -251,12 +246,14 @@ def _refuse_unmendable(options: CheckOptions) -> None:
 def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
     from stopdown.dtype_rules.mend import mend
+    from stopdown.sources.folders import told_as_oserror
 
     pipe = _load(options, checked)
     mending = mend(pipe, device=options.device)
     done = mending.done
     if options.output is not None and done:
-        _save(pipe, options.output)
+        with written_beside(options.output) as part, told_as_oserror():
+            pipe.save_pretrained(part)
         done = (*done, f"written to {options.output}; {NOT_WRITTEN}")
     about_files = [f for f in checked.findings if f.kind == "range-unplanned"]
     return [*mending.remaining, *about_files], done
@@ -276,16 +273,7 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
     return load_pipeline(source, torch_dtypes=dtypes)
 
 
-def _save(pipe: Any, folder: Path) -> None:
-    """Write a pipeline beside its place and move it there when it is whole."""
-    from stopdown.sources.folders import told_as_oserror
-
-    with written_beside(folder) as part, told_as_oserror():
-        pipe.save_pretrained(part)
-
-
 def print_check(record: CheckRecord, console: Console) -> None:
-    """Print the findings, worst first."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)

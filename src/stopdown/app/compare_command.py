@@ -40,7 +40,6 @@ from stopdown.pipelines.requests import check_seed
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
 from stopdown.report.pages import check_page, render_comparison, write_page
-from stopdown.sources.sources import Source
 
 DEFAULT_OUTPUT = Path("report.html")
 """Where the page goes without -o; it replaces nothing there."""
@@ -154,9 +153,12 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     check_seed("seed", options.seed, _LARGEST_SEED)
     request = read_request(options)
     numbered, bad = _read_prompts(options)
-    source = _find_source(options, display)
-
     names = parse_precisions(options.precisions)
+    for name in names:
+        if name.endswith(".json"):
+            read_plan(name)
+    source = find_source(options, display)
+    load_libraries(display)
     widest = "fp16" if {"fp32", "autocast"}.isdisjoint(names) else "fp32"
     if options.memory is None:
         refuse_unmeasurable(source, request, options.device, display, precision=widest)
@@ -197,16 +199,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
             part.write_text(to_json(made), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
     return made, page
-
-
-def _find_source(options: CompareOptions, display: Display) -> Source:
-    """The model, after precisions and models that cannot be compared were refused."""
-    for name in parse_precisions(options.precisions):
-        if name.endswith(".json"):
-            read_plan(name)
-    source = find_source(options, display)
-    load_libraries(display)
-    return source
 
 
 @contextmanager

@@ -20,7 +20,6 @@ _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 
 
 def print_record(record: Comparison | RunRecord, page: Path, console: Console) -> None:
-    """Print a record and where its page is."""
     if isinstance(record, RunRecord):
         print_card(record, console, is_new=False)
         console.print(f"Written: {page}", soft_wrap=True, highlight=False)

@@ -99,7 +99,6 @@ class ConvertOptions(ConvertRunOptions):
 
 
 def main(options: ConvertOptions) -> int:
-    """Run the command, with progress and the summary."""
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:

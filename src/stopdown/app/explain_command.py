@@ -108,7 +108,6 @@ def _find_path(subject: str) -> Path | None:
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print what it is, the lines that show it, and what to type."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)

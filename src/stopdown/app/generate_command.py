@@ -300,6 +300,7 @@ def _decide(
     run: _Run,
 ) -> Plan:
     """Return how the model runs, decided by the first of several runs; nothing is loaded."""
+    from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.plans.plan_choice import choose_plan
     from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
@@ -308,8 +309,15 @@ def _decide(
     if run.consensus.is_alone:
         memory = ask_memory(options.memory, options.allow, parse_request(options.precision))
     if kept.chosen is None:
-        asked = memory.asked if memory is not None else None
-        kept.chosen = _choose(options, request, device, source, display, asked)
+        kept.chosen = select_pipeline(source, request, progress=display.progress)
+        refuse_too_large(
+            kept.chosen.source,
+            request,
+            device,
+            display,
+            precision=options.precision,
+            memory=memory.asked if memory is not None else None,
+        )
     if kept.runner is None:
         kept.runner = Runner(kept.chosen.source, device)
     if kept.plan is None:
@@ -364,29 +372,6 @@ def _generate(
     if written is not None:
         kept.plan = None
     return dataclasses.replace(record, updated_plan=written)
-
-
-def _choose(
-    options: GenerateOptions,
-    request: Request,
-    device: Device,
-    source: Source,
-    display: Display,
-    memory: str | None,
-) -> Selection:
-    """The class that serves the request, which fits into memory."""
-    from stopdown.pipelines.class_selection import select_pipeline
-
-    chosen = select_pipeline(source, request, progress=display.progress)
-    refuse_too_large(
-        chosen.source,
-        request,
-        device,
-        display,
-        precision=options.precision,
-        memory=memory,
-    )
-    return chosen
 
 
 @contextlib.contextmanager

@@ -44,7 +44,6 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
 
 
 def report_interrupt(words: list[str], name: str) -> None:
-    """Print what a signal stopped."""
     kind, cause = ("KeyboardInterrupt", "Ctrl-C") if name == "SIGINT" else (name, name)
     _report(kind, describe_interrupt(words, cause), "--json" in words)
 

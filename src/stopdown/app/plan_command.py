@@ -115,8 +115,7 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     device: Annotated[
         str | None, typer.Option(help="Device to measure on: cuda, cuda:1, mps or cpu.")
     ] = None
-    certify: Annotated[bool, typer.Option("--certify", hidden=True)] = False
-    """Refused: bounds are what a plan rests on without an option."""
+
     memory: Annotated[str | None, typer.Option(hidden=True)] = None
     """Refused: what it suggests is a forecast, which `fit` makes."""
 
@@ -130,7 +129,6 @@ class PlanOptions(PlanRunOptions, ModelOptions):
 
 
 def main(options: PlanOptions) -> int:
-    """Run the command, with progress and the table."""
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
@@ -141,7 +139,13 @@ def main(options: PlanOptions) -> int:
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     """Make a plan and write it: the plan, and where it is."""
-    _refuse_memory(options)
+    if options.memory is not None:
+        device = f" --device {options.device}" if options.device is not None else ""
+        raise OptionError(
+            f"--memory {options.memory} was given, but a plan has no memory limit.",
+            expected="Another command predicts the memory of a run.",
+            remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
+        )
     _check_accumulate(options)
     _check_certificate(options)
     others = parse_fp16(options.precision, "A plan")
@@ -195,23 +199,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     return made, write_plan(made, output, numbered=options.output is None)
 
 
-def _refuse_memory(options: PlanOptions) -> None:
-    """Refuse a limit of memory, which plans do not have, and the name of what is the default."""
-    if options.certify:
-        raise OptionError(
-            "--certify is no option.",
-            expected="A plan is based on bounds from the weights, unless it is measured.",
-            remedy=f"Use stopdown plan {options.source}.",
-        )
-    if options.memory is not None:
-        device = f" --device {options.device}" if options.device is not None else ""
-        raise OptionError(
-            f"--memory {options.memory} was given, but a plan has no memory limit.",
-            expected="Another command predicts the memory of a run.",
-            remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
-        )
-
-
 def _check_certificate(options: PlanOptions) -> None:
     """Refuse a certificate of what was measured, and a file that is there or is no JSON file."""
     if options.certificate is None:
@@ -257,21 +244,13 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
     for entry in made.components:
         reasons = " ".join(entry.reasons)
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
-    if not made.steps:
-        console.print(
-            f"\nFrom the weights alone, {made.elapsed_s:.1f} s. Written: {output}",
-            soft_wrap=True,
-            highlight=False,
-        )
-        return
-    calls = sum(entry.calls for entry in made.components)
-    runs = len(made.prompts) or 1
-    console.print(
-        f"\nCalibrated on {calls} calls in {runs} run{'s' * (runs != 1)} of {made.steps} steps on "
-        f"{made.device}, {made.elapsed_s:.1f} s. Written: {output}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    basis = "From the weights alone"
+    if made.steps:
+        calls, runs = sum(entry.calls for entry in made.components), len(made.prompts) or 1
+        basis = f"Calibrated on {calls} calls in {runs} run{'s' * (runs != 1)} of {made.steps} steps on "
+        basis += str(made.device)
+    said = f"\n{basis}, {made.elapsed_s:.1f} s. Written: {output}"
+    console.print(said, soft_wrap=True, highlight=False)
 
 
 def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:

@@ -171,11 +171,9 @@ class Lines(Display):
         print_prose(self._console, f"{shown}: elapsed {_show_time(now - self._begun)}{left}")
 
     def announce(self, text: str) -> None:
-        """A line of its own."""
         print_prose(self._console, text, self._style)
 
     def detail(self, text: str) -> None:
-        """A line of its own, where details are wanted."""
         if self._verbose:
             print_prose(self._console, text)
 
@@ -201,7 +199,6 @@ class Bars(Lines):
         self._tasks: dict[str, TaskID] = {}
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage has come this far; `total` 0 when its end is unknown."""
         if stage not in self._tasks:
             label = f"{STAGES.get(stage, stage):<11}"
             self._tasks[stage] = self._progress.add_task(label, total=None, detail="")

@@ -142,7 +142,6 @@ def _read_path(flag: str, kind: type, given: object) -> object:
 
 
 def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    """A field as Typer reads it."""
     default = inspect.Parameter.empty if entry.default is dataclasses.MISSING else entry.default
     if _is_tuple(hint):
         values, *described = get_args(hint)

@@ -59,7 +59,6 @@ class ReportOptions(CommandOptions):
 
 
 def main(options: ReportOptions) -> int:
-    """Run the command and print the record."""
     from stopdown.app.comparison_cards import print_record, strip_pictures
     from stopdown.app.progress import print_result
 

@@ -139,7 +139,6 @@ ALLOWABLE = {"smaller": "fewer frames or a smaller picture"}
 
 
 def read_allowed(allow: Sequence[str]) -> tuple[str, ...]:
-    """What may change the picture, each once."""
     for name in allow:
         if name not in ALLOWABLE:
             known = ", ".join(f"{name} ({what})" for name, what in ALLOWABLE.items())

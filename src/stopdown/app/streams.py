@@ -59,12 +59,10 @@ class CheckedStdout:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text."""
         with self._explained():
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        """Write what is held back; raises as `write`."""
         with self._explained():
             self._stream.flush()
 

@@ -36,7 +36,6 @@ class Dispatch:
     _deaths: int = 0
 
     def run(self, tasks: Iterable[Task]) -> Iterator[ItemResult]:
-        """The result of each item, as they come."""
         waiting = deque(tasks)
         while waiting or self._given:
             while waiting and (worker := self.pool.find_free()) is not None:

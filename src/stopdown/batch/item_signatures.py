@@ -24,7 +24,6 @@ from stopdown.sources.descriptions import read_description
 
 
 def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:
-    """What determines all items of a batch alike."""
     scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
     config = read_description(scheduler) if scheduler.is_file() else {}
     return {

@@ -163,7 +163,6 @@ def _hash_pixels(frames: Any) -> str:
 
 
 def _read_media(request: Request, media: Mapping[str, str]) -> Request:
-    """A request with the pictures and the video at these places or URLs."""
     read: dict[str, Any] = {}
     for name, place in media.items():
         with _fetched(place) as local:

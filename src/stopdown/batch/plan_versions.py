@@ -64,7 +64,6 @@ class PlanVersions:
 
     @property
     def current(self) -> Plan | None:
-        """The plan for the next item."""
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:

@@ -56,7 +56,6 @@ class Item(_Asked):
 
     @property
     def media(self) -> dict[str, str]:
-        """The pictures and videos that it names, by field."""
         return {name: place for name, place in self.values.items() if name in MEDIA}
 
     def make_request(self) -> Request:

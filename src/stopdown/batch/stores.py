@@ -50,11 +50,9 @@ class Folder:
         check_target(self.path / "batch.json", replaces=lambda path: "")
 
     def list_names(self) -> set[str]:
-        """Names of the files in it."""
         return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         return (self.path / name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
@@ -118,7 +116,6 @@ class Remote:
         self._root = root.rstrip("/")
 
     def check(self) -> None:
-        """Write a small file and remove it."""
         name = _name_part()
         with self._explained():
             self._files.makedirs(self._root, exist_ok=True)
@@ -126,7 +123,6 @@ class Remote:
             self._files.rm_file(self._path(name))
 
     def list_names(self) -> set[str]:
-        """Names of the files in it."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._root, detail=False)
@@ -135,17 +131,14 @@ class Remote:
         return {path.rstrip("/").rpartition("/")[2] for path in found}
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         return bytes(self._files.cat_file(self._path(name)))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all."""
         with self._explained():
             self._files.pipe_file(part := self._path(_name_part()), content)
             self._files.mv(part, self._path(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens when there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
@@ -214,7 +207,6 @@ def _name_part() -> str:
 
 
 def write_probe(store: Store) -> str:
-    """Write a small file; its name."""
     name = f"{_PROBE}{secrets.token_hex(8)}"
     store.write(name, b"stopdown")
     return name

@@ -176,7 +176,6 @@ def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult
 
 
 def fail_task(task: Task, error: str, tries: int) -> ItemResult:
-    """The result of an item that no worker could make."""
     return _begin_result(task, "failed", error=error, tries=tries)
 
 

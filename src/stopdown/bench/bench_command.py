@@ -198,7 +198,6 @@ _MOST_ON_CPU = 2**24
 
 
 def _take_up(path: Path, begun: Benchmark) -> Benchmark:
-    """What an earlier start left."""
     found = read_record(path, Benchmark)
     if dataclasses.replace(begun, memory_bytes=0) != dataclasses.replace(
         found,

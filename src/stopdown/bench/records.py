@@ -88,7 +88,6 @@ class Benchmark(Displayed):
 
 
 def render(made: Benchmark) -> str:
-    """The page."""
     lines = [f"# {describe_device(made)}", "", *_describe(made)]
     for name, meaning in made.subjects.items():
         rows = [row for row in made.rows if row.subject == name]

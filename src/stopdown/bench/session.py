@@ -187,7 +187,6 @@ def go_on(
 
 
 def _compare(row: Measurement, others: Sequence[Measurement]) -> Measurement:
-    """A row with its time over that of fp32."""
     known = [x for x in (*others, row) if x.subject == row.subject and x.way == "fp32"]
     if row.time_s is None or not known or known[0].time_s is None:
         return row

@@ -62,7 +62,6 @@ def describe_component(
     fields: Mapping[str, Any],
     precision: str = "fp16",
 ) -> ConvertedComponent:
-    """A written component as records have it."""
     signatures = found.scaling.signatures if found.scaling.exponents else ()
     return ConvertedComponent(
         component=name,

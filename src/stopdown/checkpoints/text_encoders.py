@@ -207,7 +207,6 @@ def convert_encoder(
 
 
 def load_encoder(encoder: Encoder) -> Any:
-    """The encoder in fp32, as Transformers loads it."""
     kind = find_class("transformers", encoder.class_name)
     with describing_failures(encoder.folder, encoder.class_name), limited_building():
         module, report = kind.from_pretrained(

@@ -147,7 +147,6 @@ def write_outcome(outcome: Outcome, path: Path) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """A cell as it was kept."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=Outcome, dec_hook=_decode)
     except Exception as error:  # whatever a changed file makes its parts raise
@@ -169,5 +168,4 @@ def _decode(kind: type, content: bytes) -> Any:
 
 
 def fail_cell(name: str, error: str, elapsed_s: float = 0.0) -> Outcome:
-    """A cell that did not run to its end."""
     return Outcome(Cell(name, error=error, elapsed_s=elapsed_s), None, Trace())

@@ -92,7 +92,6 @@ class _Matrix:
     looked: set[str] = field(default_factory=set)
 
     def run(self) -> list[_Kept]:
-        """Every row, in order."""
         rows = []
         for index, (line, text) in enumerate(self.prompts):
             path = self.folder / f"row-{_hash(text, self.request.seed + index)}.json"
@@ -371,7 +370,6 @@ def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool)
 
 
 def describe_request(request: Request) -> dict[str, Any]:
-    """The options of the runs, as plain data."""
     plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
     media = {name: "given" for name in MEDIA if plain[name] is not None}
     own = {"arguments": sorted(request.arguments) or None}

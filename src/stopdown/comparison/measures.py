@@ -219,7 +219,6 @@ def find_headroom(trace: Trace) -> tuple[float | None, str]:
 
 
 def draw_heats(trace: Trace) -> tuple[Heat, ...]:
-    """Headroom by component, block and step."""
     heats = []
     for component, module_paths in trace.order.items():
         rows = list_bits({(path, x): y for (n, x, path), y in trace.amax.items() if n == component})

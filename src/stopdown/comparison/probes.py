@@ -123,7 +123,6 @@ class Probe:
             self._patches.defer(handle.remove)
 
     def _keep_latents(self, result: Any) -> None:
-        """Keep what a step of the scheduler gave."""
         found = next(iterate_tensors(result), None)
         if found is not None:
             self.trace.latents.append(found.detach().to("cpu", copy=True))

@@ -136,7 +136,6 @@ class Subject:
         return found
 
     def close(self) -> None:
-        """Let every pipeline go."""
         while self._opened:
             self._opened.popitem()[1].loaded.patches.undo()
         free_memory()

@@ -113,7 +113,6 @@ def _describe_measures(measures: Measures) -> str:
 
 
 def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
-    """The cells of one precision."""
     return [cell for row in rows for cell in row.cells if cell.precision == name]
 
 

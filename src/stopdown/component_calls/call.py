@@ -45,7 +45,6 @@ class ComponentCall:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments by their names."""
         return {**dict(zip(self.callee.argument_names, self.args, strict=False)), **self.kwargs}
 
     @property

@@ -75,7 +75,6 @@ class Callee:
 
     @property
     def argument_names(self) -> tuple[str, ...]:
-        """The names of what the method takes, in order."""
         return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
 
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -124,7 +123,6 @@ class Adapter:
 
 
 def find_adapter(program: Any) -> Adapter:
-    """The adapter of a program's family."""
     return next(one for one in (*_load_adapters(), *_OWN_ADAPTERS) if one.recognises(program))
 
 
@@ -135,12 +133,10 @@ def _load_adapters() -> tuple[Adapter, ...]:
 
 
 def find_components(program: Any) -> dict[str, torch.nn.Module]:
-    """The modules of a program by name."""
     return find_adapter(program).find_components(program)
 
 
 def find_component(program: Any, name: str) -> torch.nn.Module | None:
-    """The component of this name; None when there is none."""
     adapter = find_adapter(program)
     found = adapter.find_components(program).get(name)
     return adapter.name_modules(program).get(name) if found is None else found

@@ -90,7 +90,6 @@ _OFFLOADS = (
 def _bind(
     pipe: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ComponentCall:
-    """Return a call of a pipeline, which is the callee's owner."""
     callee = Callee("pipeline", pipe, "__call__", "call")
     return ComponentCall(callee, args, kwargs, functools.partial(method, pipe))
 

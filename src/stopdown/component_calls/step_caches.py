@@ -62,7 +62,6 @@ def is_spread(module: torch.nn.Module) -> bool:
 
 
 def find_processors(module: torch.nn.Module) -> list[Any]:
-    """List the attention processors of a module and its children."""
     found = (vars(child).get("processor") for child in module.modules())
     return list({id(one): one for one in found if one is not None}.values())
 

@@ -289,19 +289,16 @@ def _describe_limits(gap: Gap) -> str:
 
 @functools.cache
 def read_operations() -> tuple[Operation, ...]:
-    """The operations that there are rules for."""
     return tuple(parse_operations(read_rules("backend_dtypes")))
 
 
 @functools.cache
 def read_attention() -> tuple[AttentionKernel, ...]:
-    """The attention kernels, by backend and capability."""
     return read_rows("attention", "kernel", AttentionKernel)
 
 
 @functools.cache
 def read_version_faults() -> tuple[VersionFault, ...]:
-    """The faults of versions."""
     return read_rows("versions", "fault", VersionFault)
 
 

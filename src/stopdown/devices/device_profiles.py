@@ -180,7 +180,6 @@ def list_profiles() -> list[str]:
 
 @functools.cache
 def read_profiles() -> dict[str, Profile]:
-    """The profiles that come with the package, by name."""
     profiles = [_convert_profile(tables, name) for name, tables in read_folder("devices").items()]
     return {profile.name: profile for profile in profiles}
 
@@ -306,7 +305,6 @@ def _read_own(path: Path) -> Profile:
 
 
 def parse_profile(text: str, name: str) -> Profile:
-    """The profile that a TOML text holds."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error

@@ -26,7 +26,6 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_needs() -> tuple[Need, ...]:
-    """The needs that are known."""
     return read_rows("models", "need", Need)
 
 

@@ -140,6 +140,5 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
 
 
 def check_unseen(seen: Examination) -> Iterator[Finding]:
-    """What could not be looked at."""
     for component, reason in seen.unseen:
         yield make_finding("unchecked", component, f"Its code stopped without values: {reason}")

@@ -148,7 +148,6 @@ class DtypeListener(Listener):
             self._result.unseen.append(("pipeline", _shorten(error)))
 
     def conclude(self) -> Examination:
-        """What was seen in the run that is over."""
         self._result.observations += self._outside.found
         return self._result
 
@@ -191,7 +190,6 @@ class DtypeListener(Listener):
             self._keep(callee, judge)
 
     def _keep(self, callee: Callee, judge: Judge) -> None:
-        """What a judge found in one call."""
         name = callee.component_name
         self._result.observations += judge.found
         self._result.widening |= {name_module_path(name, path) for path in judge.widening}

@@ -63,7 +63,6 @@ class _Case:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The component."""
         return self.callees[0].owner
 
 

@@ -203,12 +203,10 @@ class Walk(TorchFunctionMode):
 
 
 def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
-    """Note where a tensor got its dtype."""
     tensor.stopdown_origin = origin  # type: ignore[attr-defined]
 
 
 def find_origin(tensor: torch.Tensor) -> Origin:
-    """Where a tensor got its dtype."""
     found: Origin | None = getattr(tensor, "stopdown_origin", None)
     return found or Origin("made", "tensor of the caller", "")
 

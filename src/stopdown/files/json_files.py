@@ -37,7 +37,6 @@ class UnreadableError(ValueError):
 def read_json_table(
     path: Path, *, most_bytes: int = MOST_BYTES, allows_infinity: bool = False
 ) -> dict[str, Any]:
-    """The table that a JSON file holds."""
     content = parse_json(
         read_small_file(path, most_bytes=most_bytes), allows_infinity=allows_infinity
     )

@@ -38,12 +38,10 @@ class FrameFault:
 
     @property
     def meaning(self) -> Meaning:
-        """What such a fault means."""
         return read_meanings()[self.kind]
 
     @property
     def remedy(self) -> str:
-        """What to type or do."""
         return self.meaning.remedy
 
 
@@ -63,7 +61,6 @@ class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_meanings() -> dict[str, Meaning]:
-    """What each kind of fault means."""
     return msgspec.convert(read_rules("frames"), dict[str, Meaning])
 
 

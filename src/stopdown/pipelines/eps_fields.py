@@ -42,7 +42,6 @@ def find_eps_fields(module: torch.nn.Module) -> dict[str, frozenset[str]]:
 
 
 def read_field(module: torch.nn.Module, name: str) -> float:
-    """The value of a field of a component's configuration."""
     value: Any = _read_config(module)
     for part in name.split("."):
         value = value[part]

@@ -189,7 +189,6 @@ def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
 def load_component(
     source: Source, name: str, dtype: torch.dtype | None = None, mapped: Path | None = None
 ) -> Any:
-    """Load one component of a folder; `dtype` and `mapped` are as for `load_pipeline`."""
     library, class_name = source.components[name]
     folder = source.path / name
     variant, files = find_weights(folder, source.variant)

@@ -48,7 +48,6 @@ class NamedSource(Protocol):
 def resolve_whole(
     name: NamedSource, *, progress: Progress | None = None, with_weights: bool = True
 ) -> Source:
-    """The model that is named, with its variant, LoRAs and scheduler; nothing is loaded."""
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
     found = resolve_source(

@@ -56,7 +56,6 @@ def _read_recipes() -> dict[str, Any]:
 
 
 def list_names() -> tuple[str, ...]:
-    """What `build_pipeline` can build."""
     return tuple(_read_recipes()["pipeline"])
 
 

@@ -128,7 +128,6 @@ def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
 
 
 def check_plan(pipe: Any, plan: Plan) -> None:
-    """Refuse a plan that does not belong to a pipeline."""
     _refuse_waiting(pipe, plan)
     refuse_differences(plan, [*compare_versions(plan), *compare_components(pipe, plan)])
 
@@ -378,7 +377,6 @@ class _NarrowSums:
 
 
 def _find(program: Any, name: str) -> torch.nn.Module:
-    """A component that the plan was compared with."""
     found = find_component(program, name)
     if found is None:
         raise ScalingError(f"There is no {name} any more.")

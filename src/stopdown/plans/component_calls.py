@@ -52,7 +52,6 @@ def list_part_calls(program: Any) -> dict[str, Callee]:
 
 
 def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
-    """Make these calls of a program of parts."""
     known = list_part_calls(program)
     for one in given:
         for callee, arguments in _name_calls(known, one):

@@ -112,7 +112,6 @@ def carry_plan(plan: Plan) -> dict[str, Any]:
 
 
 def read_carried_plan(content: Mapping[str, Any]) -> Plan:
-    """Return the plan that is a part of another JSON file."""
     place, remedy = "The plan in config.json", "Download or convert the model again."
     try:
         plan = convert_record(dict(content), Plan)
@@ -138,7 +137,6 @@ def _compute_carried_seal(content: Mapping[str, Any]) -> str:
 
 
 def take_plan(given: Plan | str | Path) -> Plan:
-    """Return a plan, from itself or from the path of its file."""
     return given if isinstance(given, Plan) else read_plan(given)
 
 

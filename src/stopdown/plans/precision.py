@@ -160,7 +160,6 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
 
 
 def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that no component has."""
     for name in {*wanted} - {*known}:
         raise _unknown_component(name, sorted(known))
 

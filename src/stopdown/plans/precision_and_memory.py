@@ -37,7 +37,6 @@ from stopdown.sources.sources import Source
 def find_ways(
     source: Source, supports: Mapping[str, Support], asked: str, plan: Plan | None = None
 ) -> list[Plan]:
-    """Return the ways to compute a source, as `list_ways` does."""
     if plan is not None:
         check_source(plan, source)
     return list_ways(gather_facts(source), supports, asked, plan)

@@ -40,7 +40,6 @@ _MOST_VALUES = 2**20
 
 
 def require_gguf() -> Any:
-    """The `gguf` package."""
     require_package("gguf", "gguf", "A GGUF file")
     import gguf
 

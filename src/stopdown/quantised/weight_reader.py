@@ -37,7 +37,6 @@ from stopdown.sources.weight_files import (
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """A file's weights; only its header is read."""
     if path.suffix.lower() == ".gguf":
         return _open_gguf(path)
     tensors, metadata = read_header(path), read_metadata(path)

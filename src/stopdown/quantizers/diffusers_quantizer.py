@@ -49,7 +49,6 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
     def create_quantized_param(
         self, model: Any, param_value: Any, param_name: str, target_device: Any, *_: Any, **__: Any
     ) -> None:
-        """Place a weight, folded and cast."""
         made = self._loading.take(param_name, param_value, target_device)
         set_module_tensor_to_device(model, param_name, target_device, value=made, dtype=made.dtype)
 

@@ -219,7 +219,6 @@ class Loading:
         return found
 
     def _describe(self, module: torch.nn.Module, plan: Plan) -> StopdownConfig:
-        """Return the config of the model as it is saved."""
         found = self._complete(module, self._saved)
         digest = join_samples(
             (name, *found[name]) for name in sorted(module.state_dict(keep_vars=True))
@@ -312,7 +311,6 @@ class PlannedModel:
 
     @property
     def is_compileable(self) -> bool:
-        """Return True."""
         return True
 
 

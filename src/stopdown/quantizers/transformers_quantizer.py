@@ -34,7 +34,6 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
         return param_name in self._loading
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what folds and casts."""
         return _Fold(self._loading)
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:

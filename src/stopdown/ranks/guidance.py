@@ -174,7 +174,6 @@ class _Pending(torch.Tensor):
 
 
 def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """The tensor of each rank, in their order."""
     mine = tensor.contiguous()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)

@@ -210,11 +210,9 @@ class Ranks(Consensus):
         )
 
     def agree_on_counts(self, counts: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the worst counts (NaN, Inf, values) of the pipeline's result on any rank."""
         return max(self.gather(counts)) if any(self.agree(sum(counts[:2]) > 0)) else counts
 
     def agree_on_fault(self, fault: Fault) -> Fault:
-        """Return a fault in the words of the first rank that has it."""
         outputs = [x for x in iterate_tensors(fault.output) if x.is_floating_point()]
         is_mine = bool(fault.check.clamped) or any(sum(count_non_finite(x)) for x in outputs)
         told = self.gather(name_fault(fault) if is_mine and not fault.check.is_good else "")
@@ -233,7 +231,6 @@ class Ranks(Consensus):
         return min(found, key=lambda one: (one.kind == "intermittent", one.order))
 
     def agree_on_failure(self, told: str) -> str:
-        """Return why something failed on any rank; "" if it failed on none."""
         return next(filter(None, self.gather(told))) if any(self.agree(bool(told))) else ""
 
     def raise_if_lost(self, error: Exception) -> None:

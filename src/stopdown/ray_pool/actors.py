@@ -278,7 +278,6 @@ class _Actor:
         return str(self._worker.device), self._worker.write_probe()
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
-        """As `Worker.make`."""
         return self._worker.make(task, plan)
 
 

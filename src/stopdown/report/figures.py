@@ -193,7 +193,6 @@ class HeatMap:
 
     @property
     def module_paths(self) -> list[str]:
-        """The rows."""
         found = dict.fromkeys(path for heat in self.heats.values() for path in heat)
         return list(self.rows or found)
 
@@ -216,7 +215,6 @@ class HeatMap:
 
     @property
     def steps(self) -> int:
-        """The columns."""
         return max((len(row) for heat in self.heats.values() for row in heat.values()), default=1)
 
     @property

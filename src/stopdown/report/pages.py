@@ -89,7 +89,6 @@ def find_problem(comparison: Comparison) -> str:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """A comparison as an HTML page."""
     versions = comparison.machine.get("versions")
     return _read_template("comparison.html").render(
         version=versions.get("stopdown") or "" if isinstance(versions, dict) else "",
@@ -136,7 +135,6 @@ def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
 
 
 def render_batch(record: BatchRecord) -> str:
-    """The summary of a batch as an HTML page, which lies beside the outputs."""
     return _read_template("batch.html").render(
         title=f"{record.source}: {len(record.items)} items",
         b=record,
@@ -226,7 +224,6 @@ def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Versions and hardware, flat."""
     flat: list[tuple[str, str]] = []
     for name, value in machine.items():
         if isinstance(value, dict):

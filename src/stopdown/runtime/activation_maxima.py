@@ -52,7 +52,6 @@ class Notes(threading.local):
         return Notes()  # a copy of a module has the hooks of what it is made of
 
     def clear(self) -> None:
-        """Forget the call."""
         self.clamping.clear()
         self.blocks.clear()
         self.inputs.clear()

@@ -33,7 +33,6 @@ _END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the modules of a component that clamp at fp16's maximum."""
     kinds: set[Any] = {type(part) for part in list_parts(component)}
     if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):
         return ()

@@ -99,7 +99,6 @@ class ComponentLock:
 
 
 def is_changing() -> bool:
-    """Whether this thread changes a module just now."""
     return _thread.is_changing
 
 
@@ -108,6 +107,5 @@ _locks: WeakKeyDictionary[torch.nn.Module, ComponentLock] = WeakKeyDictionary()
 
 
 def find_lock(module: torch.nn.Module) -> ComponentLock:
-    """The one lock of a module."""
     with _CHANGING:
         return _locks.setdefault(module, ComponentLock())

@@ -45,7 +45,6 @@ class Fault:
 
     @property
     def callee(self) -> Callee:
-        """What was called."""
         return self.guarded.callee
 
     @property

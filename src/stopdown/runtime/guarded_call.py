@@ -52,7 +52,6 @@ class RepeatableCall:
         )
 
     def repeat(self) -> Any:
-        """Make the call again."""
         return self._call.proceed()
 
 
@@ -139,7 +138,6 @@ class GuardedCall:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The component."""
         return self.state.module
 
     @property
@@ -192,7 +190,6 @@ class GuardedCall:
         self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
 
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
-        """Update the counters after a call."""
         self.count += 1
         self.elapsed_s += elapsed_s
         self.unseen += not check.is_seen
@@ -263,7 +260,6 @@ class GuardedCall:
         return is_compiled(self.callee.owner) or bool(find_compiled(self.module))
 
     def summarize(self) -> CallSummary:
-        """What was counted."""
         return CallSummary(
             self.name,
             self.callee.stage,

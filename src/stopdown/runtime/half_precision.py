@@ -61,7 +61,6 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
 
 
 def _bind(pipe: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a pipeline's call by name."""
     try:
         bound = inspect.signature(type(pipe).__call__).bind(pipe, *args, **kwargs).arguments
     except TypeError as error:

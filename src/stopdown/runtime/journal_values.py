@@ -69,7 +69,6 @@ def _pack_tensor(value: torch.Tensor, tensors: list[torch.Tensor], seen: dict[in
 
 
 def unpack(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value of a structure."""
     made: dict[int, torch.Tensor] = {}
     try:
         return _unpack(structure, tensors, made)

@@ -22,7 +22,6 @@ class RepairLog:
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """All of them."""
         return tuple(self._repairs)
 
     @property
@@ -44,7 +43,6 @@ class RepairLog:
             self.mark_reported(component, "left")
 
     def begin_run(self) -> None:
-        """The pipeline is called."""
         self._run_begins = len(self._repairs)
 
     def keep(self, repair: Repair) -> None:
@@ -59,11 +57,9 @@ class RepairLog:
             self._announce(text)
 
     def mark_reported(self, component: str, kind: str) -> None:
-        """From now on it counts as reported."""
         self._reported.add((component, kind))
 
     def was_reported(self, component: str, kind: str) -> bool:
-        """Whether this was reported of the component before."""
         return (component, kind) in self._reported
 
 

@@ -36,7 +36,6 @@ class Remedy:
 
     @property
     def recorded(self) -> str:
-        """What a record calls it."""
         return self.precision if self.action == "cast" else self.action
 
 

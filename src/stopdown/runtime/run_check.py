@@ -114,7 +114,6 @@ class RunCheck:
             self._session.log.report_once("pipeline", f"{finding.kind} {finding.module_path}", text)
 
     def find_origin(self) -> Origin:
-        """Find where values came from that are not finite, when no component made them."""
         unseen = [
             f"No tensor could be looked at in what `{call.name}` gave."
             for call in self._session.calls.values()

@@ -306,7 +306,6 @@ def write_frames(
 def _describe_run(
     source: Source, loaded: Loaded, device: Device, made: Made, peak: PeakMemory, **others: Any
 ) -> RunRecord:
-    """The record of a run."""
     memory = loaded.plan.memory
     return RunRecord(
         source=source.name,

@@ -96,7 +96,6 @@ class ModuleCalls:
         return Callee(name_call(name, method), module, method, stage, GENERAL_KEEPS)
 
     def count(self, component: str) -> int:
-        """How often a component was called so far."""
         return self.calls[component].calls if component in self.calls else 0
 
     def add(self, record: GuardRecord) -> None:

@@ -113,7 +113,6 @@ class GuardOptions:
     calls_before: int = 0
 
     def wants(self, callee: Callee) -> bool:
-        """Whether calls of a component are to be guarded."""
         words = (callee.name, type(callee.owner).__name__)
         found = (fnmatch.fnmatchcase(x, pattern) for x in words for pattern in self.components)
         return not self.components or any(found)
@@ -244,7 +243,6 @@ class Session:
             return state
 
     def list_calls(self, state: ComponentState) -> list[GuardedCall]:
-        """List the calls through which a component is used."""
         return [call for call in list(self.calls.values()) if call.state is state]
 
     def limit_inputs(
@@ -282,7 +280,6 @@ class Session:
         state.is_sensed = True
 
     def _list_callees(self) -> list[Callee]:
-        """List the calls that are known, and wanted."""
         return [x for x in find_callees(self.pipe) if self.options.wants(x)]
 
     def _guard_call(self, callee: Callee) -> None:

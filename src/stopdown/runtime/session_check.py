@@ -54,7 +54,6 @@ class SessionFault:
 def describe_changed(
     history: WeightHistory, module: torch.nn.Module, changed: list[str]
 ) -> SessionFault:
-    """What to say of weights that changed."""
     who = (
         "The program itself wrote to them."
         if history.were_written(module, changed)
@@ -113,7 +112,6 @@ def examine_fault(
 
 
 def describe_difference(module: torch.nn.Module) -> SessionFault:
-    """What to say of a call that gave something else when it was run again."""
     likely = (
         "Its weights are offloaded, so the likely cause is a copy that came too late"
         if _is_offloaded(module)

@@ -57,7 +57,6 @@ _INFINITE = ("lambda_min_clipped", "s_tmax", "time_step_limit")
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The table of one of a model's JSON files."""
     try:
         return read_table(path)
     except UnreadableError as error:

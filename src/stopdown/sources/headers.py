@@ -94,7 +94,6 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name."""
     return dict(_parse_tensors(path, *_sign(path)))
 
 
@@ -128,7 +127,6 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts that a safetensors file says of itself."""
     metadata = _read_json(path, *_sign(path))[0].get("__metadata__", {})
     _check_metadata(metadata)
     return dict(metadata)

@@ -354,7 +354,6 @@ def explain_conversion(place: str) -> str:
 
 
 def describe_failure(error: Exception, repo: str, revision: str | None) -> SourceError:
-    """The error that tells a user why the Hub did not give a model."""
     from huggingface_hub import errors
 
     kinds: dict[type[Exception], str] = {  # the first that fits: some are kinds of others

@@ -72,7 +72,6 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 
 @functools.cache
 def read_layouts() -> dict[str, Layout]:
-    """The tables by class."""
     return {
         layout.class_name: layout for layout in read_rows("single_file_names", "layouts", Layout)
     }

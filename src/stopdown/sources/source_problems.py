@@ -24,7 +24,6 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remedy: str
 
     def as_error(self) -> SourceError:
-        """The same, to be raised."""
         return SourceError(self.what, expected=self.expected, remedy=self.remedy)
 
 
@@ -34,12 +33,10 @@ def _read_problems() -> dict[str, Problem]:
 
 
 def make_problem(name: str, /, **values: Any) -> Problem:
-    """The problem of this name, with values in its texts."""
     row = _read_problems()[name]
     texts = (text.format(**values) for text in (row.what, row.expected, row.remedy))
     return Problem(name, row.rank, *texts)
 
 
 def make_error(name: str, /, **values: Any) -> SourceError:
-    """The same as an error."""
     return make_problem(name, **values).as_error()

@@ -43,7 +43,6 @@ class FileWeight:
     quantised: Any = None
 
     def load(self) -> torch.Tensor:
-        """All values, in fp32."""
         pieces = list(self.read())
         if not pieces:
             raise ScalingError(
@@ -96,7 +95,6 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """Open a file's weights; only its header is read."""
     if (opened := find_offer("open_weight_file")) is not None:
         found: WeightFile = opened(path)
         return found
@@ -120,7 +118,6 @@ def describe_plain(path: Path, name: str, entry: StoredTensor) -> FileWeight:
 
 
 def get_tensor(path: Path, name: str) -> torch.Tensor:
-    """Return one tensor of a safetensors file, as stored."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
