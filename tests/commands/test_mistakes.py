@@ -42,6 +42,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --colour red", 2, "No such option: --colour"),
     ("generate shapes a --steps many", 2, "--steps many is not a whole number. .* --steps 20."),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
+    ("plan shapes --ranges wide", 2, "is not one of 'measured', 'bound', 'auto'."),
     ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
     ("generate shapes ''", 2, "The prompt is empty. .* Describe the picture"),
     ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, which was not given. Give PROMPT, what is"),
@@ -56,6 +57,8 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate empty a", 2, "The folder empty has no model_index.json."),
     ("generate one a", 2, "This looks like one component of a pipeline. Did you mean"),
     ("generate shapes a --revision main", 2, "--revision main was given, and shapes is a bundled"),
+    ("plan shapes --revision main", 2, "--revision main was given, and shapes is a bundled model."),
+    ("compare shapes --prompt a --config x", 2, "--config x was given, and shapes is a bundled model."),
     ("check shapes --config x", 2, "--config x was given, and shapes is a bundled model."),
     # sizes and numbers
     ("generate shapes a --steps 1_000", 2, "--steps 1_000 is not a whole number. .* digits 0 to 9."),
@@ -70,6 +73,8 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("batch shapes --prompts notes.txt -o out --tries 1_0", 2, "--tries 1_0 is not a whole number."),
     ("compare shapes --max-flicker nan", 2, "--max-flicker nan is not a number."),
     ("generate shapes a --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
+    ("generate shapes a --width -8", 2, "--width -8 is less than 1. Use --width 1 or more."),
+    ("generate shapes a --fps 0", 2, "--fps 0 is not above 0 and at most 1000. Use --fps 8."),
     ("generate shapes a --seed -1", 2, "--seed -1 is not a seed. .* Use --seed 0."),
     ("generate shapes a --guidance nan", 2, "--guidance nan is not a number. .* --guidance 6.5."),
     ("generate shapes a --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and at most 1000. Use --fps 8."),
@@ -106,6 +111,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes --precision fp16", 2, "is no list of precisions to compare: it has 1."),
     ("generate shapes a --keep-repairs", 2, "--keep-repairs was given .*" + RECORD),
     ("generate shapes a --device tpu", 2, "The device 'tpu' is unknown. .* Use --device auto."),
+    ("generate shapes a --device cuda:99", 2, "There is no device cuda:99 here. This machine, with this "),
     ("generate shapes a --device v100", 2, "--device v100 describes .* check shapes --device v100"),
     ("check shapes --device v1000", 2, "The device 'v1000' is unknown. .* Use --device v100."),
     # memory
@@ -145,8 +151,12 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("check shapes -o out", 2, "-o was given without --fix."),
     # other files
     ("generate shapes a --image none.png", 2, "The file none.png cannot be read: "),
+    ("generate shapes a --mask none.png", 2, "The file none.png cannot be read: there is no such file."),
+    ("generate shapes a --image a.png --video a.mp4", 2, "--image was given with --video."),
     ("generate shapes a --image notes.txt", 2, "notes.txt cannot be read as a picture"),
     ("compare shapes --prompts none.txt", 2, "none.txt cannot be read: .* Name a file that exists."),
+    ("run", 2, "Name a SCRIPT, or a module with -m."),
+    ("run -m no.such", 2, "There is no module no.such."),
     ("run nowhere.py", 2, "There is no script nowhere.py."),
     ("report none.html", 2, "none.html .* of report.html it is report.html.json."),
     ("report bad.json", 2, "bad.json holds a record of the kind None, which has no report."),
@@ -201,7 +211,7 @@ def test_a_working_folder_that_is_gone(
 
 
 def test_a_mistake_is_told_before_pytorch_is_imported(here: Path) -> None:
-    """All of them in one fresh process: none loads torch, which takes seconds."""
+    """All of them in one fresh process: none loads torch, which takes seconds, to list devices aside."""
     script = (
         "import json, sys; from stopdown.app import cli\n"
         "for words in json.loads(sys.argv[1]):\n"
@@ -209,17 +219,14 @@ def test_a_mistake_is_told_before_pytorch_is_imported(here: Path) -> None:
         "    except SystemExit: pass\n"
         "    if 'torch' in sys.modules: sys.exit(f'{words} loads torch')\n"
     )
-    commands = [split(command) for command, code, _ in MISTAKES if code == 2]
+    commands = [split(x) for x, code, _ in MISTAKES if code == 2 and "cuda:99" not in x]
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(commands)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["generate shapes a --fps 1e9", "paint", "explain letter.docx", "convert shapes out --plan none.json"],
-)  # fmt: skip
+@pytest.mark.parametrize("command", ["paint", "convert shapes out --plan none.json"])
 def test_a_mistake_as_a_process(command: str, here: Path) -> None:
     """As it is installed: the same code, nothing on stdout, no traceback, no file."""
     before = sorted(here.rglob("*"))
