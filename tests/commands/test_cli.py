@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown import __version__
@@ -617,25 +616,11 @@ def test_bytes_that_are_no_text_are_refused(refuse: Any, save_tiny: SaveTiny) ->
 @pytest.fixture
 def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     """A tiny model and a plan that scales nothing: fp16 for every component."""
-    from stopdown.component_calls.components import find_components
-    from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
-    from stopdown.plans.weight_fingerprints import sample_weights
-    from stopdown.records import ComponentPlan, Plan
-    from stopdown.sources.sources import fingerprint, resolve_source
-    from stopdown.testing import make_pipeline
+    from models.conversions import plan_plainly
+    from stopdown.plans.plan_files import write_plan
 
     folder = save_tiny("sd")
-    pipe = make_pipeline("sd", dtype=torch.bfloat16)
-    components = tuple(
-        ComponentPlan(name, type(module).__name__, sample_weights(module), "fp16")
-        for name, module in find_components(pipe).items()
-    )
-    versions, mark = read_class_versions(), fingerprint(resolve_source(folder))
-    plan = Plan(
-        str(folder), mark, type(pipe).__name__, "fp16", versions, components, (), 1, "cpu", 0.0
-    )
-    write_plan(seal_plan(plan), here / "plan.json")
-    return folder, here / "plan.json"
+    return folder, write_plan(plan_plainly("sd", folder), here / "plan.json")
 
 
 def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:

@@ -17,8 +17,10 @@ from stopdown.checkpoints.convert import convert
 from stopdown.component_calls.components import find_components
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.tiny_pipelines import overflow_
-from stopdown.records import Conversion, Plan
-from stopdown.sources.sources import Source
+from stopdown.plans.plan_files import read_class_versions, seal_plan
+from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.records import ComponentPlan, Conversion, Plan
+from stopdown.sources.sources import Source, fingerprint, resolve_source
 from stopdown.testing import make_pipeline
 
 SMALLEST = 2.0**-9
@@ -98,6 +100,19 @@ def build(name: str) -> Any:
                 tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
         module.to(torch.bfloat16)
     return pipe
+
+
+def plan_plainly(name: str, folder: Path) -> Plan:
+    """A plan that scales nothing: fp16 for every component of a tiny pipeline that was saved in bf16."""
+    pipe = make_pipeline(name, dtype=torch.bfloat16)
+    components = tuple(
+        ComponentPlan(part, type(module).__name__, sample_weights(module), "fp16")
+        for part, module in find_components(pipe).items()
+    )
+    versions, mark = read_class_versions(), fingerprint(resolve_source(folder))
+    kind = type(pipe).__name__
+    plan = Plan(str(folder), mark, kind, "fp16", versions, components, (), 1, "cpu", 0.0)
+    return seal_plan(plan)
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.conversions import assert_right, build, convert_made, measured, run_plain
+from models.conversions import assert_right, build, convert_made, measured, plan_plainly, run_plain
 from models.single_file_models import build_flux, build_t5
 from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
@@ -72,7 +72,8 @@ def test_one_file_has_a_card_and_says_what_was_done(
 def test_a_card_of_somebody_else_stays(planned: tuple[Path, Plan], tmp_path: Path) -> None:
     """A text of that name that convert did not write is not replaced."""
     (tmp_path / "out.md").write_text("mine")
-    convert_made("sd", planned[0], tmp_path / "out.safetensors", planned[1])
+    leave = [entry.component for entry in planned[1].components]
+    convert_made("sd", planned[0], tmp_path / "out.safetensors", planned[1], leave=leave)
     assert (tmp_path / "out.md").read_text() == "mine"
 
 
@@ -140,7 +141,7 @@ def test_what_is_left_keeps_its_format(planned: tuple[Path, Plan], tmp_path: Pat
     """`--leave` writes a component in the names of single files and in its own dtype."""
     folder, plan = planned
     target = Target(tmp_path / "out", "comfyui")
-    convert_made("sd", folder, target, plan, leave=["vae"])
+    convert_made("sd", folder, target, plan, leave=["unet", "vae"])
     tensors = load_file(tmp_path / "out" / "vae" / "model-vae.safetensors")
     assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
 
@@ -175,7 +176,7 @@ def test_models_without_names_are_refused(
         'each. Give a folder as OUT, and use to="comfyui".'
     )
     folder = save_tiny("cogview3plus")
-    plan = measure_plan(str(folder), **measured("cogview3plus"))
+    plan = plan_plainly("cogview3plus", folder)
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
     assert str(caught.value).startswith(
