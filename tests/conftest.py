@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -117,6 +118,17 @@ def fp16_convolutions() -> Iterator[None]:
     library.impl("convolution", convolve, "CPU")
     yield
     library._destroy()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _untraced_captures() -> None:
+    """PyTorch describes no tensor of a capture, with its stack, to a log that nobody reads.
+
+    It does so while its trace has a listener, and pytest listens to each logger that does not propagate.
+    """
+    import torch  # sets whether it propagates
+
+    logging.getLogger(f"{torch.__name__}.__trace").propagate = True
 
 
 BF16_FLAGS = frozenset({"avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"})
