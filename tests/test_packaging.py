@@ -90,11 +90,12 @@ def test_the_wheel_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> 
     assert tmp_path in installed.parents
     assert _list_files(installed) == _list_files(ROOT / "src" / "stopdown")
     command = (python.parent / "stopdown", "generate", "shapes", "a red circle moving left")
-    sizes = ("--steps", "1", "--frames", "9", "--precision", "bf16")
+    sizes = (*("--steps", "1", "--frames", "9"), *("--height", "32", "--width", "32"))
     _run(*command, *sizes, "-o", "circle.mp4", cwd=tmp_path)
     assert (tmp_path / "circle.mp4").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_clone_is_installed_by_pip(clone: Path, tmp_path: Path) -> None:
     """`pip install .` in a clone works in an active environment, and the command is there."""
     python = _make_environment(tmp_path / "environment")
