@@ -72,7 +72,7 @@ class Session:
         """
         from stopdown.interception.patches import Patches
         from stopdown.runtime.guard import Guard, GuardOptions
-        from stopdown.runtime.repair_cache import RepairCache
+        from stopdown.runtime.repairs import RepairCache
 
         self._cache = self._cache or RepairCache()
         with Patches() as patches:

@@ -17,8 +17,8 @@ from stopdown.plans.plan_files import write_plan as write_plan
 from stopdown.quantizers.config import StopdownConfig as StopdownConfig
 from stopdown.quantizers.pipelines import quantization as quantization
 from stopdown.runtime.guard import guard as guard
-from stopdown.runtime.half_precision import fp16 as fp16
 from stopdown.runtime.load import load as load
+from stopdown.runtime.plan_maker import fp16 as fp16
 from stopdown.runtime.plan_maker import make_plan as make_plan
 from stopdown.scaling.folds import cast_ as cast_
 from stopdown.scaling.rescale import rescale_ as rescale_

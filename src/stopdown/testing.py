@@ -27,7 +27,7 @@ from stopdown.interception.accumulation import summing_in_fp16 as summing_in_fp1
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.tiny_pipelines import build_pipeline, list_names, overflow_
-from stopdown.runtime.fault_places import name_axes
+from stopdown.runtime.fault_texts import name_axes
 from stopdown.sources.library_messages import drop_empty_remarks
 
 PIPELINE_NAMES = list_names()

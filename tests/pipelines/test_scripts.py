@@ -21,7 +21,7 @@ from stopdown.component_calls.pipeline_interception import redirect_devices
 from stopdown.errors import InputError, OptionError
 from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
-from stopdown.runtime.repair_cache import RepairCache
+from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.results import collect_videos
 
 SaveTiny = Callable[..., Path]

@@ -79,7 +79,7 @@ def switch_off_restore() -> None:
 
 def switch_off_carrying() -> None:
     """What one call of a script's pipeline repaired is forgotten before the next."""
-    from stopdown.runtime.repair_cache import RepairCache
+    from stopdown.runtime.repairs import RepairCache
 
     RepairCache.put_on = lambda self, state: ()  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError, OptionError
 from stopdown.number_formats import FORMATS
 from stopdown.records import ComponentPlan
-from stopdown.runtime.clamps import find_clamping
+from stopdown.runtime.activation_maxima import find_clamping
 from stopdown.runtime.fault_texts import suggest_remedy
 from stopdown.runtime.guard import Guard, GuardOptions
 

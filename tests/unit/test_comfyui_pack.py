@@ -153,7 +153,7 @@ BEYOND = {
     "stopdown.component_calls.call.ComponentCall",
     "stopdown.runtime.guard.Guard",
     "stopdown.runtime.guard.GuardOptions",
-    "stopdown.runtime.repair_cache.RepairCache",
+    "stopdown.runtime.repairs.RepairCache",
     "stopdown.runtime.session_check.WRONG_PICTURES",
     "stopdown.runtime.session_check.describe_changed",
     "stopdown.scaling.fold_scaling",

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from models.comparisons import draw_clip, make_comparison
+from stopdown.app.compare_command import LONGEST, read_prompts
 from stopdown.comparison.cells import fail_cell, read_outcome, write_outcome
 from stopdown.comparison.measures import (
     clean_frames,
@@ -27,7 +28,6 @@ from stopdown.comparison.measures import (
 from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
-from stopdown.comparison.prompts import LONGEST, read_prompts
 from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures, Thresholds
 from stopdown.comparison.verdicts import (
     choose_reference,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stopdown.component_calls.components import Callee
-from stopdown.runtime.fault_places import describe_place, name_axes
+from stopdown.runtime.fault_texts import describe_place, name_axes
 
 
 def make_callee(stage: str, channels: int = 0) -> Callee:

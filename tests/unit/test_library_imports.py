@@ -8,8 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from stopdown.pipelines import library_imports
-from stopdown.pipelines.library_imports import import_libraries
+from stopdown.app import display
+from stopdown.app.display import Display, load_libraries
+
+
+class _Noting(Display):
+    """Notes what is imported."""
+
+    def __init__(self, happened: list[object]) -> None:
+        self._happened = happened
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """Note its name."""
+        self._happened.append(what)
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -28,10 +39,10 @@ def test_garbage_is_not_looked_for_meanwhile(
             raise ImportError(found)
 
     monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(library_imports, "importlib", SimpleNamespace(import_module=import_module))
+    monkeypatch.setattr(display, "importlib", SimpleNamespace(import_module=import_module))
     monkeypatch.setattr(gc, "freeze", lambda: happened.append("frozen"))
     try:
-        import_libraries(happened.append, has_pipelines=has_pipelines)
+        load_libraries(_Noting(happened), has_pipelines=has_pipelines)
     except ImportError:
         assert missing
     expected = ["PyTorch", "Diffusers", name, False]
@@ -42,7 +53,7 @@ def test_garbage_is_not_looked_for_meanwhile(
 def test_what_is_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second time nothing is frozen that a process has made meanwhile."""
     happened: list[object] = []
-    import_libraries(lambda _: None)
+    load_libraries(Display())
     monkeypatch.setattr(gc, "freeze", lambda: happened.append("frozen"))
-    import_libraries(happened.append)
+    load_libraries(_Noting(happened))
     assert happened == ["PyTorch", "Diffusers"]

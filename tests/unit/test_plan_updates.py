@@ -21,7 +21,7 @@ from stopdown.records import (
     from_json,
     to_json,
 )
-from stopdown.runtime.plan_updates import update_entry
+from stopdown.runtime.guard import update_entry
 from stopdown.runtime.repairs import cast_component, merge_scalings
 
 NAMES = st.sampled_from(["encoder.a", "encoder.b.c", "decoder.a", "norm"])

@@ -34,8 +34,8 @@ from safetensors.torch import save, save_file
 
 from models.comparisons import RUN, make_comparison
 from stopdown import testing
+from stopdown.app.compare_command import read_prompts
 from stopdown.app.report_command import report
-from stopdown.comparison.prompts import read_prompts
 from stopdown.devices.device_profiles import find_profile
 from stopdown.diagnosis import explain_file
 from stopdown.errors import StopdownError

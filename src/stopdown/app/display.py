@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Self
 
+from stopdown.devices.environment import read_version
 from stopdown.errors import OutputError
-from stopdown.pipelines.library_imports import import_libraries
 from stopdown.plans.plan_files import write_cached_plan, write_plan
 from stopdown.records import Plan
+from stopdown.sources.sources import check_libraries
 
 
 class Display:
@@ -34,11 +38,26 @@ class Display:
 def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
     """Import PyTorch and Diffusers, which takes seconds, and say so before.
 
-    Whatever a command refuses by looking at its options and files comes before this.
+    Whatever a command refuses by looking at its options and files comes before this. What they make stays,
+    so garbage is not looked for among it: that took a quarter of a command's start.
     """
-    import_libraries(
-        lambda name: display.progress("import", name, 0, 0), has_pipelines=has_pipelines
-    )
+    if has_pipelines:
+        check_libraries()
+    needed = "diffusers.pipelines.pipeline_utils" if has_pipelines else "diffusers"
+    is_new, collects = needed not in sys.modules, gc.isenabled()
+    gc.disable()
+    try:
+        display.progress("import", "PyTorch", 0, 0)
+        import torch  # noqa: F401
+
+        if has_pipelines or read_version("diffusers") is not None:
+            display.progress("import", "Diffusers", 0, 0)
+            importlib.import_module(needed)
+        if is_new:
+            gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def keep_updated(

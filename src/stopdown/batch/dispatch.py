@@ -15,7 +15,7 @@ from stopdown.batch.jobs import Task
 from stopdown.batch.plan_versions import PlanVersions
 from stopdown.batch.pools import Pool
 from stopdown.batch.records import MOST_DEATHS, TRIES, ItemResult
-from stopdown.batch.worker import Answer, fail_task
+from stopdown.batch.worker import Answer, begin_result
 from stopdown.errors import StopdownError
 
 
@@ -77,4 +77,4 @@ class Dispatch:
         if tries < self.tries:
             return None
         said = f"Each of {tries} workers that tried it died. {reason}"
-        return fail_task(task, said, tries)
+        return begin_result(task, "failed", error=said, tries=tries)

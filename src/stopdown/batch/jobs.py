@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
 from stopdown.batch.prompts import Item, is_url, naming_line
 from stopdown.batch.records import BatchRecord
 from stopdown.batch.settings import Job, Settings
@@ -25,11 +26,12 @@ from stopdown.errors import InputError, OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import Request, find_target
+from stopdown.pipelines.requests import MEDIA, Request, find_target
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan
 from stopdown.sources.component_classes import find_class
+from stopdown.sources.descriptions import read_description
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import fingerprint
@@ -105,7 +107,8 @@ def prepare(
     """
     device = choose_device(settings.device)
     source = resolve_whole(settings, progress=progress)
-    first = _read_first(item, request)
+    with naming_line(item):  # its media decide which pipeline class serves all
+        first = _read_media(request, item.media)
     with quiet_libraries():
         with naming_line(item):
             chosen = select_pipeline(source, first)
@@ -122,12 +125,6 @@ def prepare(
     settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
     job = Job(settings, chosen.source.pipeline_class, model, plan if plan.is_bare else None)
     return Prepared(job, chosen, plan, device_name)
-
-
-def _read_first(item: Item, request: Request) -> Request:
-    """The first request with its media: they decide which pipeline class serves all."""
-    with naming_line(item):
-        return _read_media(request, item.media)
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
@@ -189,3 +186,42 @@ def _fetched(place: str) -> Iterator[str]:
             ) from error
         local.flush()
         yield local.name
+
+
+def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:
+    scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
+    config = read_description(scheduler) if scheduler.is_file() else {}
+    return {
+        "model": job.fingerprint,
+        "pipeline": job.pipeline,
+        **({"memory": [memory, job.settings.allow]} if (memory := job.settings.memory) else {}),
+        **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
+        "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
+        "plan": plan.seal or [(x.component, x.precision) for x in plan.components],
+        "file": [job.settings.suffix, job.settings.fps],
+    }
+
+
+def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
+    """The hash of what determines an item, 32 hexadecimal digits; one with a known hash is not made again.
+
+    Its place in the file, the device, versions of libraries and repairs on the way are not in it.
+
+    Args:
+        media: hashes of its pictures and video; "" without any.
+    """
+    said = describe_request(request)
+    text = json.dumps([shared, said, media], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def describe_request(request: Request) -> dict[str, Any]:
+    """What of a request is plain data and given."""
+    plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    return {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
+
+
+def name_item(item: Item, signed: str) -> str:
+    """Its name, or words of its prompt and its hash."""
+    words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
+    return item.name or f"{words or 'item'}-{signed[:12]}"

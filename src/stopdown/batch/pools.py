@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 from stopdown.batch.jobs import Prepared, Task
 from stopdown.batch.records import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store, check_probe
+from stopdown.batch.stores import Store, check_probe, write_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
@@ -281,7 +281,7 @@ def _serve(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         worker = Worker(job, device, share[1])
-        pipe.send((str(worker.device), worker.write_probe()))
+        pipe.send((str(worker.device), write_probe(worker.store)))
         plans: dict[str, Plan | None] = {"": None}
         while True:
             task, seal, plan = pipe.recv()

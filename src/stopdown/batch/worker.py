@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.item_signatures import describe_request
-from stopdown.batch.jobs import Task
+from stopdown.batch.jobs import Task, describe_request
 from stopdown.batch.records import ItemResult, Status
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store, open_store, write_probe
+from stopdown.batch.stores import Store, open_store
 from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
@@ -75,10 +74,6 @@ class Worker:
         self._runner = Runner(source, self.device)
         self.observer: Observer | None = None
 
-    def write_probe(self) -> str:
-        """Write a small file among the outputs; its name, for the process that checks whether it came."""
-        return write_probe(self.store)
-
     def make(self, task: Task, plan: Plan | None) -> Answer:
         """Make one item, or find it made."""
         found = find_finished(self.store, task, self.store.list_names())
@@ -95,7 +90,7 @@ class Worker:
                 raise
             except Exception as error:  # whatever a model's code does: the other items go on
                 said, elapsed_s = describe_error(error), time.perf_counter() - begun
-                failed = _begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
+                failed = begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
                 return Answer(failed, None, tuple(notes))
 
     def _make(self, task: Task, plan: Plan, notes: list[str]) -> Answer:
@@ -163,7 +158,7 @@ def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None
 
 def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult:
     """What became of an item whose record is whole."""
-    return _begin_result(
+    return begin_result(
         task,
         status,
         output=record.output or "",
@@ -175,9 +170,6 @@ def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult
     )
 
 
-def fail_task(task: Task, error: str, tries: int) -> ItemResult:
-    return _begin_result(task, "failed", error=error, tries=tries)
-
-
-def _begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
+def begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
+    """What became of an item, with these further fields."""
     return ItemResult(task.item, task.name, task.line, task.request.prompt or "", status, **others)

@@ -323,7 +323,8 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
     leave = " ".join(f'leave="{name}"' for name in work.problems)
     ways = [f"Write unchanged what cannot be converted: {leave}."]
-    if is_eps and not work.has_config and _has_fields(work):
+    kept = [getattr(work.pipe, x) for x in work.problems if x in work.expressed]
+    if is_eps and not work.has_config and any(map(find_eps_fields, kept)):
         ways.append('Or write a folder, whose config sets eps: to="diffusers".')
     if is_eps:
         ways.append('Or accept the difference: allow="eps".')
@@ -335,12 +336,6 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
         "or casts.",
         remedy=" ".join(ways),
     )
-
-
-def _has_fields(work: _Work) -> bool:
-    """Whether a configuration would set eps of what cannot be written."""
-    names = work.problems.keys() & work.expressed.keys()
-    return any(find_eps_fields(getattr(work.pipe, name)) for name in names)
 
 
 def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
@@ -404,7 +399,8 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
         prefix = table.prefixes[name] if is_whole else ""
         layout = table.layouts.get(name, "") if is_whole else ""
         module = _restore(work, name) if _is_left(work, entry) else _fold(work, name)
-        placed = _place_exponents(module, _list_folds(work, name), layout)
+        folds = work.expressed[name].scaling.exponents if name in work.expressed else {}
+        placed = _place_exponents(module, folds, layout)
         if work.form == "single":
             whole |= {prefix + key: tensor for key, tensor in arrange(module, layout).items()}
             exponents |= {prefix + key: exponent for key, exponent in placed.items()}
@@ -415,11 +411,6 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
     if work.form == "single":
         save_file(whole, part, _list_entries(work, names, exponents))
     _tell(progress, "write", "done", len(names), len(names))
-
-
-def _list_folds(work: _Work, name: str) -> Mapping[str, int]:
-    """The exponents of a component as it is written; nothing for one that is left."""
-    return work.expressed[name].scaling.exponents if name in work.expressed else {}
 
 
 def _place_exponents(

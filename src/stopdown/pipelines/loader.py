@@ -73,7 +73,9 @@ def load_pipeline(
         mapped: map them in this folder, however small they are; not those of a single file.
     """
     if source.parts:
-        raise _refuse_parts(source)
+        held = " and ".join(part.name for part in source.parts)
+        kind = source.pipeline_class or "pipeline"
+        raise make_error("parts", path=source.path, held=held, kind=kind, name=source.name)
     with quiet_libraries():
         if source.kind == "file":
             pipe = _load_single_file(source, torch_dtypes, progress)
@@ -96,12 +98,6 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
             cast_component_(module, dtype)
     _report(progress, source.path.name, size, size)
     return SimpleNamespace(**made)
-
-
-def _refuse_parts(source: Source) -> SourceError:
-    held = " and ".join(part.name for part in source.parts)
-    kind = source.pipeline_class or "pipeline"
-    return make_error("parts", path=source.path, held=held, kind=kind, name=source.name)
 
 
 def move_program(program: Any, device: Device) -> Any:

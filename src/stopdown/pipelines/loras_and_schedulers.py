@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError, SourceError, take_one_line
@@ -28,26 +28,10 @@ from stopdown.sources.sources import (
 )
 
 
-class NamedSource(Protocol):
-    """What names a model, and what is on it: the options of a command, or the settings of a batch."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def config(self) -> str | None: ...
-    @property
-    def variant(self) -> str | None: ...
-    @property
-    def lora(self) -> tuple[str, ...]: ...
-    @property
-    def scheduler(self) -> str | None: ...
-
-
 def resolve_whole(
-    name: NamedSource, *, progress: Progress | None = None, with_weights: bool = True
+    name: Any, *, progress: Progress | None = None, with_weights: bool = True
 ) -> Source:
+    """The model that options of a command or settings of a batch name, with its LoRAs and scheduler."""
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
     found = resolve_source(
@@ -134,9 +118,21 @@ def find_scheduler(name: str) -> str:
 
 def put_extras(pipe: Any, source: Source) -> None:
     """Put the LoRAs of a source on a pipeline, and its other scheduler in the place of its own."""
+    import diffusers
+
     put_loras(pipe, source.loras)
-    if source.scheduler:
-        _put_scheduler(pipe, source.scheduler)
+    name = source.scheduler
+    if not name:
+        return
+    compatible = {x.__name__ for x in (*pipe.scheduler.compatibles, type(pipe.scheduler))}
+    if name not in compatible:
+        listed = ", ".join(sorted(compatible))
+        raise OptionError(
+            f"{name} does not fit {type(pipe).__name__}.",
+            expected=f"Those that do are {listed}.",
+            remedy=f'Use scheduler="{min(compatible)}".',
+        )
+    pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
 
 
 def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
@@ -206,20 +202,3 @@ def _refuse_lora(pipe: Any, path: str, why: str) -> SourceError:
         expected="A LoRA is trained for one architecture, and named as Diffusers names its layers.",
         remedy="Look at which model it is for, or leave lora out.",
     )
-
-
-def _put_scheduler(pipe: Any, name: str) -> None:
-    import diffusers
-
-    wanted = getattr(diffusers, name)
-    compatible = {one.__name__ for one in pipe.scheduler.compatibles} | {
-        type(pipe.scheduler).__name__
-    }
-    if name not in compatible:
-        listed = ", ".join(sorted(compatible))
-        raise OptionError(
-            f"{name} does not fit {type(pipe).__name__}.",
-            expected=f"Those that do are {listed}.",
-            remedy=f'Use scheduler="{min(compatible)}".',
-        )
-    pipe.scheduler = wanted.from_config(pipe.scheduler.config)

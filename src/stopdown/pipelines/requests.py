@@ -244,9 +244,19 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
         if value is None or (target is None and _is_in_media(name, request)):
             continue
         if target is None:
-            raise _describe_unwanted(pipeline_class, name)
+            taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
+            raise OptionError(
+                f"{pipeline_class.__name__} does not take `{name}`.",
+                expected=f"It takes {', '.join(taken)}.",
+                remedy=f"Leave `{name}` out, or use a model that takes it.",
+            )
         if target in arguments:
-            raise _describe_clash(pipeline_class, target)
+            names = [f"`{x}`" for x in _NAMES if find_target(x, pipeline_class) == target]
+            raise OptionError(
+                f"{' and '.join(names)} were both given, and {pipeline_class.__name__} has one argument "
+                f"for them: {target}.",
+                remedy=f"Leave {names[0]} out.",
+            )
         arguments[target] = value
     refuse_unknown(pipeline_class, request.arguments)
     given = {**arguments, **request.arguments}
@@ -257,9 +267,12 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
 
 def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
     """Refuse arguments that a pipeline's call does not take."""
+    parameters = inspect.signature(pipeline_class.__call__).parameters.values()
+    if any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters):
+        return
     taken = _read_signature(pipeline_class)
     for name in names:
-        if name not in taken and not _takes_anything(pipeline_class):
+        if name not in taken:
             raise OptionError(
                 f"{pipeline_class.__name__} does not take the argument {name}.",
                 expected=f"Its call takes {', '.join(taken)}.",
@@ -328,11 +341,6 @@ def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
     return {n: x for n, x in taken.items() if n != "self" and x.kind not in kinds}
 
 
-def _takes_anything(pipeline_class: type) -> bool:
-    taken = inspect.signature(pipeline_class.__call__).parameters.values()
-    return any(x.kind == inspect.Parameter.VAR_KEYWORD for x in taken)
-
-
 def find_target(name: str, pipeline_class: type) -> str | None:
     """The argument that an attribute of a request is; None where the pipeline has none."""
     taken = _read_signature(pipeline_class)
@@ -384,24 +392,6 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
     if not length or "max_sequence_length" not in taken:
         return {}
     return {"max_sequence_length": length}
-
-
-def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
-    taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
-    return OptionError(
-        f"{pipeline_class.__name__} does not take `{name}`.",
-        expected=f"It takes {', '.join(taken)}.",
-        remedy=f"Leave `{name}` out, or use a model that takes it.",
-    )
-
-
-def _describe_clash(pipeline_class: type, target: str) -> OptionError:
-    names = [f"`{name}`" for name in _NAMES if find_target(name, pipeline_class) == target]
-    return OptionError(
-        f"{' and '.join(names)} were both given, and {pipeline_class.__name__} has one argument for "
-        f"them: {target}.",
-        remedy=f"Leave {names[0]} out.",
-    )
 
 
 def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:

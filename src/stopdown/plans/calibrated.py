@@ -171,7 +171,7 @@ def measure_plan(
         opened, requests, components = _plan_folder(
             target, safe.run, device, given, prompts, options, progress
         )
-        return _seal(opened, requests, components, steps, started)
+        return _seal_measured(opened, requests, components, steps, started)
     opened = _open(target, device, progress)
     if runs_by_call(opened.pipe):
         requests = list_requests(opened.pipe, prompts, given)
@@ -179,27 +179,37 @@ def measure_plan(
         components = _plan_pipeline(opened, requests, resized, options, progress)
     else:
         components = _plan_program(opened, run or _play(opened, prompts), options, progress)
-    return _seal(opened, requests, components, steps, started)
+    return _seal_measured(opened, requests, components, steps, started)
 
 
-def _seal(
+def _seal_measured(
     opened: _Opened,
     requests: Sequence[Request],
     components: tuple[ComponentPlan, ...],
     steps: int,
     started: float,
 ) -> Plan:
+    known = opened.name, opened.fingerprint, opened.pipeline
+    prompts = tuple(r.prompt for r in requests if r.prompt is not None)
+    return seal_made(known, components, started, opened.device, prompts=prompts, steps=steps)
+
+
+def seal_made(
+    known: tuple[str, str, str],
+    components: Sequence[ComponentPlan],
+    started: float,
+    device: Device,
+    **measured: Any,
+) -> Plan:
+    """Return the sealed plan of what has this name, fingerprint and class of pipeline."""
     made = Plan(
-        source=opened.name,
-        fingerprint=opened.fingerprint,
-        pipeline=opened.pipeline,
+        *known,
         precision=FP16.name,
         versions=read_class_versions(),
-        components=components,
-        prompts=tuple(r.prompt for r in requests if r.prompt is not None),
-        steps=steps,
-        device=str(opened.device),
+        components=tuple(components),
+        device=str(device),
         elapsed_s=round(time.perf_counter() - started, 3),
+        **measured,
     )
     return seal_plan(made)
 
@@ -475,24 +485,38 @@ def _plan_component(
         return dataclasses.replace(bare, precision="as loaded", reasons=(why,))
     if not any(not call.made_up for call in calls):
         why = "The pipeline did not call it while it was measured."
-        return _fall_back(opened, bare, why)
+        return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     try:
         scaling, notes = scale_component(
             module, calls, FP16.torch_dtype, residual, ranges, verify=verify
         )
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
-        return _fall_back(opened, bare, describe_failure(error))
+        why = describe_failure(error)
+        return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     return describe_scaling(bare, scaling, FP16.name, len(calls), notes)
 
 
-def _fall_back(opened: _Opened, bare: ComponentPlan, why: str) -> ComponentPlan:
-    """The component in bf16 where its weights are stored so and the device is quick at it."""
-    stored = opened.stored.get(bare.component, opened.stored.get("checkpoint", {}))
-    facts = ComponentFacts(bare.component, (bare.component,), stored)
-    precision, reason = "fp32", "fp32 is the reference."
+_REFERENCE = "fp32 is the reference."
+
+
+def fall_back(
+    bare: ComponentPlan,
+    stored: Mapping[str, Mapping[str, int]],
+    why: str,
+    device: Device | None,
+    otherwise: str = "",
+) -> ComponentPlan:
+    """The component in bf16 where its weights are stored so and the device is quick at it, else in fp32."""
+    counts = stored.get(bare.component, stored.get("checkpoint", {}))
+    facts = ComponentFacts(bare.component, (bare.component,), counts)
+    precision, reason = "fp32", otherwise
     if facts.stored_mostly == "bf16":
-        precision, reason = choose_precision(facts, probe_formats(opened.device))
-    return dataclasses.replace(bare, precision=precision, reasons=(why, reason))
+        precision, reason = (
+            choose_precision(facts, probe_formats(device)) if device else ("bf16", "")
+        )
+    return dataclasses.replace(
+        bare, precision=precision, reasons=tuple(filter(None, (why, reason)))
+    )
 
 
 def describe_scaling(

@@ -31,7 +31,7 @@ from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, 
 from stopdown.bounds.known_values import Load
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import explain_run, find_component
-from stopdown.devices.environment import Device, choose_device, probe_formats
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
@@ -41,19 +41,16 @@ from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.pipelines.skeletons import build_component, build_empty_component
-from stopdown.plans.calibrated import describe_scaling
+from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import (
     keep_plan,
     read_cached_plan,
     read_class_versions,
-    seal_plan,
 )
 from stopdown.plans.precision import (
-    ComponentFacts,
     check_components,
-    choose_precision,
     leave_component,
     parse_fp16,
 )
@@ -173,7 +170,8 @@ def certify_plan(
             components.append(
                 _plan_component(context, name, module, load, called, hands_over=hands_over)
             )
-    return _seal(source.name, fingerprint(source), source.pipeline_class, components, started)
+    known = source.name, fingerprint(source), source.pipeline_class
+    return seal_made(known, components, started, choose_device("cpu"))
 
 
 def certify_program(
@@ -215,7 +213,8 @@ def certify_program(
             components.append(
                 _plan_component(context, name, module, load, calls[name], hands_over=False)
             )
-    made = _seal(type(program).__name__, key, type(program).__name__, components, started)
+    identity = type(program).__name__, key, type(program).__name__
+    made = seal_made(identity, components, started, choose_device("cpu"))
     keep_plan(made)
     return made
 
@@ -271,28 +270,6 @@ def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
     ]
 
 
-def _seal(
-    name: str,
-    fingerprint: str,
-    pipeline: str,
-    components: Sequence[ComponentPlan],
-    started: float,
-) -> Plan:
-    made = Plan(
-        source=name,
-        fingerprint=fingerprint,
-        pipeline=pipeline,
-        precision="fp16",
-        versions=read_class_versions(),
-        components=tuple(components),
-        prompts=(),
-        steps=0,
-        device=str(choose_device("cpu")),
-        elapsed_s=round(time.perf_counter() - started, 3),
-    )
-    return seal_plan(made)
-
-
 def list_planned(source: Source) -> list[str]:
     """The components with weights that a completed source holds."""
     held = [part.name for part in source.parts] or list(source.components)
@@ -344,27 +321,18 @@ def _plan_component(
     elif not made:
         planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     else:
-        planned = _scale(context, bare, module, reading, made, hands_over=hands_over)
+        residual = context.residual
+        try:
+            scaling = scale_component(module, made, residual, reading, hands_over=hands_over)
+            if "" in scaling.fp32_modules:
+                raise ScalingError(_WHOLE)
+        except (CaptureError, ScalingError) as error:
+            planned = _fall_back(context, bare, error.what)
+        else:
+            scaling = dataclasses.replace(scaling, trial=_UNTRIED)
+            notes = suggest_stream(scaling, residual)
+            planned = describe_scaling(bare, scaling, "fp16", 0, notes)
     return dataclasses.replace(planned, weights=reading.hash_samples())
-
-
-def _scale(
-    context: _Context,
-    bare: ComponentPlan,
-    module: torch.nn.Module,
-    load: Load,
-    made: list[ComponentCall],
-    *,
-    hands_over: bool,
-) -> ComponentPlan:
-    try:
-        scaling = scale_component(module, made, context.residual, load, hands_over=hands_over)
-    except (CaptureError, ScalingError) as error:
-        return _fall_back(context, bare, error.what)
-    if "" in scaling.fp32_modules:
-        return _fall_back(context, bare, _WHOLE)
-    scaling = dataclasses.replace(scaling, trial=_UNTRIED)
-    return describe_scaling(bare, scaling, "fp16", 0, suggest_stream(scaling, context.residual))
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
@@ -501,15 +469,6 @@ def _price(scaling: Scaling) -> tuple[float, ...]:
 
 
 def _fall_back(context: _Context, bare: ComponentPlan, why: str) -> ComponentPlan:
-    """The component in bf16 where its weights are stored so and the device is quick at it, else in fp32."""
     if context.left:
         return dataclasses.replace(bare, precision=context.left, reasons=(why,))
-    stored = context.stored.get(bare.component, context.stored.get("checkpoint", {}))
-    facts = ComponentFacts(bare.component, (bare.component,), dict(stored))
-    precision, reason = "fp32", ""
-    if facts.stored_mostly == "bf16":
-        precision = "bf16"
-        if context.device is not None:
-            precision, reason = choose_precision(facts, probe_formats(context.device))
-    reasons = tuple(filter(None, (why, reason)))
-    return dataclasses.replace(bare, precision=precision, reasons=reasons)
+    return fall_back(bare, context.stored, why, context.device)

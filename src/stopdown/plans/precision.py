@@ -93,10 +93,19 @@ def parse_request(text: str, also: Iterable[str] = ()) -> dict[str, str]:
     for entry in text.replace("+", ",").split(","):
         name, sign, precision = (part.strip() for part in entry.partition("="))
         if not (sign and name):
-            raise _incomplete_entry(entry)
+            raise OptionError(
+                f"The entry {entry.strip()!r} of a precision does not name a component.",
+                expected="Each entry is COMPONENT=PRECISION.",
+                remedy='Write for example precision="transformer=bf16,vae=fp32". '
+                "Components that are not named are chosen by auto.",
+            )
         wanted = _parse_choice(precision, also)
         if found.setdefault(name, wanted) != wanted:
-            raise _contradiction(name, found[name], wanted)
+            raise OptionError(
+                f"The precision asks for {name}={found[name]} and for {name}={wanted}.",
+                expected="Each component has one precision, and each of its methods can have its own.",
+                remedy="Leave one of the two out.",
+            )
     return found
 
 
@@ -192,23 +201,6 @@ def _parse_choice(text: str, also: Iterable[str]) -> str:
     return word if word in ("auto", PLAIN_FP16) else parse_precision(text, (PLAIN_FP16, *also))
 
 
-def _incomplete_entry(entry: str) -> OptionError:
-    return OptionError(
-        f"The entry {entry.strip()!r} of a precision does not name a component.",
-        expected="Each entry is COMPONENT=PRECISION.",
-        remedy='Write for example precision="transformer=bf16,vae=fp32". '
-        "Components that are not named are chosen by auto.",
-    )
-
-
-def _contradiction(name: str, one: str, other: str) -> OptionError:
-    return OptionError(
-        f"The precision asks for {name}={one} and for {name}={other}.",
-        expected="Each component has one precision, and each of its methods can have its own.",
-        remedy="Leave one of the two out.",
-    )
-
-
 def _unknown_component(name: str, known: list[str]) -> OptionError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = near[0] if near else known[0]
@@ -234,7 +226,13 @@ def decide_precisions(
     for facts in components:
         for call in facts.calls:
             if call in request:
-                precision, reason = _accept(call, request[call], supports)
+                precision, reason = request[call], "Requested."
+                support = supports.get(precision)
+                if support is not None and not support.works:
+                    raise OptionError(
+                        f"{call} cannot run in {precision} on this device. {support.reason}",
+                        remedy=f'Use precision="{call}=fp32", or leave it to auto.',
+                    )
             else:
                 precision, reason = choose_precision(facts, supports)
             kept = facts.kept_fp32.get(precision, ())
@@ -252,16 +250,6 @@ def decide_precisions(
                 )
             )
     return tuple(decisions)
-
-
-def _accept(call: str, precision: str, supports: Mapping[str, Support]) -> tuple[str, str]:
-    support = supports.get(precision)
-    if support is not None and not support.works:
-        raise OptionError(
-            f"{call} cannot run in {precision} on this device. {support.reason}",
-            remedy=f'Use precision="{call}=fp32", or leave it to auto.',
-        )
-    return precision, "Requested."
 
 
 def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:

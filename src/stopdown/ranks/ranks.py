@@ -31,12 +31,13 @@ from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.ranks.context_parallel import find_plan, put_context_parallel
 from stopdown.ranks.guidance import GROUP, put_guidance_parallel
-from stopdown.ranks.journal_follower import Follower
 from stopdown.records import Plan
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.consensus import Consensus
 from stopdown.runtime.culprit import Culprit
 from stopdown.runtime.fault_texts import Fault, name_fault
+from stopdown.runtime.journal import Answer, CallAnswers, find_device, find_sources, give
+from stopdown.runtime.journal_values import move_structure, unpack
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|peer", re.IGNORECASE)
 """Words of what PyTorch says when a rank cannot be reached any more."""
@@ -303,3 +304,19 @@ def _has_plan(denoiser: torch.nn.Module) -> bool:
     except OptionError:
         return False
     return True
+
+
+class Follower(CallAnswers):
+    """Answers to component calls as rank 0 has them in its journal."""
+
+    def __init__(self, ranks: Consensus) -> None:
+        self._ranks = ranks
+
+    def answer(self, call: ComponentCall) -> Any:
+        """Return what rank 0 reads for a call, or make the call if rank 0 makes it."""
+        told = self._ranks.share(None)
+        if told is None:
+            return call.proceed()
+        structure, tensors, random, repaired = told
+        output = unpack(move_structure(structure, find_device(call.callee)), tensors)
+        return give(Answer(output, random, repaired), call, find_sources(call))

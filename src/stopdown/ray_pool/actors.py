@@ -23,7 +23,7 @@ from typing import Any
 from stopdown.batch.jobs import Prepared, Task, prepare
 from stopdown.batch.pools import Slot, Workers
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store
+from stopdown.batch.stores import Store, write_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.devices.environment import list_devices, read_version, require_package
 from stopdown.errors import InputError, StopdownError, take_first_line
@@ -275,7 +275,7 @@ class _Actor:
     def open(self, job: Job, device: str) -> tuple[str, str]:
         """Begin: what it computes on, and the name of a file that it wrote among the outputs."""
         self._worker = Worker(job, device)
-        return str(self._worker.device), self._worker.write_probe()
+        return str(self._worker.device), write_probe(self._worker.store)
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
         return self._worker.make(task, plan)

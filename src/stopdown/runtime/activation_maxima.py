@@ -11,6 +11,8 @@ component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +22,12 @@ import torch
 
 from stopdown.component_call_names import is_inside
 from stopdown.component_calls.components import find_blocks
+from stopdown.devices.model_needs import keeps_clamps
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
+from stopdown.number_formats import FP16
 from stopdown.numerics import has_values, is_readable, iterate_tensors
-from stopdown.runtime.clamps import find_clamping
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
@@ -133,3 +136,32 @@ def is_compiled(module: torch.nn.Module) -> bool:
         hasattr(own.get(name), "_torchdynamo_orig_callable")
         for name in ("forward", "encode", "decode")
     )
+
+
+CLAMPED_FROM = FP16.largest - 1000
+"""A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
+
+_CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
+_END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\b|\b6\.5e\+?4\b")
+"""How code writes fp16's maximum: `finfo`, 65504, 65000.0, 6.5e4; from 64500 to 65504."""
+
+
+def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the modules of a component that clamp at fp16's maximum, by the source of their `forward`.
+
+    T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504. A `clamp`, `clip`
+    or `nan_to_num` beside that number or `finfo` shows it, unless it is in a function that `forward` calls.
+    """
+    kinds: set[Any] = {type(part) for part in list_parts(component)}
+    if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):
+        return ()
+    return tuple(path for path, module in component.named_modules() if _clamps(type(module)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _clamps(module_class: Any) -> bool:
+    try:
+        source = inspect.getsource(module_class.forward)
+    except (OSError, TypeError):  # code without a file
+        return False
+    return bool(_CLAMP.search(source) and _END.search(source))

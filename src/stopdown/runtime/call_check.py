@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from stopdown.numerics import bound_values, headroom_bits, is_readable, iterate_leaves
-from stopdown.runtime.activation_maxima import Notes
-from stopdown.runtime.clamps import CLAMPED_FROM
+from stopdown.runtime.activation_maxima import CLAMPED_FROM, Notes
 
 
 @dataclass(frozen=True)

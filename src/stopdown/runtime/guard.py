@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from stopdown.errors import (
     take_first_line,
 )
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import seal_plan, take_plan
-from stopdown.records import ComponentPlan, GuardRecord, Plan, Repair
+from stopdown.records import ComponentPlan, GuardRecord, Plan, Repair, Scaling
 from stopdown.runtime.dtype_repairs import add_note
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.journal import CallAnswers, Journal
-from stopdown.runtime.plan_updates import update_entry
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.repairs import ComponentState, name_action
 from stopdown.runtime.run_check import RunCheck
@@ -358,3 +359,44 @@ def _refuse_overlap(pipe: Any) -> None:
                     "repairs of both would multiply the same values.",
                     remedy=f"Guard the {type(outer).__name__} alone.",
                 )
+
+
+_NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
+
+
+def update_entry(
+    entry: ComponentPlan, applied: tuple[ComponentPlan, ...], calls: int, reasons: Iterable[str]
+) -> ComponentPlan:
+    """A plan's entry with the repairs in its place; casts of inputs, which depend on a script, are none.
+
+    Args:
+        calls: how many failing calls new exponents rest on.
+    """
+    bare = dataclasses.replace(entry, scaling=None, calls=0, prompts=0, reasons=())
+    found = dataclasses.replace(bare, prompts=entry.prompts)
+    notes = tuple(reasons)
+    for one in applied:
+        action = name_action(one)
+        if action == "rescaled" and one.scaling is not None:
+            scaling = _withdraw_claims(one.scaling)
+            found = describe_scaling(found, scaling, one.precision, entry.calls + calls, notes)
+        elif action == "cast":
+            found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
+        elif action == "fp32-module":
+            scaling, path = found.scaling or Scaling(), split_module_path(one.component)[1]
+            fp32_modules = tuple(dict.fromkeys((*scaling.fp32_modules, path)))
+            scaling = dataclasses.replace(scaling, fp32_modules=fp32_modules)
+            said = tuple(dict.fromkeys((*found.reasons, *notes)))
+            found = dataclasses.replace(found, scaling=scaling, reasons=said)
+    return found
+
+
+def _withdraw_claims(scaling: Scaling) -> Scaling:
+    """Exponents under which a call failed, or that were found since: no bound or trial speaks for them.
+
+    The limits of the inputs stay: calls beyond them are still named.
+    """
+    note = _NOT_BOUNDED if scaling.certified or scaling.bounded else scaling.range_note
+    return dataclasses.replace(
+        scaling, certified=False, values=0, bounded=0, uncertain=(), trial=None, range_note=note
+    )

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.runtime.clamps import CLAMPED_FROM
+from stopdown.runtime.activation_maxima import CLAMPED_FROM
 
 Note = Callable[[str, torch.Tensor], object]
 """Given the name of an operation, and a tensor whose bounds say whether it hid something."""

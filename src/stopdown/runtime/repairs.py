@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,6 +33,7 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.plans.applier import apply_precision
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
@@ -419,3 +421,46 @@ def _find_used(measured: Iterable[Measured]) -> set[str]:
         for node in known.capture.graph.graph.nodes
         if node.name in known.capture.parameters and node.users
     }
+
+
+@dataclass
+class RepairCache:
+    """What guards of components found, for the next guard of them; forgotten with the component.
+
+    It is put on as long as the weights are those that it was found for, by samples of each. Components
+    whose weights wait elsewhere cannot be compared: each guard begins anew there.
+
+    Attributes:
+        outdated: classes of components whose weights were others when they came again.
+    """
+
+    outdated: list[str] = field(default_factory=list)
+    _kept: WeakKeyDictionary[
+        torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
+    ] = field(default_factory=WeakKeyDictionary)
+
+    def put_on(self, state: ComponentState) -> tuple[ComponentPlan, ...]:
+        """Put on what an earlier guard found; what that was, empty for nothing."""
+        if state.module not in self._kept:
+            return ()
+        weights, applied, calibration = self._kept[state.module]
+        if weights != _sign(state.module):
+            del self._kept[state.module]
+            self.outdated.append(type(state.module).__name__)
+            return ()
+        state.put_on(applied)
+        state.calibration = calibration
+        return applied
+
+    def keep(self, state: ComponentState, applied: tuple[ComponentPlan, ...]) -> None:
+        """Keep what was in force on a component that is as it was before its guard."""
+        weights = _sign(state.module)
+        if weights:
+            self._kept[state.module] = weights, applied, state.calibration
+
+
+def _sign(module: torch.nn.Module) -> str:
+    """What its weights are known by; empty when they are not there."""
+    if any(tensor.is_meta for tensor in module.parameters()):
+        return ""
+    return f"{sample_weights(module)} {read_precisions(module)}"

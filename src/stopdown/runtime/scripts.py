@@ -51,9 +51,9 @@ from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
+from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.results import collect_videos
 
 _METHODS = ("encode", "decode")

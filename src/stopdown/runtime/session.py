@@ -61,10 +61,9 @@ from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.consensus import find_consensus
 from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.journal import CallAnswers
-from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import ComponentState, RepairCache
 from stopdown.runtime.weight_history import WeightHistory
 from stopdown.scaling.call_watch import ReplacedError, find_watch
 
