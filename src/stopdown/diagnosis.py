@@ -212,10 +212,6 @@ def _compile(kind: type, pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
-# ---------------------------------------------------------------------------------------------
-# Text
-
-
 def explain(subject: str | BaseException | Path) -> Diagnosis:
     """Why something failed, and what to type.
 
@@ -540,9 +536,6 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
         ),
     )
 
-
-# ---------------------------------------------------------------------------------------------
-# Files
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
 VIDEOS = (

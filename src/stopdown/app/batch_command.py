@@ -275,10 +275,6 @@ def _refuse_too_large(
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# What was asked
-
-
 def _read_settings(options: BatchOptions) -> Settings:
     from stopdown.batch.settings import Settings
 
@@ -305,10 +301,6 @@ _OF_THE_RUN = (
     *("journal", "journal_limit", "tries", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
-
-
-# ---------------------------------------------------------------------------------------------
-# What was made before
 
 
 def _read_summary(store: Store) -> BatchRecord | None:
@@ -403,10 +395,6 @@ def _refuse_other_folder(store: Store) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Workers
-
-
 @contextmanager
 def _connect(options: BatchOptions, display: Display) -> Iterator[Cluster]:
     connect = require_offer("connect_ray", "--ray")
@@ -441,10 +429,6 @@ def _list_devices(options: BatchOptions) -> list[str]:
         names = [device.torch_name for device in list_devices() if device.type == "cuda"]
     count = options.workers or len(names)
     return [names[number % len(names)] for number in range(count)]
-
-
-# ---------------------------------------------------------------------------------------------
-# What a person sees
 
 
 @dataclass

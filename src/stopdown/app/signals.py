@@ -9,9 +9,6 @@ half made (NumPy until no recursion is left), and C++ of PyTorch ends with SIGAB
 the import is over. A long import is not waited for: the process leaves, and what it had under temporary
 names is removed by the next one that writes there. How long an import is, is counted in processor time, so
 that a busy machine makes none long; one that waits for something else is left after ten times as long.
-
-**Catches** interrupts that Python could only print, out of `__del__` and callbacks, too: they come again.
-**Does not catch** signals before the program begins, or while a function of C does not return.
 """
 
 from __future__ import annotations

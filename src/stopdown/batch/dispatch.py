@@ -1,8 +1,4 @@
-"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit.
-
-**Catches** workers that die, with the item that they had; items that kill each worker that tries them.
-**Does not catch** an item that never ends.
-"""
+"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A batch before its workers begin: the model, its plan, and the items as tasks.
-
-**Catches**, before anything is made, a request that the pipeline does not take, pictures that cannot be
-read, items that need different pipelines.
-"""
+"""A batch before its workers begin: the model, its plan, and the items as tasks."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 It needs no Ray itself. In `ray.data.Dataset.map_batches` it is the callable class; as
 `ray.remote(PromptMaker)` it is an actor. Each instance loads the model once, at its first item. Repairs
 stay within the item that needed them, so items depend neither on their order nor on each other.
-
-**Catches** whatever goes wrong while an item is made: it is in the item's row.
-**Does not catch** two instances that are given the same item at the same time: both make it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Items of a batch from a file: one prompt a line, JSON lines or CSV; local, a URL, or standard input.
-
-**Catches** a file that is empty, not UTF-8 or no table; fields that are unknown or hold something
-else than they should; prompts longer than any text encoder reads; two items of one name.
-"""
+"""Items of a batch from a file: one prompt a line, JSON lines or CSV; local, a URL, or standard input."""
 
 from __future__ import annotations
 

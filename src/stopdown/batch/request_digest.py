@@ -3,8 +3,7 @@
 It is over the items, the options, and name, size and time of every file that these name: the model, plans,
 LoRAs, pictures. A batch whose summary has this hash, and all of whose outputs are there, has nothing to do.
 
-**Catches** another prompt, seed, option, model file or version of Stopdown.
-**Does not catch** a file that was rewritten with the same size and time; versions of other libraries.
+Not covered: a file that was rewritten with the same size and time; versions of other libraries.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ A linear that reads such a row is bounded by its weights times the gain, channel
 what it makes of each shift: several times tighter than from peaks and norms, which keep only the
 largest of the gain and lose the sign of the shift.
 
-**Catches** layer norms and RMS norms (written out too), products and sums behind them, views that
-leave the last dimension as it is.
-**Does not catch** norms over other dimensions, and tensors that are changed in place.
+Not covered: norms over other dimensions, and tensors that are changed in place.
 """
 
 from __future__ import annotations

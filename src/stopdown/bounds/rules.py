@@ -4,9 +4,7 @@ A rule gets an `Operands` and returns the bound of the exact result on the input
 really gets; rounding is added by `propagation`. If there is no bound, it raises `UnboundedError`.
 `docs/certificates.md` has a proof of two lines for each.
 
-**Catches** norms, operations that work element by element, and what only moves values about, by the
-names in `propagation.RULES`; what multiplies and sums is in `product_rules`.
-**Does not catch** an operation without a rule: its result has no bound, and neither has what
+Not covered: an operation without a rule: its result has no bound, and neither has what
 follows, up to the next norm or saturating function.
 """
 

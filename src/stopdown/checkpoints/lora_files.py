@@ -4,9 +4,7 @@ The exponents come from the converted model itself, whose files carry them, or f
 that it names. Names, order, alphas and dtypes stay as they are; a tensor whose dtype would lose a bit by
 its power of two is written in fp32.
 
-**Catches** a LoRA for another model, by names and by shapes; kinds of adapters without a rule; one that was
-written so before; damaged files; all of it before the first byte is written.
-**Does not catch** a plan whose model was written with other exponents: `convert` finds them anew where
+Not covered: a plan whose model was written with other exponents: `convert` finds them anew where
 files cannot hold the plan's, so the converted model is the better thing to give.
 """
 

@@ -1,7 +1,4 @@
-"""Where a conversion goes: which form, and what may be replaced there.
-
-**Catches** forms that do not fit the place, places that are read, and what `convert` did not write.
-"""
+"""Where a conversion goes: which form, and what may be replaced there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The modules that a program of any kind holds, found by walking its attributes.
 
-**Catches** modules in attributes, mappings, lists and tuples, and in objects that these hold.
-**Does not catch** modules behind properties, closures and slots: give them by name, in a dict.
+Not covered: modules behind properties, closures and slots: give them by name, in a dict.
 """
 
 from __future__ import annotations

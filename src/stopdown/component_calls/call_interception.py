@@ -7,8 +7,7 @@ nothing behind. The original is called last; what it returns is passed on
 untouched. Of a module that was compiled in place the stack sits around the compiled code;
 code that is compiled later around a stack goes past it, without a graph break.
 
-**Catches** calls of whole components, as pipelines make them.
-**Does not catch** calls of a submodule from outside (`text_encoder.encoder(...)`), or of other
+Not covered: calls of a submodule from outside (`text_encoder.encoder(...)`), or of other
 methods (`get_image_features`).
 """
 

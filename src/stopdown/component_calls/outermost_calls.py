@@ -4,9 +4,7 @@ While somebody listens, `torch.nn.Module.__call__` goes through here: a listener
 call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
 counts as such a call while it is `entered`; `intercept_methods` finds these as they happen as well.
 
-**Catches** calls of modules of every kind, in every thread. A module without weights that is given another
-one to call is no component, and that other one is.
-**Does not catch** calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
+Not covered: calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
 `torch.func`, a CUDA graph that is recorded), where no value can be read.
 """
 

@@ -5,8 +5,7 @@ made, so that is where a class that was not met before gets the layer put on its
 
 `redirect_devices` lets a script that was written for CUDA run where there is none.
 
-**Catches** pipelines made in any way that Diffusers knows, and classes of a script's own.
-**Does not catch** pipelines that were made before; for devices: what a script asks of `torch.cuda`,
+Not covered: pipelines that were made before; for devices: what a script asks of `torch.cuda`,
 and autocast on CUDA.
 """
 

@@ -139,10 +139,6 @@ class Ruling:
     source: str = ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Questions
-
-
 @dataclass(frozen=True)
 class Place:
     """Where an operation would run.
@@ -281,10 +277,6 @@ def _describe_limits(gap: Gap) -> str:
         (" before torch ", gap.before_torch),
     )
     return "".join(word + ".".join(map(str, limit)) for word, limit in said if limit)
-
-
-# ---------------------------------------------------------------------------------------------
-# Data
 
 
 @functools.cache

@@ -6,8 +6,7 @@ it. It answers what a probe would have answered: `supports` gives `Support` by f
 decision about a precision can be taken for a machine that is not here. What depends on the compute
 capability alone (attention kernels, missing operations) is in `backends`.
 
-**Catches** a file with an unknown key, a state that does not exist, or a fact without a source.
-**Does not catch** a fact that is wrong. Rates are those of large matrix products; a run sees a part.
+Not covered: a fact that is wrong. Rates are those of large matrix products; a run sees a part.
 """
 
 from __future__ import annotations
@@ -282,10 +281,6 @@ def _unknown_profile(name: str) -> OptionError:
         f"{', '.join(known)}, and one of your own is a .toml file.",
         remedy=f'Use device="{near[0] if near else "auto"}".',
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# Files
 
 
 _MOST_BYTES = 2**16

@@ -45,8 +45,6 @@ from stopdown.number_formats import FORMATS, PRECISIONS
 if TYPE_CHECKING:
     import torch
 
-# ---------------------------------------------------------------------------------------------
-# Settings
 
 _NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -136,9 +134,6 @@ def _system_cache() -> Path:
     given = os.environ.get(variable)
     return Path(given) if given else Path.home() / ".cache"
 
-
-# ---------------------------------------------------------------------------------------------
-# The machine
 
 _PACKAGES = ("stopdown", "torch", "diffusers", "transformers", "accelerate")
 
@@ -248,10 +243,6 @@ def _read_sysctl(name: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-
-
-# ---------------------------------------------------------------------------------------------
-# Devices
 
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -414,10 +405,6 @@ def _explain_auto(devices: list[Device], chosen: Device) -> str:
         "comes first" if chosen is devices[0] else "is the first that this PyTorch has kernels for"
     )
     return f"{chosen} {why}; also here: {others}."
-
-
-# ---------------------------------------------------------------------------------------------
-# Formats: what the makers say
 
 
 @dataclass(frozen=True)
@@ -595,10 +582,6 @@ def _ask_torch_for_flags() -> set[str]:
         return {name for name, value in ask().items() if value is True}
     helpers = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_fp16": "_is_amx_fp16_supported"}
     return {flag for flag, name in helpers.items() if getattr(torch.cpu, name, bool)()}
-
-
-# ---------------------------------------------------------------------------------------------
-# Formats: what a timed probe says
 
 
 @dataclass(frozen=True)
@@ -869,7 +852,3 @@ def synchronise(device: Device) -> None:
 
     if device.type != "cpu":
         torch.accelerator.synchronize(device.torch_name)
-
-
-# ---------------------------------------------------------------------------------------------
-# Memory

@@ -1,12 +1,12 @@
 """`check`: everything about dtypes that will go wrong, before a run and without needing the weights.
 
 A live pipeline is checked as it is, a source as loading would make it: its code runs once on fake
-tensors and every operation is judged by the rules of the backend (`examining`); parameters, schedules,
+tensors and every operation is judged by the rules of the backend (`inspection`); parameters, schedules,
 the device's formats and, where they are on this disk, the values of weights are looked at beside.
 
 **Catches** what `knowledge/rules/findings.toml` lists.
-**Does not catch** overflow of activations, which depends on the values of weights (`sums`, `stopdown
-plan`, and the guard), what a custom kernel does inside, and what only another request would meet.
+**Does not catch** overflow of activations, which depends on the values of weights (`sum_overflow`, a
+plan, and the guard), what a custom kernel does inside, and what only another request would meet.
 """
 
 from __future__ import annotations

@@ -116,10 +116,6 @@ def _find_at_owner(kind: str, name: str, path: str, evidence: str, main: torch.d
     return make_finding(kind, module_path, evidence, dtype=str(main))
 
 
-# ---------------------------------------------------------------------------------------------
-# Rescaled weights
-
-
 def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
     """Findings about components whose files say that their weights are rescaled.
 
@@ -156,10 +152,6 @@ def _describe_rescaled(module: torch.nn.Module) -> str:
     files = sorted(Path(str(folder)).glob("*.safetensors"))
     said = read_rescaled(*files)
     return f"{folder} says: {said}." if said else ""
-
-
-# ---------------------------------------------------------------------------------------------
-# Values
 
 
 def check_values(

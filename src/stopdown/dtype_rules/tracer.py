@@ -198,10 +198,6 @@ class Walk(TorchFunctionMode):
                 set_origin(tensor, _trace(step, tensor.dtype))
 
 
-# ---------------------------------------------------------------------------------------------
-# What is noted on a tensor
-
-
 def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
     tensor.stopdown_origin = origin  # type: ignore[attr-defined]
 
@@ -241,10 +237,6 @@ def _trace(step: Step, dtype: torch.dtype) -> Origin:
 
 def _to_cpu(_: torch.device) -> torch.device:
     return torch.device("cpu")
-
-
-# ---------------------------------------------------------------------------------------------
-# Names
 
 
 def is_product(name: str) -> bool:
@@ -293,9 +285,6 @@ def _direct_tensors(value: Any) -> list[torch.Tensor]:
         return [x for item in value for x in _direct_tensors(item)]
     return []
 
-
-# ---------------------------------------------------------------------------------------------
-# Known values
 
 _UNANSWERED = object()
 _DEVICE = torch.Tensor.device.__get__

@@ -3,10 +3,6 @@
 A component gets its plan as it gets it for a run: folds, eps, multiplies, and for ONNX in fp16 its casts.
 What the exporter then traces has all of it, so nothing of a plan is lost that a weight file could not
 hold. The sizes are those of the call that is traced.
-
-**Catches** components without an fp16 plan, fp32 modules that OpenVINO's inference precision would
-override, exporters that are not installed or refuse the code.
-**Does not catch** what a runtime does with the graph: fused kernels, a precision of its own.
 """
 
 from __future__ import annotations

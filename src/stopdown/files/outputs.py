@@ -5,11 +5,6 @@ that a full disk, Ctrl-C or `kill -9` leaves nothing half-written. Links are fol
 points to is written, and the link stays. What a process that was killed left under a temporary name is
 removed by the next one that writes there. A name that Stopdown chose itself replaces nothing: it is
 numbered (`stopdown-2.mp4`).
-
-**Catches**, before the run, folders that are missing or cannot be written, names that are too long, a
-file where a folder is to be and the other way round, pipes and devices, an output that is an input of
-the same run, and files that the caller says must stay.
-**Does not catch** a disk that is too small for a result that is not there yet: that is told at the end.
 """
 
 from __future__ import annotations
@@ -191,10 +186,6 @@ def find_record_path(output: str | os.PathLike[str]) -> Path:
     return path.with_name(path.name + ".json")
 
 
-# ---------------------------------------------------------------------------------------------
-# A folder for one process
-
-
 def lock_folder(folder: Path, busy: InputError) -> filelock.BaseFileLock:
     """An existing folder's lock, held by this process until it is released."""
     import filelock
@@ -234,10 +225,6 @@ def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
         lock.acquire(blocking=False)
         path.unlink()
     lock.release(force=True)
-
-
-# ---------------------------------------------------------------------------------------------
-# What is there
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
@@ -323,10 +310,6 @@ def _refuse_replacing(shown: Path, noun: str, option: str) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Temporary names
-
-
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
     """A temporary path in the folder of a target; whatever is there at the end is removed."""
@@ -382,10 +365,6 @@ def discard(part: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             part.unlink()
-
-
-# ---------------------------------------------------------------------------------------------
-# Renaming
 
 
 def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replaces | None) -> None:
@@ -444,10 +423,6 @@ def _link(part: Path, free: Path) -> None:
         raise
     except OSError:  # a file system without hard links
         os.rename(part, free)
-
-
-# ---------------------------------------------------------------------------------------------
-# What a system refuses
 
 
 _REFUSALS = {

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 FOLDER = "folder"
 """The format of an output that is a folder of png files."""
 
-# ---------------------------------------------------------------------------------------------
-# Where the output goes
-
 
 def choose_format(path: str | os.PathLike[str], frames: int) -> str:
     """The format that an output path asks for: `mp4`, `webm`, `gif`, `png` or `folder`.
@@ -84,10 +81,6 @@ def check_output(
     chosen = choose_format(path, frames)
     check_target(path, folder=chosen == FOLDER, force=force, inputs=inputs)
     return chosen
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing
 
 
 def write_media(
@@ -282,10 +275,6 @@ def draw_preview(frames: Frames) -> str:
     held = io.BytesIO()
     strip.save(held, "WEBP", quality=70)
     return base64.b64encode(held.getvalue()).decode("ascii")
-
-
-# ---------------------------------------------------------------------------------------------
-# Reading
 
 
 LARGEST_PICTURE = 2**26

@@ -4,9 +4,7 @@ The graph was captured in the dtype to come; it is run here with every 16-bit dt
 that nothing overflows and nothing is lost below. Values that hold the sentinels of a mask (the
 smallest fp16 number, or -inf) are measured without them.
 
-**Catches** any value of the graph, block by block where a value carries several exponents;
-weights, inputs and outputs that are NaN or Inf already in fp32.
-**Does not catch** what a fused kernel keeps to itself (attention scores), and inputs larger than
+Not covered: what a fused kernel keeps to itself (attention scores), and inputs larger than
 the ones that it is given.
 """
 

@@ -18,9 +18,7 @@ after each group, as tensor cores do in principle; the order of real kernels dif
 
 Convolutions are summed as implicit matrix products: place after place of a kernel, 16 channels at a time.
 
-**Catches** linear layers, convolutions, `matmul`, `bmm`, `addmm`, `baddbmm` and
-`scaled_dot_product_attention`, by whatever name PyTorch's Python interface has for them.
-**Does not catch** transposed convolutions, `einsum`, and products inside compiled code. The switch is that
+Not covered: transposed convolutions, `einsum`, and products inside compiled code. The switch is that
 of the whole process: two threads that set it differently disturb each other.
 """
 

@@ -2,9 +2,6 @@
 
 Hooks on every submodule keep the dotted paths of those that were entered and not yet left, in the thread
 that put the hooks on.
-
-**Catches** modules that are called as modules, also when their code raises.
-**Does not catch** modules whose `forward` is called by its name.
 """
 
 from __future__ import annotations

@@ -2,11 +2,6 @@
 
 Every change is recorded with what was there before, "absent" included, and is taken back in reverse
 order. Undoing twice is harmless. Values of tensors that are changed in place are kept as clones.
-
-**Catches** attributes set on instances (their `__dict__` is restored, not shadowed) and classes, entries
-of mappings, tensor values, and anything else through `defer`.
-**Does not catch** what others change on the same object meanwhile: their change is overwritten when
-it sits on the same attribute.
 """
 
 from __future__ import annotations

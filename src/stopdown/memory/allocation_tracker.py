@@ -11,9 +11,7 @@ that counts: the plain one unfolds its input into columns, one for each place of
 copies input, weights and output into blocks of channels, 16 with AVX-512, else 8. Sizes as the allocator
 reported them, torch 2.13.0, 2026-11-21, with AVX-512 and with AVX2.
 
-**Catches** whatever PyTorch operations allocate for their outputs, and where Python keeps it alive;
-what convolutions of two and three dimensions on the CPU take for themselves, in fp32, bf16 and fp16.
-**Does not catch** what other kernels allocate for themselves and free before they return (cuDNN's
+Not covered: what other kernels allocate for themselves and free before they return (cuDNN's
 workspaces, transposed convolutions), an allocator's rounding and fragmentation, memory outside of PyTorch.
 """
 

@@ -6,8 +6,7 @@ sizes, settings and hooks) is run once for arguments of the same shapes, and tha
 for all tiles of a shape. Code that writes into what it is given, as Wan's does into its cache, or returns a
 view of it, runs each time.
 
-**Catches** what the pipeline does between the calls, in Python, too.
-**Does not catch** what `StorageTracker` does not; a component whose code reads values of its inputs: it
+Not covered: what `StorageTracker` does not; a component whose code reads values of its inputs: it
 raises `CaptureError` and names the line.
 """
 

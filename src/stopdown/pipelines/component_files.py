@@ -6,8 +6,7 @@ the names (`model.diffusion_model.`), and some converters need one: both are tri
 names of Transformers. Where Diffusers has no converter, or one for the published size alone,
 `single_file_names` says which names a component has. Diffusers' own names need no converter.
 
-**Catches** parts of a model that lack tensors, or whose shapes are not those of the configuration.
-**Does not catch** other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
+Not covered: other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ that Diffusers loads is understood: fused projections that are split, transposed
 that become linear. It runs twice, counting up and counting down, and what does not come out of both as
 the same row was computed and not moved. Numbered tensors are views of one column and take no memory.
 
-**Catches** parameters that are computed from values, rows that two parameters want differently,
-values that do not fit into fp16.
-**Does not catch** tensors that other programs read and Diffusers does not: they are copied, and named.
+Not covered: tensors that other programs read and Diffusers does not: they are copied, and named.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """`measure_plan`: how each component of a checkpoint can run in fp16, found by running it in fp32.
 
 The pipeline runs on a few prompts in fp32; the arguments of every component's calls are kept
-(`recording`), and exponents are found for one component after the other (`measuring`). What cannot
+(`call_recorder`), and exponents are found for one component after the other (`exponents`). What cannot
 be captured or scaled falls back to bf16 where that is native, else fp32, with the reason.
-
-**Catches** every 16-bit value of the calls that were made; a component that does not run as planned.
-**Does not catch** larger values under other prompts, sizes and steps: the plan is calibrated, not
-certified, and a run under it is watched.
 """
 
 from __future__ import annotations

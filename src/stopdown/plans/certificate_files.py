@@ -5,8 +5,7 @@ Its own derivation then fills in each bound, the exponents of each value and wha
 `stopdown.bounds` is in the file but witnesses of singular values. An operation that no rule fits becomes
 `unknown`, and what follows has no bound up to the next norm or saturating function.
 
-**Catches** components of a folder with safetensors files, in fp16 with exponents.
-**Does not catch** single files, models with LoRAs, and classes that rename their weights.
+Not covered: single files, models with LoRAs, and classes that rename their weights.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ A single file is loaded as it is stored, because its tensors are not those of th
 whose class renames them. A model with LoRAs is loaded in fp32, so that what they add is in the bounds.
 A program that is no pipeline is loaded already: its run is stopped at the first call of each component.
 
-**Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
-**Does not catch** resolutions beyond the pipeline's default in models with group norms, and components
+Not covered: resolutions beyond the pipeline's default in models with group norms, and components
 that the pipeline does not call.
 """
 

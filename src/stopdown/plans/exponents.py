@@ -3,10 +3,6 @@
 Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are
 merged. The exponents are folded in, run and taken off again before they are believed (`trial`): in fp32
 the outputs must be what they were, bit for bit, and in fp16 finite and near.
-
-**Catches** a component whose code cannot be captured, whose weights hold NaN or Inf, that is
-quantised, that no exponents bring into range, that would not be exact, or does not run in fp16.
-**Does not catch** calls with larger values than those measured.
 """
 
 from __future__ import annotations

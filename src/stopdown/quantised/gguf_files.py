@@ -4,8 +4,7 @@ The `gguf` package reads the header and knows how each type is unpacked; here is
 lie in a block, which it does not tell. A block's values are proportional to them, so a power of two is
 folded in by multiplying them alone, as far as fp16 holds that.
 
-**Catches** files that are cut off, of another format, or with a header that cannot be read.
-**Does not catch** a type whose scales are spread over its block (IQ1_M): it has no entry here.
+Not covered: a type whose scales are spread over its block (IQ1_M): it has no entry here.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ known before a plan is made (`bound_weights`): the solver gets it as a bound on 
 file becomes rows of parameters (`single_files.trace_rows`); a weight with one scale for all rows makes
 the parameters that it becomes have one exponent.
 
-**Catches** scales that would be rounded, folds by rows where a weight has one scale, weights that cannot
-be unpacked here, files that are rescaled already.
-**Does not catch** activations that are quantised with a scale that is no part of the file, and parameters
+Not covered: activations that are quantised with a scale that is no part of the file, and parameters
 that are computed from several weights: they keep exponent 0.
 """
 

@@ -4,10 +4,7 @@ A weight is codes times scales. `quantised_layouts.toml` has the names that prog
 file says of itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A
 power of two is folded in by multiplying one tensor, `scale`, that the whole weight is proportional to.
 
-**Catches** what `headers` and `gguf_files` catch: files that are cut off, padded or of another format;
-ComfyUI's scaled fp8 and its later layouts (fp8, int8, mxfp8, nvfp4), int8 with a scale a row, torchao's
-tensors, bitsandbytes in 4 and 8 bits; codes whose scale is missing.
-**Does not catch** values: `file_values` looks at those. Weights that were quantised and stored as 16-bit
+Not covered: values: `file_values` looks at those. Weights that were quantised and stored as 16-bit
 floats again are ordinary.
 """
 

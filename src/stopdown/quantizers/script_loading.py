@@ -2,10 +2,6 @@
 
 The script's own `from_pretrained` gets a `quantization_config`. What cannot have one is loaded as the
 script asks, and that is said.
-
-**Catches** `from_pretrained` of Diffusers' pipelines, and of models with a `subfolder` of a pipeline, with
-`dtype=torch.bfloat16` or `torch.float16`.
-**Does not catch** `from_single_file`, models that lie by themselves, casts after loading.
 """
 
 from __future__ import annotations

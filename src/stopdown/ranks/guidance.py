@@ -9,8 +9,7 @@ they gave is exchanged. A pending output that is used earlier is computed there 
 Nothing of a model has to be known, so this works where no context-parallel plan is. Every rank goes on
 with the whole result, and on two of them a guided step takes about half as long.
 
-**Catches** calls that cannot be shared: every rank computes them in full, which is reported once.
-**Does not catch** arguments that a pipeline changes in place between the calls of two branches.
+Not covered: arguments that a pipeline changes in place between the calls of two branches.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
     torchrun --nproc-per-node 2 -m stopdown generate SOURCE PROMPT -o clip.mp4
 
 Each process loads the whole model on a device of its own. The first one plans, writes and speaks.
-
-**Catches** more processes than devices, and models that cannot be spread in the way that was asked for.
-**Does not catch** machines of several speeds: every step waits for the slowest.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Ray starts and places the actors and notices when one dies; the items are given out here, so that an item
 is known by its hash, found finished, tried again up to a limit, and made by the plan of its moment.
 A plan goes through Ray's object store, once to each machine.
-
-**Catches**, before the first item, a cluster that is not there or too small; machines without Stopdown or
-with other versions; outputs that do not come to where they are looked for.
-**Does not catch** a cluster that becomes too small later: the items wait for it.
 """
 
 from __future__ import annotations

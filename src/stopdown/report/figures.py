@@ -51,10 +51,6 @@ def find_median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-# ---------------------------------------------------------------------------------------------
-# Error over steps
-
-
 @dataclass(frozen=True)
 class Line:
     """One precision's error over the steps.
@@ -151,9 +147,6 @@ def _spread_labels(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(moved)
 
 
-# ---------------------------------------------------------------------------------------------
-# Maps of headroom
-
 BINS: tuple[tuple[str, str, float], ...] = (
     ("nf", "NaN or Inf", SPOILT),
     ("over", "beyond 65504", 0.0),
@@ -249,10 +242,6 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
         rows = list_bits({(entry.path, entry.step): entry.amax for entry in own})
         maps.append(HeatMap(component, {formats: rows}))
     return maps
-
-
-# ---------------------------------------------------------------------------------------------
-# Summaries
 
 
 def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:

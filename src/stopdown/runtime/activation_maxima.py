@@ -4,8 +4,7 @@ Each note is two scalars on the device (the smallest and the largest value of an
 of a call are read with the transfer that reads the output's own bounds. Blocks are the members of a
 component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
 
-**Catches** what these modules return.
-**Does not catch** modules inside compiled code, where hooks would not run: they are named.
+Not covered: modules inside compiled code, where hooks would not run: they are named.
 """
 
 from __future__ import annotations

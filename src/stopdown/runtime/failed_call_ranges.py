@@ -5,8 +5,7 @@ kept, so that no more than the component and one call are in memory. Calls of on
 method, sizes and options) share a capture and merge their figures; kinds of different lengths stay
 apart as values and meet in the parameters, where the solver sees them together.
 
-**Catches** what these calls reach.
-**Does not catch** what other prompts reach: exponents from here keep headroom and say that they rest
+Not covered: what other prompts reach: exponents from here keep headroom and say that they rest
 on measurements.
 """
 

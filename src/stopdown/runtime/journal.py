@@ -9,12 +9,7 @@ repaired is run once more, so that its repair is in force for those that follow.
 
 Of several processes that make one result the first one has the journal, and tells the others what it reads.
 
-**Catches** another prompt, seed, size, model, precision, version, device or number of ranks (refused,
-by name); a head
-whose checksum does not fit (all is made anew); files
-that are cut, changed, missing or of another run, and calls with other arguments (made anew from
-there on); two processes with one journal.
-**Does not catch** components that change their arguments in place, or that draw from NumPy's or
+Not covered: components that change their arguments in place, or that draw from NumPy's or
 Python's random numbers inside a call. Components that remember earlier calls (step caches) are refused
 when the journal is put on.
 """

@@ -1,10 +1,6 @@
 """A run: a checkpoint loaded by a plan, placed, called under the guard; its file and its record.
 
 `generate` makes one or several with the same loaded pipeline, `batch` many, and `compare` its cells.
-
-**Catches**, besides what the guard catches, arguments that a pipeline refuses and memory that runs out:
-each becomes one message.
-**Does not catch** errors of a model's own code: they are raised as they are.
 """
 
 from __future__ import annotations

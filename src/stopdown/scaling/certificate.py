@@ -5,9 +5,7 @@ than what was measured (a group norm over a whole video), taking it would cost p
 it only where exponents stay about what measured ranges give, and keeps `CALIBRATED_BITS` more above
 what it measured elsewhere. `docs/certificates.md` has the argument.
 
-**Catches** by what a value's range is stated, and whether it is stored where the bound's room for
-rounding is enough.
-**Does not catch** inputs beyond the limits that the note names.
+Not covered: inputs beyond the limits that the note names.
 """
 
 from __future__ import annotations

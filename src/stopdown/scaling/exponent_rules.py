@@ -5,9 +5,7 @@ on the inputs comes out unchanged), *product* (factors multiply), *pinned* (only
 themselves will do: exp, softmax, gelu, comparisons with a number). Norms, powers, attention and
 clamps have rules of their own. An operation without a rule is pinned and reported, never guessed.
 
-**Catches** every operation in `RULES`, their in-place forms, autocast regions (walked into by the
-capture), eps that is written as an attribute of the module whose code uses it.
-**Does not catch** an eps that is a literal in the code: the sum that it is in is pinned.
+Not covered: an eps that is a literal in the code: the sum that it is in is pinned.
 """
 
 from __future__ import annotations

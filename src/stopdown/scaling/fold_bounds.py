@@ -5,8 +5,7 @@ of two, one in fp16, as in a block of GGUF, few. One scale for several parameter
 query, key and value in one matrix, makes their exponents one. A module that was loaded from such weights
 carries what holds for it, and every problem that is stated for the module has it.
 
-**Catches** folds by which the scales of a weight would lose more than `MOST_LOSS`.
-**Does not catch** what the dequantised weight loses in fp16: that is priced as for any weight.
+Not covered: what the dequantised weight loses in fp16: that is priced as for any weight.
 """
 
 from __future__ import annotations

@@ -9,10 +9,6 @@ other:
 - `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
 - `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
   headroom, then as much in fp32 as it takes.
-
-**Catches** overflow and underflow of every 16-bit value in the calls that it is given.
-**Does not catch** larger ranges in other calls (the result is calibrated, not certified), and
-what a fused kernel keeps to itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Classes of components, and what keeps a model's files from doing harm while one is built from them.
-
-**Catches** classes that are no components, configurations of far more than the weights before memory is
-taken, and whatever libraries raise over files: one `SourceError` says what does not fit.
-"""
+"""Classes of components, and what keeps a model's files from doing harm while one is built from them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ memory. Everything nested in it is looked at, because configurations hold config
 
 **Catches** code of the model's own, kernels that Transformers would fetch from the Hub, counts and sizes
 that no model has, and factors by which nothing can be divided.
-**Does not catch** values that are possible and wrong: the weights do not fit them (`loading`).
+**Does not catch** values that are possible and wrong: the weights do not fit them (`loader`).
 """
 
 from __future__ import annotations

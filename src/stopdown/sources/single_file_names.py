@@ -2,10 +2,6 @@
 
 Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
 in `knowledge/rules/single_file_names.toml`. Every value of a component has one place in its file.
-
-**Catches** classes without a table.
-**Does not catch** a wrong table. `tests/pipelines/test_single_file_names.py` does: what was written is read
-with the converters of Diffusers and the model code of ComfyUI.
 """
 
 from __future__ import annotations
