@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -230,17 +231,23 @@ def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
     return Plan("made here", "", kind, "fp16", read_class_versions(), entries, (), 1, "cpu", 0.0)
 
 
-def test_a_guard_repairs_it_too(unet_call: Any, half: Any) -> None:
-    """Without a plan the guard sees NaN, finds the attention, and goes on with a good result."""
-    _, call, reference = unet_call
-    with (
-        summing_in_fp16(),
-        testing.assert_untouched(half),
-        guard(half, announce=lambda text: None) as handle,
-    ):
-        found = run_half(half, call)
+def test_a_guard_repairs_it_too(unet_call: Any) -> None:
+    """Without a plan the guard sees NaN in the block, finds the attention, and the result is good."""
+    pipe, _, _ = unet_call
+    block = copy.deepcopy(pipe.unet.get_submodule(MODULE_PATH.removesuffix(".attn1")))
+    generator = torch.Generator().manual_seed(0)
+    states, text = (torch.randn(2, size, 32, generator=generator) for size in (64, 1))
+    with torch.no_grad():
+        reference = block(states, encoder_hidden_states=text)
+        block.half()
+        with (
+            summing_in_fp16(),
+            testing.assert_untouched({"block": block}),
+            guard({"block": block}, announce=lambda text: None) as handle,
+        ):
+            found = block(states.half(), encoder_hidden_states=text.half())
     (repair,) = handle.repairs
-    assert repair.module_path.startswith(f"unet:{MODULE_PATH}")
+    assert repair.module_path.startswith("block:attn1")
     assert repair.action in ("rescaled", "fp32-module")
     assert (found - reference).abs().max() < 0.1
 

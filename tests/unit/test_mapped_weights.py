@@ -33,14 +33,21 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import MemoryPlan
-from stopdown.sources.sources import resolve_source
+from stopdown.records import MemoryPlan, Plan
+from stopdown.sources.sources import Source, resolve_source
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix", reason="a file that is mapped stays where it is"
 )
 
 SMALL = Request(frames=9, height=16, width=16, steps=1)
+
+
+@pytest.fixture(scope="module")
+def planned(save_tiny: Callable[..., Path]) -> tuple[Source, Plan]:
+    """A tiny CogVideoX beyond fp16, and a plan that was measured on weights in memory."""
+    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
+    return source, measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
 
 
 @pytest.fixture
@@ -74,8 +81,16 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_folder(2**32, 2**30) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["cogvideox", "svd", "flux"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("cogvideox", torch.float32),
+        ("cogvideox", torch.bfloat16),
+        ("cogvideox", torch.float16),
+        ("svd", torch.float16),
+        ("flux", torch.float32),
+    ],
+)
 def test_a_mapped_pipeline_is_the_one_that_its_classes_load(
     save_tiny: Callable[..., Path], tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
@@ -107,19 +122,15 @@ def test_tied_weights_are_one_tensor_when_they_are_mapped(
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(
-    save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(planned: tuple[Source, Plan]) -> None:
     """Exponents, headroom and trial are the same; folding and casting leave every weight in a file."""
-    folder = save_tiny("cogvideox", overflow="transformer")
-    mapped = measure_plan(folder, request=SMALL, prompts=("a",), device="cpu")
-    pipe = load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    source, plain = planned
+    mapped = measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
+    pipe = load_pipeline(source, torch_dtypes=torch.float32)
     with apply_plan(pipe, mapped):
         weights = [x for m in find_components(pipe).values() for x in m.parameters()]
         assert {x.dtype for x in weights} == {torch.float16}
         assert all(map(is_mapped, weights))
-    monkeypatch.setattr(mapped_weights, "SHARE", 1.0)
-    plain = measure_plan(folder, request=SMALL, prompts=("a",), device="cpu")
     assert mapped.components == plain.components
 
 
@@ -203,14 +214,15 @@ def test_a_stored_weight_that_stays_as_it_is_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("name", ["cogvideox", "sd"])
 def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
-    save_tiny: Callable[..., Path], name: str
+    planned: tuple[Source, Plan], save_tiny: Callable[..., Path], name: str
 ) -> None:
     """Tensor by tensor from the stored bits, at once or from a store: every weight has the same bits."""
-    source = resolve_source(
-        save_tiny(name, overflow="transformer" if name == "cogvideox" else "unet")
-    )
-    size = dataclasses.replace(SMALL, frames=None if name == "sd" else SMALL.frames)
-    plan, cpu = measure_plan(source, request=size, prompts=("a",)), choose_device("cpu")
+    source, plan = planned
+    if name == "sd":
+        source = resolve_source(save_tiny("sd", overflow="unet"))
+        size = dataclasses.replace(SMALL, frames=None)
+        plan = measure_plan(source, request=size, prompts=("a",))
+    cpu = choose_device("cpu")
     plain = load_pipeline(source, torch_dtypes=torch.float32)
     with apply_plan(plain, plan):
         right = {part: name_parameters(x) for part, x in find_components(plain).items()}
@@ -231,10 +243,9 @@ def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
                 assert torch.equal(later[key], tensor)
 
 
-def test_a_plan_that_was_loaded_comes_off_in_fp32(save_tiny: Callable[..., Path]) -> None:
+def test_a_plan_that_was_loaded_comes_off_in_fp32(planned: tuple[Source, Plan]) -> None:
     """Its exponents are gone then, and values that fp16 held are those that were stored."""
-    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
-    plan = measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
+    source, plan = planned
     loaded = load_plan(source, plan, choose_device("cpu"))
     loaded.off["transformer"].undo()
     plain = load_pipeline(source, torch_dtypes=torch.float32).transformer
@@ -251,13 +262,9 @@ def test_a_few_values_of_a_stored_weight(folds: list[tuple[tuple[slice, ...], in
     assert torch.equal(stored.take(places), stored.read().reshape(-1)[places])
 
 
-def test_weights_are_known_wherever_they_wait(save_tiny: Callable[..., Path]) -> None:
+def test_weights_are_known_wherever_they_wait(planned: tuple[Source, Plan]) -> None:
     """A component in its file, on a store and in memory has one digest under a plan."""
-    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
-    plan, cpu = (
-        measure_plan(source, request=SMALL, prompts=("a",), device="cpu"),
-        choose_device("cpu"),
-    )
+    (source, plan), cpu = planned, choose_device("cpu")
     there = load_plan(source, plan, cpu).pipe.transformer
     waiting = load_plan(
         source, dataclasses.replace(plan, memory=MemoryPlan()), cpu
