@@ -162,3 +162,27 @@ def test_the_command_repeats_the_request() -> None:
         "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
         "--precisions fp32,bf16 --precisions plan.json -o a.html --min-psnr 30.0 --steps 4"
     )
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_stop_keeps_cells_and_no_empty_folders(
+    run: Any, save_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """Only what was finished is kept, and only then is the user told where."""
+    model = save_tiny("cogvideox", "fp32")
+
+    def stop(*_: Any, folder: Path, **__: Any) -> None:
+        cells = folder / "compare-1" / "cells-1"
+        cells.mkdir(parents=True)
+        if is_done:
+            (cells / "1.msgpack").write_bytes(b"a cell")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stopdown.comparison.matrix.compare", stop)
+    code, _, err = run("compare", model, "--prompt", "a circle", *SIZES, "-o", "page.html")
+    assert code == 130
+    assert ("What is done is kept in .page.html.cells" in err) == is_done
+    assert [x.name for x in tmp_path.rglob("*") if x.name != ".page.html.cells"] == (
+        ["compare-1", "cells-1", "1.msgpack"] if is_done else []
+    )
+    assert (tmp_path / ".page.html.cells").exists() == is_done

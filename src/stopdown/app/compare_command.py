@@ -167,8 +167,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     from stopdown.comparison.subjects import describe_subject
     from stopdown.records import MemoryPlan
 
-    with _held(folder):
-        try:
+    try:
+        with _held(folder):
             subject = describe_subject(
                 source,
                 dataclasses.replace(request, prompt=numbered[0][1] or None),
@@ -186,37 +186,40 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
                 folder=folder,
                 progress=display.progress,
             )
-        except (KeyboardInterrupt, SystemExit):
+            made = dataclasses.replace(
+                made,
+                bad_lines=tuple(bad),
+                command=describe_command("compare", options, always=("precisions",)),
+            )
+            html = render_comparison(made)
+            page = write_page(output, html, ".json", numbered=options.output is None)
+            with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
+                part.write_text(to_json(made), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)
+    except (KeyboardInterrupt, SystemExit):
+        if folder.exists():
             text = f"What is done is kept in {folder}: the same command continues from there."
             display.announce(text)
-            raise
-        made = dataclasses.replace(
-            made,
-            bad_lines=tuple(bad),
-            command=describe_command("compare", options, always=("precisions",)),
-        )
-        page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
-        with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
-            part.write_text(to_json(made), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return made, page
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The folder of finished cells for this process alone; an empty one is removed at the end."""
-    folder.mkdir(exist_ok=True)
+    """The folder of finished cells for this process alone; one without files is removed at the end."""
     busy = InputError(
         f"Another comparison is keeping its cells in {folder} just now.",
         expected="It removes this folder when it is done.",
         remedy="Wait until it ends, or name another page with -o.",
     )
     try:
+        folder.mkdir(exist_ok=True)  # in here, since a stop may come while it is made
         with held_folder(folder, busy):
             yield
     finally:
-        with contextlib.suppress(OSError):  # cells are in it
-            folder.rmdir()
+        for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+            with contextlib.suppress(OSError):  # a file, or a folder with files
+                path.rmdir()
 
 
 describe_no_comparison = functools.partial(describe_other, "comparison")
