@@ -409,7 +409,7 @@ def _describe_known(
     best = weighed[0]
     values = _read_values(best.match)
     shown = [(best.match, "the message")]
-    shown += [(best.need, "what is beside it")] if best.need else []
+    shown += [(best.need, "the context")] if best.need else []
     shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
     clues = [_point(text, numbers, match, says) for match, says in shown]
     run = read_run(known, text)

@@ -207,7 +207,7 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
         found[stored] = _name_precision(outlook)
     if found["bf16"] == found["fp16"]:
         return f"Models in 16 bits run in {found['bf16']}."
-    return f"Models stored in bf16 run in {found['bf16']}, those stored in fp16 in {found['fp16']}."
+    return f"Models stored in bf16 run in {found['bf16']}. Models stored in fp16 run in {found['fp16']}."
 
 
 def list_fits(outlooks: Iterable[Outlook], memory_bytes: int) -> Iterable[KnownFit]:

@@ -88,14 +88,14 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
     if name not in PRECISIONS and "." in name:
         raise OptionError(
             f"{text} is neither a precision nor a plan. Plan files end in .json.",
-            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file.",
+            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and the path of a plan.",
             remedy='Write for example precision="plan.json".',
         )
     if name not in PRECISIONS:
         raise OptionError(
             f"The precision {text!r} is unknown.",
-            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file, "
-            "plan.json.",
+            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and the path of a "
+            "plan, such as plan.json.",
             remedy='Write for example precision="fp16", or precision="transformer=bf16,vae=fp32".',
         )
     return name
@@ -129,6 +129,11 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def list_all(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}

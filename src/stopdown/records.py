@@ -234,7 +234,7 @@ class MemoryRow(Displayed):
         stored_bytes: weights that wait in host memory or on disk.
         time_ratio: time over that of everything resident, estimated; None when the device's speed is
             not known.
-        precision: what it computes in: `fp16 rescaled`, `fp16 with fp32 modules`, `fp32`.
+        precision: what it computes in: `rescaled fp16`, `fp16 with fp32 modules`, `fp32`.
     """
 
     strategy: str

@@ -316,7 +316,7 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
     """`--keep-repairs` with a plan behind a link to nowhere: refused before anything runs."""
     (here / "plan.json").symlink_to(here / "far" / "plan.json")
     words = ("--precision", "plan.json", "--keep-repairs")
-    message = "The plan plan.json cannot be read: it cannot be opened: No such file or directory."
+    message = "The plan plan.json cannot be read: no such file or directory."
     assert refuse(save_tiny("cogvideox"), "a", *words).startswith(message)
 
 

@@ -667,11 +667,11 @@ PROFILES = [
             ("not UTF-8", write(b"name = '\xff'"), "cannot be read: "),
             ("1 MB", write(b"#" * 2**20), "cannot be read: it has 1048576 bytes, and at most"),
             ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
-            ("a folder", Path.mkdir, "cannot be read: it cannot be opened: Is a directory"),
+            ("a folder", Path.mkdir, "cannot be read: is a directory"),
             (
                 "a loop",
                 lambda path: path.symlink_to(path.name),
-                "cannot be read: it cannot be opened: Too many",
+                "cannot be read: too many",
             ),
             ("nothing in it", write(b""), "is not complete: "),
             (
@@ -750,8 +750,8 @@ GIVEN = [
     *(
         take_file(f"prompts: {name}", COMPARED, make, "The prompt file {folder}/file.txt " + said)
         for name, make, said in (
-            ("none", void, "cannot be read: it cannot be opened: No such file"),
-            ("a folder", Path.mkdir, "cannot be read: it cannot be opened: Is a directory"),
+            ("none", void, "cannot be read: no such file"),
+            ("a folder", Path.mkdir, "cannot be read: is a directory"),
             ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
             ("20 MiB", put_sparse(20), "cannot be read: it has 20971520 bytes, and at most"),
             ("a million lines", write(b"\n" * 10**6), "has 1000000 lines."),

@@ -88,14 +88,14 @@ UNREADABLE: Mapping[str, tuple[Damage, str]] = {
     "half a pair": (put_in('"\\ud83d"'), "it holds half of a surrogate pair"),
     "huge": (enlarge, "it has 73400320 bytes, and at most"),
     "pipe": (replace(os.mkfifo), "it is not a regular file"),
-    "folder": (replace(Path.mkdir), "it cannot be opened: Is a directory"),
+    "folder": (replace(Path.mkdir), "is a directory"),
     "loop": (
         replace(lambda path: path.symlink_to(path.name)),
-        "it cannot be opened: Too many levels of symbolic links",
+        "too many levels of symbolic links",
     ),
     "link to nothing": (
         replace(lambda path: path.symlink_to("nothing")),
-        "it cannot be opened: No such file or directory",
+        "no such file or directory",
     ),
 }
 """What a JSON file may be instead of one, and what is said of it."""
@@ -555,16 +555,16 @@ HEADERS = grow_rows(
                 "its values should take",
             ),
             ("a pipe as weights", in_place(os.mkfifo), HEADER + "it is not a regular file"),
-            ("a folder as weights", in_place(Path.mkdir), HEADER + "it cannot be opened"),
+            ("a folder as weights", in_place(Path.mkdir), HEADER + "is a directory"),
             (
                 "weights that link to themselves",
                 in_place(lambda path: path.symlink_to(path.name)),
-                HEADER + "it cannot be opened: Too many levels",
+                HEADER + "too many levels",
             ),
             (
                 "weights that link to nothing",
                 in_place(lambda path: path.symlink_to("none")),
-                HEADER + "it cannot be opened: No such file",
+                HEADER + "no such file",
             ),
         )
     ],

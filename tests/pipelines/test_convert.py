@@ -208,7 +208,8 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     assert unet.calls >= 1
     assert unet.effect <= file_exponents.EFFECT_LIMIT
     assert any(
-        x.startswith(f"{len(unet.eps_left)} of its norms have an eps that no") for x in unet.reasons
+        x.startswith(f"For {len(unet.eps_left)} of its norms, no configuration")
+        for x in unet.reasons
     )
     assert record.load == (
         f'StableDiffusionPipeline.from_pretrained("{output}", dtype=torch.float16)'

@@ -194,7 +194,10 @@ def test_a_certificate_goes_into_the_file(
     convert_made("sd", source, tmp_path / "out.safetensors", certify_plan(source))
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         said = file.metadata()["stopdown.text_encoder"]
-    assert "By bounds from its weights every input stays in range. 100 % of" in said
+    assert (
+        "According to bounds computed from its weights, every value stays in range. 100 % of"
+        in said
+    )
 
 
 def write_encoder(folder: Path, place: Path) -> Path:

@@ -373,7 +373,7 @@ def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
     assert entry.in_force.stream is not None
-    assert any("residual stream is fp32" in reason for reason in entry.reasons)
+    assert any("is kept in fp32; large" in reason for reason in entry.reasons)
     reference = run(pipe, "cogview3plus")
     with assert_untouched(pipe):
         with apply_plan(pipe, plan, cast=False):

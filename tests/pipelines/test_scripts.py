@@ -516,7 +516,9 @@ def test_casts_of_the_script_say_no_empty_remarks(
 
 def test_a_profile_runs_nothing(run: Run) -> None:
     """A card that is not here cannot take what the script sends to CUDA."""
-    with pytest.raises(OptionError, match=r"^--device t4 describes the NVIDIA T4 for forecasts"):
+    with pytest.raises(
+        OptionError, match=r"^--device t4 is a profile of the NVIDIA T4 for forecasts"
+    ):
         run("", device="t4")
 
 

@@ -56,7 +56,7 @@ def test_a_model_that_overflows_is_certified() -> None:
     assert not rescaling.scaling.uncertain
     count = rescaling.scaling.values
     assert rescaling.scaling.range_note == (
-        f"100 % of {count} fp16 values certified, for input_ids of at most 7."
+        f"100 % of {count} fp16 values certified, for input_ids of length up to 7."
     )
     assert rescaling.headroom_bits > 0
     rescaling.undo()
@@ -100,7 +100,7 @@ def test_what_has_no_bound_is_named() -> None:
     assert not rescaling.certified
     assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
     assert rescaling.scaling.range_note.endswith(
-        "for hidden_states up to 64, hidden_states of at most 8; "
+        "for |hidden_states| up to 64, hidden_states of length up to 8; "
         "the rest calibrated with 4 bits of headroom."
     )
 

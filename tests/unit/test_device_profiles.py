@@ -269,7 +269,7 @@ def test_a_missing_file_is_refused() -> None:
     with pytest.raises(OptionError) as caught:
         find_target("nowhere.toml")
     assert str(caught.value) == (
-        "The profile nowhere.toml cannot be read: it cannot be opened: No such file or directory. "
+        "The profile nowhere.toml cannot be read: no such file or directory. "
         "Name a TOML file that exists; stopdown doctor --device v100 --toml prints "
         "one to start from."
     )

@@ -221,7 +221,7 @@ def test_a_file_that_begins_wrongly_is_refused(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["absent", "a\0b"])
 def test_a_path_that_cannot_be_opened_is_an_error_of_ours(name: str, tmp_path: Path) -> None:
     """Also one whose state cannot even be asked for."""
-    with pytest.raises(DamagedFileError, match="it cannot be opened"):
+    with pytest.raises(DamagedFileError, match=r"no such file|embedded null"):
         read_header(tmp_path / f"{name}.safetensors")
 
 

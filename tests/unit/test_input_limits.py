@@ -169,6 +169,6 @@ def test_names_of_positional_arguments_set_limits() -> None:
         "forward.sample": LATENTS,
         "forward.encoder_hidden_states": EMBEDDINGS,
     }
-    assert "sample up to 64, encoder_hidden_states up to 128" in scaling.range_note
-    assert "sample of at most 4" in scaling.range_note
+    assert "|sample| up to 64, |encoder_hidden_states| up to 128" in scaling.range_note
+    assert "sample of length up to 4" in scaling.range_note
     assert scaling.sizes == {"forward.sample": ((4,),), "forward.encoder_hidden_states": ((4,),)}

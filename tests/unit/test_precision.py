@@ -265,14 +265,14 @@ def test_a_request_says_what_each_precision_is_for() -> None:
         (
             "fp64",
             "The precision 'fp64' is unknown. Known values are fp32, bf16, fp16, fp16-plain, auto, and "
-            "a plan's file, "
+            "the path of a plan, such as "
             'plan.json. Write for example precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "vae=int8",
             "The precision 'int8' is unknown. Known values are fp32, bf16, fp16, fp16-plain, auto, and "
-            "a plan's file, "
+            "the path of a plan, such as "
             'plan.json. Write for example precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),

@@ -44,7 +44,7 @@ WIDE = Plan("", precision="fp32", chosen="fp32", components=(ComponentPlan("unet
 NARROW = Plan(
     "",
     precision="plan.json",
-    chosen="fp16 rescaled",
+    chosen="rescaled fp16",
     components=(ComponentPlan("unet", precision="fp16", scaling=Scaling()),),
 )
 
@@ -67,7 +67,7 @@ def make_plan(*entries: ComponentPlan) -> Plan:
 def test_a_card_without_bf16_compares_rescaled_and_fp32() -> None:
     """What is stored in bf16 is rescaled first there; fp32 is compared with it."""
     ways = list_ways(FACTS, TURING, "auto")
-    assert [way.chosen for way in ways] == ["fp16 rescaled", "fp32"]
+    assert [way.chosen for way in ways] == ["rescaled fp16", "fp32"]
     assert [count_bits(way) for way in ways] == [11, 24]
 
 
@@ -88,7 +88,7 @@ def test_an_autoencoder_in_two_precisions_counts_as_the_wider(text: str) -> None
 
 def test_a_precision_that_is_named_is_alone() -> None:
     """fp16 and fp32 are predicted by themselves, a plan beside fp32."""
-    assert [way.chosen for way in list_ways(FACTS, TURING, "fp16")] == ["fp16 rescaled"]
+    assert [way.chosen for way in list_ways(FACTS, TURING, "fp16")] == ["rescaled fp16"]
     assert [way.chosen for way in list_ways(FACTS, TURING, "fp32")] == ["fp32"]
     plan = make_plan(make_entry(scaling=Scaling(fp32_modules=("mid_block",), fp32_flops=0.25)))
     named = list_ways(FACTS, TURING, "p.json", plan)
@@ -121,7 +121,7 @@ def test_times_are_ratios_to_the_first_way() -> None:
     sizes = (Strategy(), 100)
     rows = list_rows([budget(NARROW, 8e9, sizes), budget(WIDE, 1e9, sizes)])
     assert [(row.precision, row.time_ratio) for row in rows] == [
-        ("fp16 rescaled", 1.0),
+        ("rescaled fp16", 1.0),
         ("fp32", 8.0),
     ]
 
@@ -202,11 +202,11 @@ def show(made: MemoryForecast, *, verbose: bool = False) -> str:
 
 def test_fit_compares_precisions(made: MemoryForecast) -> None:
     """On a V100 the table has fp16 and fp32 in every strategy, fp32 larger and slower in each."""
-    assert (made.precision, made.flag) == ("fp16 rescaled", "auto")
+    assert (made.precision, made.flag) == ("rescaled fp16", "auto")
     sizes = {(row.precision, row.strategy): row for row in made.rows}
     for (precision, strategy), row in sizes.items():
         if precision == "fp32":
-            narrow = sizes["fp16 rescaled", strategy]
+            narrow = sizes["rescaled fp16", strategy]
             assert row.peak_bytes > 1.5 * narrow.peak_bytes
             assert row.time_ratio is not None
             assert narrow.time_ratio is not None
@@ -218,7 +218,7 @@ def test_the_table_is_shown_on_request(made: MemoryForecast) -> None:
     """Each precision has its heading, what is not measured says so, and the command is below."""
     text = show(made, verbose=True)
     assert text.startswith("Fits: yes, ")
-    assert "fp16 rescaled: 11 significant bits, error not measured." in text
+    assert "rescaled fp16: 11 significant bits, error not measured." in text
     assert "fp32: 24 significant bits, error not measured." in text
     assert f"Use it: stopdown generate {made.source} PROMPT --memory 1024KiB" in text
 
@@ -234,7 +234,7 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     assert answer.endswith("on the device, about 1 s")
     assert command == f"Use it: stopdown generate {folder} PROMPT --memory 1024KiB --steps 4"
     assert more == "Add -v to see the other strategies."
-    assert list(made.bits) == ["fp16 rescaled"]
+    assert list(made.bits) == ["rescaled fp16"]
 
 
 def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> None:
@@ -258,7 +258,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "Fits: no. The smallest strategy, leaf + tiling in fp16 rescaled, takes "
+        "Fits: no. The smallest strategy, leaf + tiling in rescaled fp16, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")
@@ -266,5 +266,5 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     smaller = forecast(folder, memory=memory, height=int(height), width=int(width))
     assert smaller.fits
     nothing = forecast(folder, memory="1KiB")
-    assert nothing.answer.endswith(" No smaller size that was tried fits.")
+    assert nothing.answer.endswith(" None of the smaller sizes that were tried fits.")
     assert nothing.command == ""

@@ -180,8 +180,8 @@ def test_a_record_is_read_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_record(tmp_path / "other.json", RunRecord)
     assert str(caught.value) == (
-        f"The record {tmp_path / 'other.json'} cannot be read: it cannot be opened: "
-        "No such file or directory. Name a file that exists."
+        f"The record {tmp_path / 'other.json'} cannot be read: "
+        "no such file or directory. Name a file that exists."
     )
 
 

@@ -118,8 +118,8 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox",
             Request(),
-            "CogVideoXPipeline needs `prompt`, which was not given. Give `prompt`, what is to be seen: "
-            '"a red circle".',
+            "CogVideoXPipeline needs `prompt`, which was not given. Give a `prompt` that says what to "
+            'show, such as "a red circle".',
         ),
         (
             "svd",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -141,6 +142,25 @@ def test_an_interrupt_that_nobody_could_catch_comes_again(
         gc.collect()
         wait()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("SIGINT", KeyboardInterrupt), ("SIGTERM", Stopped)])
+def test_an_interrupt_that_a_library_dropped_comes_again(
+    name: str, kind: type[BaseException], write_module: WriteModule
+) -> None:
+    """Without it the run would go on to its end."""
+    with pytest.raises(kind), SignalTrap(leave=pytest.fail):  # noqa: PT012 - it is raised in `wait`
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(getattr(signal, name))
+        wait()
+
+
+def test_a_script_may_drop_an_interrupt(write_module: WriteModule) -> None:
+    """Under `stopdown run` a script that ends by itself after Ctrl-C does so."""
+    with SignalTrap():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(10 * signals._PAUSE_S)
 
 
 def test_everything_is_put_back() -> None:

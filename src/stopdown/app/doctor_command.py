@@ -79,7 +79,7 @@ def print_health(health: MachineHealth, console: Console) -> None:
         _print_device(device, console)
     _print_switches(health, console)
     settings = tuple(f"{name}={value}" for name, value in health.settings.items())
-    _print_list("Environment variables that change numbers or speed", settings, console)
+    _print_list("Environment variables that affect results or speed", settings, console)
     _print_list("Faults of these versions", health.faults, console)
     versions = health.machine["versions"]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -120,7 +120,7 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
     has = format_bytes(device.memory_bytes)
     for fit in device.fits:
         peak = format_bytes(fit.peak_bytes)
-        told = f"fits in {fit.precision}, {fit.strategy}, about {peak} of {has}"
+        told = f"fits in {fit.precision}, memory strategy {fit.strategy}, about {peak} of {has}"
         if not fit.strategy:
             told = f"does not fit: {fit.precision} takes at least {peak}, and there are {has}"
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")
@@ -133,7 +133,7 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
     """What `auto` would choose, components with one reason together."""
     from stopdown.app.progress import print_prose
 
-    console.print("\n  What --precision auto would choose", style="bold")
+    console.print("\nWhat --precision auto would choose", style="bold")
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for outlook in device.outlooks:
         key = (outlook.model, outlook.precision, outlook.reason)
@@ -150,9 +150,9 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
 def _print_switches(health: MachineHealth, console: Console) -> None:
     from stopdown.app.progress import print_prose
 
-    console.print("\nSwitches of accumulation", style="bold")
+    console.print("\nAccumulation settings", style="bold")
     for switch in health.switches:
-        print_prose(console, f"  {switch.name} = {switch.value}: {switch.meaning}")
+        print_prose(console, f"  {switch.name} = {switch.value}. {switch.meaning}")
     if not health.switches:
         console.print("  none on these devices")
 

@@ -117,7 +117,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.run:
         show(("\nThe run: ", "bold"), ", ".join(diagnosis.run))
     if diagnosis.evidence:
-        show(("\nWhat shows it", "bold"))
+        show(("\nEvidence", "bold"))
     for clue in diagnosis.evidence:
         place = f"line {clue.line}, " if clue.line else ""
         show(f"  {place}{clue.meaning}: ", (clue.text, "italic"))

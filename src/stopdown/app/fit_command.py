@@ -205,10 +205,10 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     way, least = _find_smallest(tried)
     no = (
         f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.chosen}, "
-        f"takes {_compare_bytes(least.peak_bytes, made.limit_bytes)}."
+        f"needs {format_bytes(least.peak_bytes)}, and the limit is {format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
-        return f"{no} No smaller size that was tried fits."
+        return f"{no} None of the smaller sizes that were tried fits."
     return f"{no} The nearest size that fits is {made.reduced.made}."
 
 
@@ -420,7 +420,7 @@ def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) 
     if verbose:
         _print_tables(made, console)
     if made.command:
-        if made.precision == "fp16 rescaled" and made.flag != "auto":
+        if made.precision == "rescaled fp16" and made.flag != "auto":
             plan = f"stopdown plan {made.source} -o {made.flag}"
             console.print(f"Make its plan: {plan}", soft_wrap=True)
         console.print(f"Use it: {made.command}", soft_wrap=True)

@@ -173,10 +173,10 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
         find_profile(device)
         return
     raise OptionError(
-        f"--device {device} describes the {find_profile(device).title} for forecasts, and nothing runs "
-        "on a description.",
+        f"--device {device} is a profile of the {find_profile(device).title} for forecasts. A model cannot "
+        "run on it.",
         expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
-        remedy="To run on a card of this machine, use --device cuda. For a forecast, use stopdown check "
+        remedy="To run on a card in this machine, use --device cuda. For a forecast, use stopdown check "
         f"SOURCE --device {device}, or stopdown fit SOURCE --device {device}.",
     )
 

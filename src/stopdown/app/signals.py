@@ -9,6 +9,9 @@ half made (NumPy until no recursion is left), and C++ of PyTorch ends with SIGAB
 the import is over. A long import is not waited for: the process leaves, and what it had under temporary
 names is removed by the next one that writes there. How long an import is, is counted in processor time, so
 that a busy machine makes none long; one that waits for something else is left after ten times as long.
+
+An interrupt that Python could only print, out of `__del__` or a callback, and one that a library caught and
+dropped come again. A program of others may drop them (`stopdown run`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -43,13 +47,18 @@ class Stopped(SystemExit):
         super().__init__(128 + number)
 
 
+class _Interrupted(KeyboardInterrupt):
+    """Ctrl-C; a class of ours, since no weak reference to one of Python's can be made."""
+
+
 class SignalTrap:
     """Within the block the first signal that ends programs raises `Stopped`, or `KeyboardInterrupt` for
     Ctrl-C; a second one ends at once.
 
     Attributes:
         leave: told the name of a signal that comes during a long import, before the process is left; None
-            still raises, for programs of others that may run for hours inside of an import.
+            still raises, for programs of others that may run for hours inside of an import, and may catch
+            what is raised.
         number: of the signal that was raised; 0 before.
     """
 
@@ -60,6 +69,7 @@ class SignalTrap:
         self._waiting: signal.Signals | None = None
         self._since = self._worked = 0.0
         self._is_reminder = False
+        self._raised: weakref.ref[BaseException] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -73,6 +83,7 @@ class SignalTrap:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._raised = None
         if not self._before:
             return
         del self._outermost
@@ -140,13 +151,25 @@ class SignalTrap:
         self._waiting, self.number = None, number
         for other in self._before:
             self._give_back(other)
-        raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+        raise self._make_error(
+            number
+        )  # without a name for it, which would keep it alive in this frame
+
+    def _make_error(self, number: signal.Signals) -> BaseException:
+        error = _Interrupted() if number == signal.SIGINT else Stopped(number)
+        if self.leave is not None:
+            self._raised = weakref.ref(error, lambda _: self._raise_again())
+        return error
 
     def _receive_lost(self, lost: Any) -> None:
         """Raise again what was raised where it could not be caught."""
         if self.number and issubclass(lost.exc_type, KeyboardInterrupt | Stopped):
+            self._raise_again()
+        else:
+            self._hook(lost)
+
+    def _raise_again(self) -> None:
+        if self._waiting is None:
             self._begin_waiting(self.number)
             signal.signal(self.number, self._receive)
             self._remind(signal.Signals(self.number))
-        else:
-            self._hook(lost)

@@ -233,6 +233,10 @@ def fits(size: Size, largest: Collection[Size]) -> bool:
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
 
+def _measure(sizes: Iterable[Size]) -> str:
+    return "length" if all(len(size) == 1 for size in sizes) else "shape"
+
+
 def show_sizes(sizes: Iterable[Size]) -> str:
     """`16 × 60 × 90`, several with `or` between them."""
     return " or ".join(" × ".join(map(str, size)) for size in sizes)
@@ -241,16 +245,16 @@ def show_sizes(sizes: Iterable[Size]) -> str:
 def note_limits(stated: Sequence[Stated]) -> str:
     """What a certificate assumes of the inputs, as the end of a sentence.
 
-    `, for latents up to 64, latents of at most 4 × 64 × 64`.
+    `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.
     """
     largest: dict[str, float] = {}
     words: list[str] = []
     for one in stated:
         for placeholder, name in one.inputs:
             words += _word_input(placeholder, name or "its input", one.limits, largest)
-    words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
+    words += [f"|{name}| up to {size:.4g}" for name, size in largest.items()]
     for key, sizes in list_sizes(stated).items():
-        words.append(f"{key.partition('.')[2]} of at most {show_sizes(sizes)}")
+        words.append(f"{key.partition('.')[2]} of {_measure(sizes)} up to {show_sizes(sizes)}")
     return f", for {', '.join(dict.fromkeys(words))}" if words else ""
 
 

@@ -91,8 +91,8 @@ def describe_left(found: Expressed) -> str:
     """What the eps change that no configuration sets, as sentences."""
     change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
     return (
-        f"{len(found.left)} of its norms have an eps that no configuration field sets separately. It "
-        f"stays unchanged although their inputs are scaled. With this, the output {change} in "
+        f"For {len(found.left)} of its norms, no configuration field sets eps separately, so eps stays "
+        f"unchanged although their inputs are scaled. As a result, the output {change} in "
         f"{found.calls} calls. A change of up to {EFFECT_LIMIT:.1e} is accepted."
     )
 

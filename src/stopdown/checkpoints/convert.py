@@ -554,11 +554,14 @@ _CARRIED = (
 
 def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
     if found.anew:
-        yield "Its exponents were found anew, because a file cannot hold those of the plan."
+        yield "Its exponents were recomputed, because a file cannot hold those of the plan."
     if found.scaling.certified:
-        yield f"By bounds from its weights every input stays in range. {found.scaling.range_note}"
+        yield (
+            "According to bounds computed from its weights, every value stays in range. "
+            f"{found.scaling.range_note}"
+        )
     elif rests_on_bounds(found.scaling):
-        yield f"By bounds from its weights: {found.scaling.range_note}"
+        yield f"According to bounds computed from its weights: {found.scaling.range_note}"
     elif rests_on_bounds(entry.in_force):
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
@@ -569,14 +572,14 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
             "equals the original, bit for bit."
         )
     else:
-        yield "Apart from rounding its weights to fp16, it equals the original, bit for bit."
+        yield "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
-            f"In the measured calls its values stay {read_headroom(found.scaling):.1f} bits below "
-            "fp16's maximum. Without Stopdown, nothing watches them."
+            f"In the measured calls, its values stay at least {read_headroom(found.scaling):.1f} bits "
+            "below fp16's maximum. Without Stopdown, nothing watches them."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
-        yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."
+        yield f"Its class keeps {', '.join(kept)} in fp32 after loading; the files store it in fp16."
 
 
 def _describe_load(work: _Work, output: Path) -> str:

@@ -318,7 +318,7 @@ def _list_reasons(
         yield "Certified: no text overflows fp16."
     elif found.anew and entry.in_force.certified:
         yield (
-            "Its exponents were found anew by measured calls, because a file cannot hold the certified "
+            "Its exponents were recomputed from measured calls, because a file cannot hold the certified "
             "ones."
         )
     else:

@@ -333,7 +333,7 @@ def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
     if name not in FORMATS:
         raise OptionError(
             f"What is in memory cannot be compared in {precision}.",
-            expected="It accepts fp32, bf16, fp16, fp16-plain, autocast, clamp, and a plan's file.",
+            expected="It accepts fp32, bf16, fp16, fp16-plain, autocast, clamp, and the path of a plan.",
             remedy=remedy,
         )
     return FORMATS[name].torch_dtype

@@ -141,7 +141,7 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
     words = {
         "failed": "did not run",
         "broken": "broken",
-        "other": "another picture",
+        "other": "different picture",
         "same": "the same picture",
         "reference": "the reference itself",
     }
@@ -222,7 +222,7 @@ def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
             if count and any(math.isfinite(a) and math.isfinite(b) for a, b in known):
                 yield (
                     f"{best} is nearer to the reference than {worse} on {count} of {len(known)} "
-                    f"prompt{'s' * (len(known) != 1)}."
+                    "prompts."
                 )
 
 

@@ -11,7 +11,7 @@ from stopdown.devices.device_profiles import DeviceFault, Profile
 from stopdown.devices.model_needs import read_needs
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
-from stopdown.number_formats import name_dtype
+from stopdown.number_formats import list_all, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.records import Finding
 
@@ -97,7 +97,7 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
             and callee.main == torch.float16
             and not (callee.is_rescaled or is_read)
         ):
-            evidence = f"force_upcast is set in its config, and {callee.name} ran in fp16."
+            evidence = f"force_upcast is set in its config, but {callee.name} would run in fp16."
             yield make_finding("force-upcast-unread", callee.component_name, evidence)
 
 
@@ -133,8 +133,8 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
     unplanned = [name for name in dict.fromkeys(names) if stored.get(name) == "bf16"]
     if unplanned:
         evidence = (
-            f"The weights of {', '.join(unplanned)} are stored in bf16 and are to run in fp16 as they "
-            "are."
+            f"The weights of {list_all(unplanned)} are stored in bf16 and would be used in fp16 without a "
+            "plan."
         )
         yield make_finding("range-unplanned", unplanned[0], evidence)
 

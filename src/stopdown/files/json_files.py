@@ -61,7 +61,7 @@ def open_regular_file(path: Path) -> BinaryIO:
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # the caller closes it
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UnreadableError(f"it cannot be opened: {reason}") from error
+        raise UnreadableError(reason[:1].lower() + reason[1:]) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UnreadableError("it is not a regular file")

@@ -196,7 +196,7 @@ def _describe_misfit(fit: Fit, limit_bytes: int) -> StopdownError:
         f"No strategy stays within {format_bytes(limit_bytes)}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)} "
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
-        expected=f"Predictions may use {USABLE_SHARE:.0%} of the limit.",
+        expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",
         remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
         f'`precision`, or memory="{_round_up(least.peak_bytes / USABLE_SHARE)}".',
     )

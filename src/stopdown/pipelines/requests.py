@@ -407,7 +407,7 @@ def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
     return OptionError(f"{class_name} needs {fields}, which was not given.", remedy=remedy)
 
 
-_GIVE_PROMPT = 'Give `prompt`, what is to be seen: "a red circle".'
+_GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'
 
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:

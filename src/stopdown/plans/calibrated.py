@@ -541,9 +541,14 @@ def describe_scaling(
 def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     reasons = []
     if scaling.headroom_bits is not None:
-        where = f"In {calls} measured calls" if calls else "By bounds from its weights"
+        where = (
+            f"In {calls} measured calls,"
+            if calls
+            else "According to bounds computed from its weights,"
+        )
+        which = "every" if calls or not scaling.uncertain else "every certified"
         reasons.append(
-            f"{where} every 16-bit value stays {scaling.headroom_bits:.1f} bits "
+            f"{where} {which} 16-bit value stays at least {scaling.headroom_bits:.1f} bits "
             f"below fp16's maximum; the tightest is {scaling.tightest}."
         )
     if scaling.exponents:
@@ -568,8 +573,8 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     elif scaling.stream is not None:
         count = len(scaling.stream.cast_output_up)
         reasons.append(
-            f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; large "
-            "matrix products run in fp16."
+            f"Its residual stream, to which {count} module{'s' * (count != 1)} "
+            f"write{'s' * (count == 1)}, is kept in fp32; large matrix products run in fp16."
         )
     if scaling.trial is not None:
         reasons += [f"{describe_trial(scaling.trial).capitalize()}.", scaling.trial.note]

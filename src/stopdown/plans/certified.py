@@ -72,9 +72,7 @@ from stopdown.sources.sources import (
 )
 
 _WHOLE = "Only the whole component in fp32 keeps its bounds in range."
-_UNTRIED = Trial(
-    note="A certificate is computed from the weights, without inputs, so no call was tried."
-)
+_UNTRIED = Trial(note="A certificate is computed from the weights alone, so the model was not run.")
 
 
 def load_stored(

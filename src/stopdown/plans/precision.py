@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stopdown.component_call_names import split_call
 from stopdown.devices.environment import Support
 from stopdown.errors import OptionError
-from stopdown.number_formats import FP16, find_format, parse_precision
+from stopdown.number_formats import FP16, find_format, list_all, parse_precision
 from stopdown.records import ComponentPlan
 
 if TYPE_CHECKING:
@@ -279,8 +279,8 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
     if not stored or not prefers_fp16(supports):
         return ""
     return (
-        f"{', '.join(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which this "
-        "device does not compute fast, and fp16 is native"
+        f"{list_all(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which is slow on this "
+        "device, and fp16 is native"
     )
 
 

@@ -58,7 +58,7 @@ def list_ways(
     request = parse_request(asked)
     is_auto = request.get("") == "auto"
     flag = "auto" if makes_plan and is_auto else "fp16"
-    rescaled = _make_plan("fp16 rescaled", flag, dict.fromkeys(names, "fp16"), Scaling())
+    rescaled = _make_plan("rescaled fp16", flag, dict.fromkeys(names, "fp16"), Scaling())
     if request.get("") == "fp16":
         return [rescaled]
     decided = decide(list(facts), supports, asked)

@@ -20,7 +20,7 @@ from stopdown.report import figures
 WORDS = {
     "reference": "reference",
     "same": "same picture",
-    "other": "another picture",
+    "other": "different picture",
     "broken": "broken",
     "failed": "did not run",
 }

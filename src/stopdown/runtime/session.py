@@ -316,7 +316,7 @@ class Session:
                 step=None,
                 evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
                 action="rescaled",
-                reason="Its exponents were found anew, for these calls and those before.",
+                reason="Its exponents were recomputed for these calls and those before.",
             )
         )
 

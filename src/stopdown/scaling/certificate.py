@@ -200,7 +200,8 @@ def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[
 
 _MEASURED = f"the rest calibrated with {CALIBRATED_BITS:g} bits of headroom"
 _GUESSED = (
-    "the rest guessed: measure it, stopdown plan SOURCE --ranges auto, or let the guard watch it"
+    "the rest are guesses. To measure them, use stopdown plan SOURCE --measure. Otherwise let the guard "
+    "watch them"
 )
 
 

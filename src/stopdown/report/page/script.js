@@ -2,7 +2,7 @@
 (() => {
   const rows = document.querySelectorAll("script.row"); // each is read when it is shown
   const $ = (id) => document.getElementById(id);
-  const words = { reference: "reference", same: "same picture", other: "another picture", broken: "broken", failed: "did not run" };
+  const words = { reference: "reference", same: "same picture", other: "different picture", broken: "broken", failed: "did not run" };
   const signs = { reference: "◎", same: "✓", other: "≠", broken: "✕", failed: "—" };
   const state = { row: 0, cells: [], frame: 0, frames: 1, timer: 0, pictures: new Map(), turn: 0 };
 
