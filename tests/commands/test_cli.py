@@ -628,7 +628,7 @@ def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here:
     folder, plan = plain_plan
     code, out, err = run("convert", folder, "out", "--plan", plan)
     assert (code, err) == (0, "")
-    exact = "Apart from rounding its weights to fp16, it equals the original, bit for bit."
+    exact = "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
     for text in ("text_encoder", "unet", "vae", exact):
         assert text in " ".join(out.split())
     assert 'from_pretrained("out", dtype=torch.float16)\n' in out
@@ -717,6 +717,6 @@ def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
     """A plan measures somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
     code, _, err = run("plan", "shapes", "--device", "t4")
     assert code == 2
-    assert err.startswith("stopdown: --device t4 describes the NVIDIA T4")
+    assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
     _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")
     assert "profile" not in err

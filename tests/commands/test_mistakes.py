@@ -45,7 +45,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("plan shapes --ranges wide", 2, "is not one of 'measured', 'bound', 'auto'."),
     ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
     ("generate shapes ''", 2, "The prompt is empty. .* Describe the picture"),
-    ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, which was not given. Give PROMPT, what is"),
+    ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, which was not given. Give a PROMPT that says"),
     ("generate shapes a -o ''", 2, "--output is empty. .* Leave --output out, or name a file."),
     ("generate shapes a --image ''", 2, "--image is empty. .* a shell variable that is not set."),
     ("convert shapes ''", 2, "OUTPUT is empty."),
@@ -112,7 +112,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --keep-repairs", 2, "--keep-repairs was given .*" + RECORD),
     ("generate shapes a --device tpu", 2, "The device 'tpu' is unknown. .* Use --device auto."),
     ("generate shapes a --device cuda:99", 2, "There is no device cuda:99 here. This machine, with this "),
-    ("generate shapes a --device v100", 2, "--device v100 describes .* check shapes --device v100"),
+    ("generate shapes a --device v100", 2, "--device v100 is a profile of .* check shapes --device v100"),
     ("check shapes --device v1000", 2, "The device 'v1000' is unknown. .* Use --device v100."),
     # memory
     ("generate shapes a --memory 8", 2, "--memory 8 has no unit. .* Use --memory 8GiB."),
@@ -121,7 +121,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("plan shapes --memory 8GiB", 2, "plan has no memory limit. .* Use stopdown fit shapes --memory 8GiB"),
     ("generate shapes a --memory none --allow smaller", 2, "--allow smaller was given with --memory none."),
     # many prompts
-    ("batch shapes --prompts none.txt -o out", 2, "The prompts none.txt cannot be read: "),
+    ("batch shapes --prompts none.txt -o out", 2, "The file of prompts none.txt cannot be read: "),
     ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
     ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
     ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and at"),

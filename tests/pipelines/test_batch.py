@@ -244,7 +244,10 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
     ("words", "message"),
     [
         (("--prompts", "gone.txt", "-o", "out"), "The file of prompts gone.txt cannot be read"),
-        (("--prompts", "nowhere://a/b.txt", "-o", "out"), "The prompts nowhere://a/b.txt cannot"),
+        (
+            ("--prompts", "nowhere://a/b.txt", "-o", "out"),
+            "The file of prompts nowhere://a/b.txt cannot",
+        ),
         (
             ("--prompts", "prompts.txt", "-o", "nowhere://x"),
             "The output nowhere://x cannot be opened",

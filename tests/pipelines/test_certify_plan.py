@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -80,6 +81,31 @@ def test_progress_counts_tensors(
     last = {what: (done, total) for stage, what, done, total in certified[2] if stage == "certify"}
     assert set(last) == {"transformer", "text_encoder", "vae"}
     assert last["transformer"][0] == last["transformer"][1]
+
+
+def test_tables_in_plain_attributes_have_their_values(tmp_path: Path) -> None:
+    """Qwen-Image holds rotary frequencies outside of buffers; its transformer was left in fp32 for them."""
+    module, [(_, args, kwargs)] = make_example("Qwen-Image")
+    save_parts(tmp_path, module)
+    call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
+    plan = certify_plan(tmp_path, only=["transformer"], calls={"transformer": [call]})
+    [entry] = plan.components
+    assert entry.precision == "fp16", entry.reasons
+    assert entry.in_force.bounded > 0.9 * entry.in_force.values
+
+
+def save_parts(folder: Path, transformer: torch.nn.Module) -> None:
+    """A pipeline of Qwen-Image without a text encoder."""
+    widths = {"dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [False]}
+    latents = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=4, **widths, **latents)
+    diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+    ).save_pretrained(folder)
 
 
 def test_the_plan_fits_the_pipeline(

@@ -51,9 +51,8 @@ from stopdown.number_formats import NEAR_FP16_END
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.skeletons import build_empty_component
+from stopdown.plans.certified import build_with_tables, open_component
 from stopdown.plans.certified import find_aliases as find_tied
-from stopdown.plans.certified import open_component
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
 from stopdown.scaling.measurement import Captures
@@ -133,7 +132,7 @@ def _export_component(
     source: Source, entry: ComponentPlan, called: list[Any], progress: Progress | None
 ) -> dict[str, Any]:
     name, stream = entry.component, entry.in_force.stream
-    module = build_empty_component(source, name, torch.float16, keep_fp32=False)
+    module = build_with_tables(source, name)
     files = [path.name for path in list_weight_files(source)[name]]
     captures, captured = Captures(torch.float16), []
     for call in called:

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.bounds.known_values import Load
@@ -152,8 +154,7 @@ def certify_plan(
         loaded = {name: name_parameters(module) for name, module in modules.items()}
     else:
         modules = {  # built anew: what was run dry may have kept tensors of its calls
-            name: build_empty_component(source, name, torch.float16, keep_fp32=False)
-            for name in list_planned(source)
+            name: build_with_tables(source, name) for name in list_planned(source)
         }
         loaded = _load_file(source) if source.kind == "file" else {}
     put_file_bounds(source, SimpleNamespace(**modules))
@@ -353,7 +354,7 @@ def open_component(
     """What loads a component's tensors; the system reads those in files in the order of the module."""
     held: dict[str, Any] = dict(loaded or {})
     parts: dict[str, FilePart] = {}
-    buffers = functools.cache(lambda: _make(source, name))
+    buffers = functools.cache(lambda: name_parameters(_make(source, name)))
     aliases = find_aliases(module)
     with contextlib.ExitStack() as stack:
         for path in list_weight_files(source)[name] if loaded is None else ():
@@ -384,13 +385,34 @@ def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {key: tuple(group) for group in names.values() for key in group}
 
 
-def _make(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """The component with its parameters on `meta`: its buffers have the values that code gives them."""
+_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def build_with_tables(source: Source, name: str) -> torch.nn.Module:
+    """One component of a source on fake fp16 tensors, except for tensors in its plain attributes.
+
+    These are tables that code computes when the module is made, such as rotary frequencies of Qwen-Image.
+    They are constants of a graph, and have their values.
+    """
+    module = build_empty_component(source, name, torch.float16, keep_fp32=False)
+    tables = [
+        (path, key)
+        for path, part in module.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OWN and any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
+    ]
+    made = _make(source, name) if tables else module
+    for path, key in tables:
+        vars(module.get_submodule(path))[key] = getattr(made.get_submodule(path), key)
+    return module
+
+
+def _make(source: Source, name: str) -> torch.nn.Module:
+    """The component with its parameters on `meta`: its tables have the values that code gives them."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():
-        module = build_component(source, name)
-    return name_parameters(module)
+        return build_component(source, name)
 
 
 class _Reading:
