@@ -371,3 +371,13 @@ def test_a_capture_draws_no_numbers_of_its_caller() -> None:
     note_answers(module, (torch.zeros(2, 4),), kwargs)
     after = generator.get_state(), torch.get_rng_state()
     assert all(map(torch.equal, before, after))
+
+
+def test_a_capture_leaves_no_code_behind() -> None:
+    """`torch.fx` keeps the text of each graph that it writes, for tracebacks."""
+    texts = torch.fx.graph_module._loader.eval_cache
+    before = dict(texts)
+    capture_call(
+        nn.Sequential(nn.Linear(4, 4), nn.GELU()), (torch.zeros(1, 4),), dtype=torch.float16
+    )
+    assert texts == before
