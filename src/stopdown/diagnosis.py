@@ -407,11 +407,15 @@ def _describe_known(
     text: str, numbers: list[int], weighed: list[_Candidate], signs: _Signs, known: Knowledge
 ) -> Diagnosis:
     best = weighed[0]
-    values = _read_values(best.match)
+    found = {name: value for name, value in best.match.groupdict().items() if value}
+    values = {k: v if k == "operation" else name_operand(v) for k, v in found.items()}
     shown = [(best.match, "the message")]
     shown += [(best.need, "the context")] if best.need else []
     shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
-    clues = [_point(text, numbers, match, says) for match, says in shown]
+    clues = []
+    for match, says in shown:
+        row = text.count("\n", 0, match.start())
+        clues.append(Clue(numbers[row], text.split("\n")[row].strip()[:300], says))
     run = read_run(known, text)
     return Diagnosis(
         fault=best.cause.fault,
@@ -468,11 +472,6 @@ def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[
             yield Alternative(fault, known.faults[fault], other.cause.next[0])
 
 
-def _point(text: str, numbers: list[int], match: re.Match[str], says: str) -> Clue:
-    row = text.count("\n", 0, match.start())
-    return Clue(numbers[row], text.split("\n")[row].strip()[:300], says)
-
-
 _DTYPES = (
     (r"bfloat16", "bf16"),
     (r"float8_?e4m3", "fp8-e4m3"),
@@ -489,11 +488,6 @@ def name_operand(text: str) -> str:
         if re.search(pattern, text, re.IGNORECASE):
             return name
     return text.strip()
-
-
-def _read_values(match: re.Match[str]) -> dict[str, str]:
-    found = {name: value for name, value in match.groupdict().items() if value}
-    return {name: v if name == "operation" else name_operand(v) for name, v in found.items()}
 
 
 def _fill(cause: Cause, values: dict[str, str]) -> str:
@@ -693,7 +687,15 @@ def explain_frames(path: Path, faults: Iterable[FrameFault]) -> Diagnosis:
     """The diagnosis of a finished picture or video from the faults that its frames show."""
     found = list(faults)
     if not found:
-        return _describe_healthy(path)
+        return Diagnosis(
+            fault=NONE,
+            meaning="no fault that frames can show",
+            title=f"{make_printable(path.name)} looks healthy.",
+            why="It is not black, grey, flat, frozen or noise. The frames alone do not show whether "
+            "it matches the prompt, or how close it is to fp32.",
+            remedy=("Compare it with the same seed in fp32.",),
+            run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
+        )
     known, first = read_knowledge(), found[0]
     meant = first.meaning
     related = [cause for cause in known.causes if cause.fault == meant.fault]
@@ -711,16 +713,4 @@ def explain_frames(path: Path, faults: Iterable[FrameFault]) -> Diagnosis:
             Alternative(name, known.faults[name], _RUN.format(precision))
             for name, precision in meant.elsewhere.items()
         ),
-    )
-
-
-def _describe_healthy(path: Path) -> Diagnosis:
-    return Diagnosis(
-        fault=NONE,
-        meaning="no fault that frames can show",
-        title=f"{make_printable(path.name)} looks healthy.",
-        why="It is not black, grey, flat, frozen or noise. The frames alone do not show whether "
-        "it matches the prompt, or how close it is to fp32.",
-        remedy=("Compare it with the same seed in fp32.",),
-        run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
     )

@@ -92,18 +92,15 @@ def examine(name: str | None = None) -> MachineHealth:
         found = [_describe(x, describe_device(x), tried=x.missing is None) for x in devices]
     kinds = tuple(dict.fromkeys(health.kind for health in found))
     places = dict.fromkeys((health.kind, health.capability) for health in found)
+    missing = find_missing_mps()
+    said = [f"{missing.what} {missing.expected} {missing.remedy}."] if missing else []
     return MachineHealth(
         machine=describe_machine(),
         devices=tuple(found),
         switches=tuple(read_switches(kinds)),
         settings=read_numeric_variables(),
-        faults=(*_list_system_faults(), *_list_faults(places)),
+        faults=(*said, *_list_faults(places)),
     )
-
-
-def _list_system_faults() -> tuple[str, ...]:
-    missing = find_missing_mps()
-    return (f"{missing.what} {missing.expected} {missing.remedy}.",) if missing else ()
 
 
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:

@@ -187,11 +187,18 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     _refuse_other_folder(store)
     with ExitStack() as stack:
         stack.enter_context(store.held())
-        earlier, digest = _read_summary(store), _digest(options, items)
+        given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
+        digest = digest_request(items, given, built_in=options.source == "shapes")
+        earlier = _read_summary(store)
         if earlier is not None and (finished := _find_finished(earlier, digest, store)):
             display.announce(f"{len(finished)} of {len(finished)} items are finished already.")
             return _write_summary(store, _repeat(earlier, finished, options, begun))
-        cluster = stack.enter_context(_connect(options, display)) if options.ray else None
+        cluster = None
+        if options.ray:
+            connect = require_offer("connect_ray", "--ray")
+            asked_of = options.ray, options.workers, options.cpus_per_worker
+            cluster = stack.enter_context(connect(*asked_of))
+            display.announce(cluster.described)
         record = _run(options, asked, store, cluster, earlier, display, plain, begun)
         is_whole = all(x.status != "failed" for x in record.items)
         return _write_summary(store, dataclasses.replace(record, asked=digest if is_whole else ""))
@@ -287,12 +294,6 @@ def _read_settings(options: BatchOptions) -> Settings:
         journal_bytes=int(options.journal_limit * 2**30),
         allow=read_allowed(options.allow),
     )
-
-
-def _digest(options: BatchOptions, items: list[Item]) -> str:
-    """Return what determines every output, as `digest_request` does."""
-    given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
-    return digest_request(items, given, built_in=options.source == "shapes")
 
 
 _OF_THE_RUN = (
@@ -395,14 +396,6 @@ def _refuse_other_folder(store: Store) -> None:
     )
 
 
-@contextmanager
-def _connect(options: BatchOptions, display: Display) -> Iterator[Cluster]:
-    connect = require_offer("connect_ray", "--ray")
-    with connect(str(options.ray), options.workers, options.cpus_per_worker) as cluster:
-        display.announce(cluster.described)
-        yield cluster
-
-
 def _open_pool(
     options: BatchOptions,
     prepared: Prepared,
@@ -415,20 +408,15 @@ def _open_pool(
         return cluster.make_workers(prepared.job, store)
     from stopdown.batch.pools import InProcess, Processes
 
-    devices = _list_devices(options)
-    if len(devices) == 1:
-        return InProcess(prepared.job, devices[0], state.observe)
-    return Processes(prepared.job, devices, store)
-
-
-def _list_devices(options: BatchOptions) -> list[str]:
-    """One name for each process."""
     chosen = choose_device(options.device)
     names = [chosen.torch_name]
     if options.device == "auto" and chosen.type == "cuda":
         names = [device.torch_name for device in list_devices() if device.type == "cuda"]
     count = options.workers or len(names)
-    return [names[number % len(names)] for number in range(count)]
+    devices = [names[number % len(names)] for number in range(count)]
+    if len(devices) == 1:
+        return InProcess(prepared.job, devices[0], state.observe)
+    return Processes(prepared.job, devices, store)
 
 
 @dataclass

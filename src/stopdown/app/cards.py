@@ -25,7 +25,8 @@ def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> N
     parts += [_make_room(record)] if record.strategy else []
     parts += [_make_repairs(record)] if record.repairs else []
     parts += [_make_journal(record.journal)] if record.journal else []
-    parts += [_make_finding(record)] if record.findings else []
+    found = "".join(f"\n{f.kind}: {f.evidence} {f.remedy}" for f in record.findings)
+    parts += [Text(found, style="yellow")] if found else []
     title = Text(f"{record.pipeline} on {record.device}")
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
     said = "Written" if is_new else "The card of"
@@ -101,8 +102,3 @@ def _make_journal(use: JournalUse) -> Text:
     size = format_bytes(use.bytes)
     notes = "".join(f" {note}" for note in use.notes)
     return Text(f"journal {known} answered from {use.folder}, {made} written ({size}).{notes}")
-
-
-def _make_finding(record: RunRecord) -> Text:
-    lines = [f"\n{f.kind}: {f.evidence} {f.remedy}" for f in record.findings]
-    return Text("".join(lines), style="yellow")

@@ -222,15 +222,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
 def _refuse(options: CheckOptions) -> None:
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
-    _refuse_unmendable(options)
-    check_values(vars(options))
-    check_pairs(options)
-    if options.output is not None:
-        check_target(options.output, folder=True)
-
-
-def _refuse_unmendable(options: CheckOptions) -> None:
-    """Refuse precisions that --fix has nothing to do with."""
     asked = parse_request(options.precision or "auto")
     plan = find_plan_path(options.precision or "")
     if plan is not None:
@@ -241,14 +232,22 @@ def _refuse_unmendable(options: CheckOptions) -> None:
             expected="It repairs a model in one precision for each component, without a plan.",
             remedy="Leave --fix out, or use --precision fp16.",
         )
+    check_values(vars(options))
+    check_pairs(options)
+    if options.output is not None:
+        check_target(options.output, folder=True)
 
 
 def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
     from stopdown.dtype_rules.mend import mend
+    from stopdown.pipelines.loader import load_pipeline
     from stopdown.sources.folders import told_as_oserror
 
-    pipe = _load(options, checked)
+    source = _resolve(options)
+    verify_source(source)
+    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
+    pipe = load_pipeline(source, torch_dtypes=dtypes)
     mending = mend(pipe, device=options.device)
     done = mending.done
     if options.output is not None and done:
@@ -262,15 +261,6 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 def _resolve(options: CheckOptions, *, with_weights: bool = True) -> Source:
     named = {name: getattr(options, name) for name in ("revision", "config", "variant")}
     return resolve_source(options.source, **named, with_weights=with_weights)
-
-
-def _load(options: CheckOptions, checked: Checked) -> Any:
-    from stopdown.pipelines.loader import load_pipeline
-
-    source = _resolve(options)
-    verify_source(source)
-    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
-    return load_pipeline(source, torch_dtypes=dtypes)
 
 
 def print_check(record: CheckRecord, console: Console) -> None:

@@ -153,7 +153,10 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     check_target(folder, folder=True, noun="folder of finished cells", replaces=lambda path: "")
     check_seed("seed", options.seed, _LARGEST_SEED)
     request = read_request(options)
-    numbered, bad = _read_prompts(options)
+    good, bad = ([], []) if options.prompts is None else read_prompts(options.prompts)
+    last = good[-1][0] if good else 0
+    good += [(last + place, text) for place, text in enumerate(options.prompt, 1)]
+    numbered = good or [(1, "")]
     names = parse_precisions(options.precisions)
     for name in names:
         if name.endswith(".json"):
@@ -229,14 +232,6 @@ describe_no_comparison = functools.partial(describe_other, "comparison")
 def find_cells(output: Path) -> Path:
     """Where the cells of a comparison are kept until it is done."""
     return output.with_name(f".{output.name}.cells")
-
-
-def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:
-    """Numbered prompts of the file, then those of the command, and the lines that are none."""
-    good, bad = ([], []) if options.prompts is None else read_prompts(options.prompts)
-    last = good[-1][0] if good else 0
-    good += [(last + place, text) for place, text in enumerate(options.prompt, 1)]
-    return good or [(1, "")], bad
 
 
 def _read_thresholds(options: CompareOptions) -> Thresholds:

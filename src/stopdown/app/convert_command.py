@@ -114,10 +114,18 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     if options.plan is None and not is_lora:
         encoder = _find_encoder(options, display)
         if encoder is not None:
-            return _convert_encoder(encoder, options, display)
+            from stopdown.checkpoints.text_encoders import convert_encoder
+
+            display.progress("measure", encoder.name, 0, 1)
+            allow = _list_allowed(options)
+            return convert_encoder(encoder, options.output, certify=options.certify, allow=allow)
     _check_plan(options)
     if is_lora:
-        return _convert_lora(options, display)
+        load_libraries(display, has_pipelines=False)
+        from stopdown.checkpoints.lora_files import convert_lora
+
+        lora = Path(options.source).expanduser()
+        return convert_lora(lora, options.output, str(options.plan), overwrite=options.force)
     plan = read_plan(options.plan) if options.plan is not None else None
 
     source = find_source(options, display)
@@ -184,22 +192,6 @@ def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
     from stopdown.checkpoints.text_encoders import find_encoder
 
     return find_encoder(options.source, options.component or "", revision=options.revision)
-
-
-def _convert_encoder(encoder: Encoder, options: ConvertOptions, display: Display) -> Conversion:
-    from stopdown.checkpoints.text_encoders import convert_encoder
-
-    display.progress("measure", encoder.name, 0, 1)
-    allow = _list_allowed(options)
-    return convert_encoder(encoder, options.output, certify=options.certify, allow=allow)
-
-
-def _convert_lora(options: ConvertOptions, display: Display) -> Conversion:
-    load_libraries(display, has_pipelines=False)
-    from stopdown.checkpoints.lora_files import convert_lora
-
-    lora = Path(options.source).expanduser()
-    return convert_lora(lora, options.output, str(options.plan), overwrite=options.force)
 
 
 def print_conversion(made: Conversion, console: Console) -> None:

@@ -104,7 +104,11 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     """Predict what every strategy takes on a device, and choose; no weights are read."""
     begun = time.perf_counter()
     read = read_request(options, takes_profile=True)
-    host_limit = _read_host_limit(options.host_memory)
+    host_limit = (
+        int(HOST_SHARE * find_host_bytes())
+        if options.host_memory == "auto"
+        else parse_bytes(options.host_memory, "host_memory")
+    )
     path = find_plan_path(options.precision)
     plan = read_plan(path) if path is not None else None
     found = find_source(options, display, with_weights=False)
@@ -169,13 +173,6 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     can_run = made.fits or reduced is not None
     command = _name_command(made, options, needed, sizes) if can_run else ""
     return dataclasses.replace(made, answer=answer, command=command)
-
-
-def _read_host_limit(text: str) -> int:
-    """Bytes that weights may wait in: of what is free here, the share that a run takes."""
-    if text == "auto":
-        return int(HOST_SHARE * find_host_bytes())
-    return parse_bytes(text, "host_memory")
 
 
 def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int) -> int:

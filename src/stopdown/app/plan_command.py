@@ -138,7 +138,6 @@ def main(options: PlanOptions) -> int:
 
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
-    """Make a plan and write it: the plan, and where it is."""
     if options.memory is not None:
         device = f" --device {options.device}" if options.device is not None else ""
         raise OptionError(

@@ -79,7 +79,11 @@ def print_prose(console: Console, text: str | Text, style: str = "") -> None:
         indent = len(line.plain) - len(line.plain.lstrip(" "))
         hanging = indent + 2 * line.plain[indent:].startswith(("- ", "→ "))
         if hanging > indent:
-            _print_item(console, line, indent, hanging)
+            # further lines of an entry stand below its first word
+            lines = line[hanging:].wrap(console, max(console.width - hanging, 20))
+            for number, part in enumerate(lines):
+                mark = line[indent:hanging] if number == 0 else Text(" " * (hanging - indent))
+                console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
         else:
             console.print(Padding(line[indent:], (0, 0, 0, indent)))
 
@@ -87,14 +91,6 @@ def print_prose(console: Console, text: str | Text, style: str = "") -> None:
 def print_parts(console: Console, *parts: str | tuple[str, str]) -> None:
     """As `print_prose`, of texts and pairs of a text and its style."""
     print_prose(console, Text.assemble(*parts))
-
-
-def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None:
-    """An entry of a list, its further lines below its first word."""
-    lines = line[hanging:].wrap(console, max(console.width - hanging, 20))
-    for number, part in enumerate(lines):
-        mark = line[indent:hanging] if number == 0 else Text(" " * (hanging - indent))
-        console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
 
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -28,7 +28,7 @@ from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
 from stopdown.plans.plan_files import describe_no_plan, read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
-from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
+from stopdown.records import GuardRecord, ScriptRecord, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -304,14 +304,20 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
     except Stopped:  # a signal, and not the script
         raise
     except SystemExit as left:
-        return _read_code(left)
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        sys.stderr.write(f"{left.code}\n")
+        return 1
     except NonFiniteError as error:
         remark(str(error))
         return 1
     except StopdownError:
         raise
     except Exception as error:
-        _print_traceback(error)
+        trace = error.__traceback__  # the script's own frames: from its first line on
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
         if "CUDA" in str(error) or "accelerator" in str(error):
             remark(
                 "This machine has no such device. `stopdown run --device cpu SCRIPT` uses "
@@ -319,21 +325,6 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
             )
         return 1
     return 0
-
-
-def _read_code(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return left.code or 0
-    sys.stderr.write(f"{left.code}\n")
-    return 1
-
-
-def _print_traceback(error: Exception) -> None:
-    """The script's own frames: from its first line on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
 
 
 def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
@@ -345,17 +336,13 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
     return record.exit_code or int(record.unrepaired or (strict and bool(record.findings)))
 
 
-def _describe_calls(call: CallSummary) -> str:
-    """`UNet 3x fp16 (5.2 bits of headroom in what it returned)`."""
-    said = f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}"
-    if call.headroom_bits is None:
-        return said
-    return f"{said} ({call.headroom_bits:.1f} bits of headroom in what it returned)"
-
-
 def _describe_run(run: GuardRecord) -> str:
     """What a run called, and what was repaired in it."""
-    counts = [_describe_calls(x) for x in run.calls]
+    counts = []  # `UNet 3x fp16 (5.2 bits of headroom in what it returned)`
+    for call in run.calls:
+        counts.append(f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}")
+        if call.headroom_bits is not None:
+            counts[-1] += f" ({call.headroom_bits:.1f} bits of headroom in what it returned)"
     said = f"{', '.join(counts) or 'no component was guarded'}."
     for repair in run.repairs:
         said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."

@@ -73,14 +73,12 @@ class CheckedStdout:
         try:
             yield
         except OSError as error:
-            self._leave()
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # the interpreter would fail on what is held
+                _send_nowhere(self._stream.fileno())
             self._failure = _explain_failure(error)
             raise self._failure from error
-
-    def _leave(self) -> None:
-        """Let what is held back go nowhere, so that the interpreter does not fail on it at its end."""
-        with contextlib.suppress(OSError, ValueError):
-            _send_nowhere(self._stream.fileno())
 
 
 def _explain_failure(error: OSError) -> StdoutError | ReaderGone:

@@ -118,7 +118,11 @@ def prepare(
             plan = choose_plan(
                 chosen.source, settings.precision, device, request=first, progress=progress
             )
-    settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
+    pipeline_class = find_class("diffusers", chosen.source.pipeline_class)
+    is_video = any(find_target(name, pipeline_class) for name in ("frames", "video"))
+    settings = dataclasses.replace(
+        settings, suffix=settings.suffix or (".mp4" if is_video else ".png")
+    )
     job = Job(settings, chosen.source.pipeline_class, model, plan if plan.is_bare else None)
     return Prepared(job, chosen, plan, device_name)
 
@@ -128,12 +132,6 @@ def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | Non
         return None
     found = (plan for plan in known if plan.fingerprint == model)
     return next((dataclasses.replace(x, chosen=x.chosen or "its plan") for x in found), None)
-
-
-def _choose_suffix(chosen: Selection) -> str:
-    pipeline_class = find_class("diffusers", chosen.source.pipeline_class)
-    is_video = any(find_target(name, pipeline_class) for name in ("frames", "video"))
-    return ".mp4" if is_video else ".png"
 
 
 def _check_item(chosen: Selection, item: Item, request: Request) -> str:

@@ -126,7 +126,6 @@ _SIZES = ("frames", "height", "width")
 
 
 def _list_sizes(options: BenchOptions) -> dict[str, Any]:
-    """The sizes that were given for what SOURCE makes."""
     return {name: x for name in _SIZES if (x := getattr(options, name)) is not None}
 
 

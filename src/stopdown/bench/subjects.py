@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,13 @@ def make_generated(size_bytes: int, device: Device, steps: int) -> Subject:
     heads, layers = choose_shape(size_bytes)
     side = 32 if device.type == "cpu" or layers * heads < 64 else 256
     request = Request(prompt="a", frames=9, height=side, width=side, steps=steps, guidance=1.0)
-    build = functools.partial(_build_generated, heads, layers, device)
+
+    def build() -> Any:
+        pipe = build_wide(heads, layers, _TIME_WIDTH, device.torch_name)
+        overflow_(pipe.transformer)
+        pipe.set_progress_bar_config(disable=True)
+        return move_program(pipe, device)
+
     size = format_bytes(layers * _count_layer(heads) * 2)
     meaning = (
         f"CogVideoX's denoiser, {layers} layers {heads * 64} wide, {size} in fp16, random weights that "
@@ -82,10 +87,3 @@ def _count_layer(heads: int) -> int:
     """Parameters of a layer: attention, feed-forward, and the two norms that a timestep modulates."""
     width = heads * 64
     return 12 * width**2 + 12 * _TIME_WIDTH * width
-
-
-def _build_generated(heads: int, layers: int, device: Device) -> Any:
-    pipe = build_wide(heads, layers, _TIME_WIDTH, device.torch_name)
-    overflow_(pipe.transformer)
-    pipe.set_progress_bar_config(disable=True)
-    return move_program(pipe, device)

@@ -73,7 +73,10 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
             "that no value overflows in fp16. The model computes the same as the "
             f"original.\n\n{_ADAPTERS}"
         )
-    rows = "".join(_word_row(entry) for entry in record.components)
+    rows = ""
+    for entry in record.components:
+        reasons = " ".join(entry.reasons).replace("|", "\\|").replace("\n", " ")
+        rows += f"| {entry.component} | {entry.precision} | {entry.folded or ''} | {reasons} |\n"
     return (
         f"# {name or record.source}, {CARD_LINE}\n\n{what}\n\n"
         f"| component | stored in | tensors rescaled | what that rests on |\n|---|---|--:|---|\n{rows}\n"
@@ -99,11 +102,6 @@ def _word_calls(record: Conversion) -> str:
 
 def _list_code(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
-
-
-def _word_row(entry: ConvertedComponent) -> str:
-    reasons = " ".join(entry.reasons).replace("|", "\\|").replace("\n", " ")
-    return f"| {entry.component} | {entry.precision} | {entry.folded or ''} | {reasons} |\n"
 
 
 def write_card_beside(file: Path, text: str) -> None:

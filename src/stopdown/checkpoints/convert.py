@@ -365,7 +365,6 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
 
 
 def _fold(work: _Work, name: str) -> Any:
-    """One component with its exponents in fp16."""
     return fold_to_fp16(name, getattr(work.pipe, name), work.expressed[name])
 
 

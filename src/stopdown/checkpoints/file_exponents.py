@@ -228,7 +228,6 @@ class _Search:
 
     @functools.cached_property
     def _before(self) -> list[torch.Tensor]:
-        """What the calls return of the module as it is."""
         return list(_run(self.module, self.calls))
 
     def _list_finds(self, planned: Expressed | None) -> Iterator[tuple[_Find, float]]:

@@ -108,7 +108,13 @@ def convert_lora(
     started = time.perf_counter()
     path, target = Path(lora), Path(output)
     metadata = _open(path)
-    _check_place(path, target, overwrite)
+    if target.suffix.lower() != ".safetensors":
+        raise OutputError(
+            f"OUT {target} is no .safetensors file.",
+            expected="A LoRA is written as one file.",
+            remedy=f"Use {target.with_suffix('.safetensors')}.",
+        )
+    check_target(target, option="as OUT", force=overwrite, inputs=[path])
     weights = read_weights(plan)
     tensors = load_file(path)
     written, changed = _scale_all(path, _rename(tensors, weights), weights)
@@ -143,16 +149,6 @@ def _open(path: Path) -> dict[str, str]:
             remedy="Give the file that it was made from.",
         )
     return dict(metadata)
-
-
-def _check_place(path: Path, target: Path, overwrite: bool) -> None:
-    if target.suffix.lower() != ".safetensors":
-        raise OutputError(
-            f"OUT {target} is no .safetensors file.",
-            expected="A LoRA is written as one file.",
-            remedy=f"Use {target.with_suffix('.safetensors')}.",
-        )
-    check_target(target, option="as OUT", force=overwrite, inputs=[path])
 
 
 def read_weights(plan: Plan | str | Path) -> Weights:
@@ -289,7 +285,16 @@ def _scale_all(
             continue
         parts = {role: tensors[name] for role, name in roles.items() if role != "alpha"}
         try:
-            made = _find_exponents(parts, layer, weights)
+            rows, bias = weights.read_rows(layer, "weight"), weights.read_rows(layer, "bias")
+            if rows is None:
+                raise ScalingError("it has no weight")
+            stored = weights.shapes[layer.component][layer.name_tensor("weight")]
+            shape = (len(rows), *stored[1:]) if stored else ()
+            if (wrong := _find_other_shape(parts, shape)) is not None:
+                raise ScalingError(
+                    f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"
+                )
+            made = find_part_exponents(parts, rows, bias, weights.read_columns(layer))
         except ScalingError as error:
             problems.append(f"{stem}: {error.what}")
             continue
@@ -310,21 +315,6 @@ def _group(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[
         else:
             groups.setdefault(found[0], {})[found[1]] = name
     return groups, others
-
-
-def _find_exponents(
-    parts: Mapping[str, torch.Tensor], layer: Layer, weights: Weights
-) -> dict[str, torch.Tensor]:
-    rows, bias = weights.read_rows(layer, "weight"), weights.read_rows(layer, "bias")
-    if rows is None:
-        raise ScalingError("it has no weight")
-    stored = weights.shapes[layer.component][layer.name_tensor("weight")]
-    shape = (len(rows), *stored[1:]) if stored else ()
-    if (wrong := _find_other_shape(parts, shape)) is not None:
-        raise ScalingError(
-            f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"
-        )
-    return find_part_exponents(parts, rows, bias, weights.read_columns(layer))
 
 
 def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:

@@ -189,7 +189,11 @@ def convert_encoder(
         described = describe_component(encoder.name, module, found, reasons, fields=found.fields)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             entries = list_entries(entry.weights[:12], [described], found.scaling.exponents)
-            _write(encoder, module, found, part, entries)
+            copy_descriptions(encoder.folder, part, [""])
+            fold_to_fp16(encoder.name, module, found)
+            dtype_field = find_dtype_field(part / "config.json") or "dtype"
+            changes = {dtype_field: "float16", "architectures": [encoder.class_name]}
+            write_component(module, part, entries, {**found.fields, **changes})
             record = Conversion(
                 source=str(encoder.folder),
                 output=str(output),
@@ -331,13 +335,3 @@ def _list_reasons(
             "so a program that reads them (output_hidden_states) gets scaled "
             "values."
         )
-
-
-def _write(
-    encoder: Encoder, module: Any, found: Expressed, part: Path, entries: dict[str, str]
-) -> None:
-    copy_descriptions(encoder.folder, part, [""])
-    fold_to_fp16(encoder.name, module, found)
-    dtype_field = find_dtype_field(part / "config.json") or "dtype"
-    changes = {dtype_field: "float16", "architectures": [encoder.class_name]}
-    write_component(module, part, entries, {**found.fields, **changes})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from stopdown.files.outputs import written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.records import CallSummary
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.runs import run_guarded, sum_stages
 from stopdown.sources.library_messages import quiet_libraries
@@ -104,7 +102,10 @@ def _run(
     headroom, tightest = find_headroom(trace)
     cell = Cell(
         precision=name,
-        stages_s=_sum_stages(ran.seen.calls, trace),
+        stages_s={  # without the seconds of the probes
+            stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
+            for stage, seconds in sum_stages(ran.seen.calls).items()
+        },
         elapsed_s=ran.elapsed_s,
         peak_bytes=memory.peak_bytes,
         non_finite=trace.non_finite + broken,
@@ -130,14 +131,6 @@ def _prepare(opened: Opened, request: Request, run: Run | None) -> Run:
             return run()
 
     return start
-
-
-def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:
-    """Seconds in the components by stage, without those of the probes."""
-    return {
-        stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
-        for stage, seconds in sum_stages(calls).items()
-    }
 
 
 def write_outcome(outcome: Outcome, path: Path) -> None:

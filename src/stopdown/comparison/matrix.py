@@ -118,16 +118,13 @@ class _Matrix:
         )
         for place, name in enumerate(order):
             path = folder / f"{_hash(name, 0)}.msgpack"
-            self._tell(index * len(order) + place, name, index)
+            done, total = index * len(order) + place, len(self.prompts) * len(self.names)
+            what = f"{name}, prompt {index + 1} of {len(self.prompts)}, cell {done + 1} of {total}"
+            self.progress("compare", what, done, total)
             if not path.exists():
                 write_outcome(self._run_cell(name, request, index), path)
         outcomes = {name: read_outcome(folder / f"{_hash(name, 0)}.msgpack") for name in order}
         return self._measure_row(outcomes, line, text, request.seed)
-
-    def _tell(self, done: int, name: str, index: int) -> None:
-        total = len(self.prompts) * len(self.names)
-        what = f"{name}, prompt {index + 1} of {len(self.prompts)}, cell {done + 1} of {total}"
-        self.progress("compare", what, done, total)
 
     def _run_cell(self, name: str, request: Request, index: int) -> Outcome:
         variant = self.variants.get(name, Variant(name, explain_meaning(name)))

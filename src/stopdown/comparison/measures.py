@@ -159,7 +159,6 @@ def _measure_pair(value: torch.Tensor, reference: torch.Tensor) -> float | None:
 
 
 def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
-    """How far each call's output is from the reference's, call by call."""
     pairs = zip(trace.outputs, reference.outputs, strict=False)
     return tuple(
         CallError(component, step, _measure_pair(value, other))

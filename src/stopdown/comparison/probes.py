@@ -165,14 +165,10 @@ class Probe:
             key = (callee.name, step, path)
             largest = max(abs(float(row[0])), abs(float(row[1])))
             largest = float("nan") if bool(row[:2].isnan().any()) else largest
-            self.trace.amax[key] = _take_larger(self.trace.amax.get(key, 0.0), largest)
+            known = self.trace.amax.get(key, 0.0)  # NaN stays
+            self.trace.amax[key] = largest if largest != largest or largest > known else known
             self.trace.saturated += int(row[2])
             self.trace.samples.setdefault(key, row[3:].clone())
-
-
-def _take_larger(one: float, other: float) -> float:
-    """The larger of two; NaN when one of them is."""
-    return float("nan") if one != one or other != other else max(one, other)
 
 
 def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> None:

@@ -181,7 +181,9 @@ def describe_subject(
         if check_run(given, runs or None, None, "compare"):
             _refuse_options(request)
             return _describe_program(given, runs)
-        return _describe_pipe(given, request, progress)
+        name_arguments(type(given), request)
+        make = partial(measure_plan, given, request=request, progress=progress)
+        return _describe(given, str(given.device), partial(_copy_pipe, given), make)
     refuse_run(runs or None, f"the source {getattr(given, 'name', given)}")
     target = choose_device(device)
     source = given if isinstance(given, Source) else resolve_source(given)
@@ -269,12 +271,6 @@ def _choose_tiling(
     return bool(tiling)
 
 
-def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:
-    name_arguments(type(pipe), request)
-    make = partial(measure_plan, pipe, request=request, progress=progress)
-    return _describe(pipe, str(pipe.device), partial(_copy_pipe, pipe), make)
-
-
 def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
     """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
     make = partial(measure_plan, program, run=lambda: [run() for run in runs])
@@ -294,7 +290,6 @@ def _describe(
 
 
 def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
-    """A copy of a pipeline with every component in one precision, or by a plan."""
     dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
     copied = copy.deepcopy(pipe)
     for module in find_components(copied).values():

@@ -52,7 +52,10 @@ def find_parts(program: Any) -> Parts:
         if str(name) not in methods:
             modules |= _name_modules(value, str(name))
     for name, (owner, method) in methods.items():
-        _check_method(name, owner, method)
+        is_module = isinstance(owner, torch.nn.Module)
+        if not is_module or not callable(getattr(owner, method, None)):
+            why = f"has no method {method}" if is_module else "is no module"
+            raise _make_error(f"`{name}`: a {type(owner).__name__} {why}.")
     if not held:
         raise _make_error("An empty dict holds no module.")
     return Parts(modules, methods)
@@ -97,13 +100,6 @@ def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
                 known.add(id(part))
                 named[_join(name, _join(path, inner)) or type(part).__name__] = part
     return named
-
-
-def _check_method(name: str, owner: Any, method: str) -> None:
-    is_module = isinstance(owner, torch.nn.Module)
-    if not is_module or not callable(getattr(owner, method, None)):
-        why = f"has no method {method}" if is_module else "is no module"
-        raise _make_error(f"`{name}`: a {type(owner).__name__} {why}.")
 
 
 def _make_error(what: str) -> InputError:

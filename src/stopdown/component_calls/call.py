@@ -221,7 +221,8 @@ def map_tensors(
             return changed if type(leaf) is dict else type(leaf)(**changed)
         if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
             return type(leaf)(map(again, leaf))
-        if _is_distribution(leaf):
+        # what an autoencoder encodes to: a mean and a spread, which is sampled later
+        if callable(getattr(leaf, "sample", None)) and callable(getattr(leaf, "mode", None)):
             leaf = copy.copy(leaf)
             vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
         return leaf
@@ -240,11 +241,6 @@ def _sign(leaf: Any) -> str:
         return f"{leaf.dtype}{tuple(leaf.shape)}"
     plain = (bool, int, float, str, bytes, type(None), torch.dtype)
     return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
-
-
-def _is_distribution(value: Any) -> bool:
-    """Whether this is what an autoencoder encodes to: a mean and a spread, which is sampled later."""
-    return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
 
 
 def find_float_dtype(

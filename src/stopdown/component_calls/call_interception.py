@@ -78,7 +78,6 @@ class _Stack:
         patches.set_attribute(self.owner, method, _Bypass(self))
 
     def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        """Put one layer at the place of its rank."""
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
@@ -168,7 +167,6 @@ def put_layer(
 
 
 def has_layer(owner: object, method: str, rank: Rank) -> bool:
-    """Whether a layer of a rank lies on a method."""
     stack = _find_stack(vars(owner).get(method))
     return stack is not None and any(x is rank for x, *_ in stack.layers)
 

@@ -134,7 +134,8 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
             announce(text)
 
     def redirect(value: Any) -> Any:
-        if _is_cuda(value) and str(value) != target:
+        is_named = isinstance(value, (str, torch.device))
+        if is_named and str(value).partition(":")[0] == "cuda" and str(value) != target:
             say_once(f"The script requests {value}; it gets {target}, because of --device.")
             return torch.device(target)
         return value
@@ -142,7 +143,7 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
     for owner, name in _list_device_takers():
         _redirect_call(owner, name, redirect, patches)
     for owner in (torch.nn.Module, torch.Tensor):
-        _replace_cuda(owner, redirect, patches)
+        patches.set_class_attribute(owner, "cuda", lambda self, *_, **__: self.to(redirect("cuda")))
     patches.set_attribute(torch, "Generator", _make_generator(redirect))
     if target == "cpu":
         for name in _OFFLOADS:
@@ -199,12 +200,6 @@ def _list_device_takers() -> list[tuple[Any, str]]:
 _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
-def _is_cuda(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and value.partition(":")[0] == "cuda"
-
-
 def _redirect_call(owner: Any, name: str, redirect: Callable[[Any], Any], patches: Patches) -> None:
     original = getattr(owner, name)
 
@@ -214,15 +209,6 @@ def _redirect_call(owner: Any, name: str, redirect: Callable[[Any], Any], patche
 
     put = patches.set_class_attribute if isinstance(owner, type) else patches.set_attribute
     put(owner, name, call)
-
-
-def _replace_cuda(owner: type, redirect: Callable[[Any], Any], patches: Patches) -> None:
-    """`.cuda()` as `.to("cuda")`, which is redirected."""
-
-    def cuda(self: Any, device: Any = None, *_: Any, **__: Any) -> Any:
-        return self.to(redirect("cuda"))
-
-    patches.set_class_attribute(owner, "cuda", cuda)
 
 
 def _make_generator(redirect: Callable[[Any], Any]) -> type:

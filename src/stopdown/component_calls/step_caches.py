@@ -74,20 +74,16 @@ def _bypass_hooks(
         registry = vars(child).get("_diffusers_hook")
         hooks = list(registry.hooks.values()) if registry is not None else []
         if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
-            _take_off(child, hooks[0], patches)
+            innermost = hooks[0]  # a copy must not hold hooks, which would call the original
+            patches.remove_attribute(child, "_diffusers_hook")
+            forward = innermost.fn_ref.original_forward or innermost.fn_ref.forward
+            if getattr(forward, "__func__", None) is type(child).forward:
+                patches.remove_attribute(child, "forward")
+            else:
+                patches.set_attribute(child, "forward", forward)
         else:
             for hook in filter(is_meant, hooks):
                 _bypass(hook.fn_ref, patches)
-
-
-def _take_off(module: torch.nn.Module, innermost: Any, patches: Patches) -> None:
-    """A copy of the module must not hold its hooks: these would call the original."""
-    patches.remove_attribute(module, "_diffusers_hook")
-    forward = innermost.fn_ref.original_forward or innermost.fn_ref.forward
-    if getattr(forward, "__func__", None) is type(module).forward:
-        patches.remove_attribute(module, "forward")
-    else:
-        patches.set_attribute(module, "forward", forward)
 
 
 def _bypass(reference: Any, patches: Patches) -> None:
@@ -132,7 +128,6 @@ def _find_hooks(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
-    """Diffusers' hooks on a module and its children."""
     for child in module.modules():
         registry = vars(child).get("_diffusers_hook")
         yield from registry.hooks.values() if registry is not None else ()

@@ -191,7 +191,16 @@ def is_profile(name: str) -> bool:
 def find_profile(name: str) -> Profile:
     """The profile with this name or alias, or in this TOML file."""
     if name.strip().endswith(".toml"):
-        return _read_own(Path(name.strip()))
+        path = Path(name.strip())
+        try:
+            text = read_small_file(path, most_bytes=_MOST_BYTES).decode("utf-8")
+        except (UnreadableError, UnicodeDecodeError) as error:
+            raise OptionError(
+                f"The profile {path} cannot be read: {error}.",
+                remedy="Name a TOML file that exists; stopdown doctor --device v100 --toml prints one "
+                "to start from.",
+            ) from None
+        return parse_profile(text, str(path))
     found = _find_by_name(name)
     if found is None:
         raise _unknown_profile(name)
@@ -285,18 +294,6 @@ def _unknown_profile(name: str) -> OptionError:
 
 _MOST_BYTES = 2**16
 """The longest profile of the package has 1,400."""
-
-
-def _read_own(path: Path) -> Profile:
-    try:
-        text = read_small_file(path, most_bytes=_MOST_BYTES).decode("utf-8")
-    except (UnreadableError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"The profile {path} cannot be read: {error}.",
-            remedy="Name a TOML file that exists; stopdown doctor --device v100 --toml prints one "
-            "to start from.",
-        ) from None
-    return parse_profile(text, str(path))
 
 
 def parse_profile(text: str, name: str) -> Profile:

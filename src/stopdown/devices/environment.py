@@ -473,7 +473,6 @@ def judge_accelerator(
 
 @functools.cache
 def _read_instructions() -> dict[str, Any]:
-    """What instruction sets decide."""
     return read_rules("instructions")
 
 
@@ -769,16 +768,12 @@ def _measure_formats(device: Device) -> dict[str, Timing]:
     }
     reference = found["fp32"].noise
     if not failures and all(x.noise * reference <= MOST_NOISE for x in found.values()):
-        _keep_timings(device, found)
+        path = _kept_timings(device)
+        with suppress(OSError, OutputError):  # it is measured again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_beside(path) as part:
+                part.write_bytes(msgspec.json.encode(found))
     return found
-
-
-def _keep_timings(device: Device, timings: Mapping[str, Timing]) -> None:
-    path = _kept_timings(device)
-    with suppress(OSError, OutputError):  # it is measured again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(path) as part:
-            part.write_bytes(msgspec.json.encode(timings))
 
 
 def _kept_timings(device: Device) -> Path:

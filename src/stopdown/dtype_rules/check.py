@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,6 @@ def _add_sums(
     arguments: Mapping[str, Any] | None,
     run: Callable[[], Any] | None = None,
 ) -> Checked:
-    """A check with what a run in fp32 shows of its sums."""
     callees = checked.seen.callees.values()
     narrow = {d.component_name for d in callees if d.main == torch.float16}
     start = run or functools.partial(run_pipeline, pipe, arguments or {})
@@ -439,17 +438,6 @@ def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
     )
 
 
-def _merge(parts: list[Examination]) -> Examination:
-    return Examination(
-        [observation for part in parts for observation in part.observations],
-        {call: callee for part in parts for call, callee in part.callees.items()},
-        {key: module_path for part in parts for key, module_path in part.operations.items()},
-        list(dict.fromkeys(entry for part in parts for entry in part.unseen)),
-        parts[0].scheduler,
-        {module_path for part in parts for module_path in part.widening},
-    )
-
-
 def list_files(source: Source) -> dict[str, list[Path]]:
     """Component → its weights on this disk; `checkpoint` for a single file, none for a Hub id."""
     return sources.list_weight_files(source) if source.kind != "hub" else {}
@@ -468,13 +456,24 @@ def _join(
     chosen: dict[str, str],
     stored: dict[str, str],
 ) -> Checked:
-    seen = _merge(parts)
+    seen = Examination(
+        [observation for part in parts for observation in part.observations],
+        {call: callee for part in parts for call, callee in part.callees.items()},
+        {key: module_path for part in parts for key, module_path in part.operations.items()},
+        list(dict.fromkeys(entry for part in parts for entry in part.unseen)),
+        parts[0].scheduler,
+        {module_path for part in parts for module_path in part.widening},
+    )
     words = word_observations(seen.observations)
     blamed = {finding.module_path for finding in words if finding.kind == "mixed-parameters"}
     rescaled = {finding.module_path for finding in found if finding.kind == "rescaled-weights"}
     findings = sort_findings(
         [
-            *(f for f in words if not _is_kept_away(f, rescaled)),
+            *(
+                f
+                for f in words
+                if f.kind != "clamp-may-bite" or split_module_path(f.module_path)[0] not in rescaled
+            ),
             *(f for f in found if f.kind != "several-dtypes" or f.module_path not in blamed),
             *environment_findings.check_schedule(seen),
             *(finding for part in parts for finding in environment_findings.check_upcast(part)),
@@ -485,13 +484,6 @@ def _join(
         ]
     )
     return Checked(findings, seen, profile, chosen)
-
-
-def _is_kept_away(finding: Finding, rescaled: Collection[str]) -> bool:
-    """Whether a clamp is said to bite in a component whose weights keep their values below it."""
-    return (
-        finding.kind == "clamp-may-bite" and split_module_path(finding.module_path)[0] in rescaled
-    )
 
 
 def _read_headers(source: Source) -> hub.Headers:

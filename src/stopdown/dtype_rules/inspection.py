@@ -215,14 +215,13 @@ def _make_case(
         place=place,
         kept_fp32=kept,
         is_rescaled=bool(getattr(module, RESCALED, False)),
-        mps_aware=_find_mps_aware(module) if place.backend == "mps" else frozenset(),
+        mps_aware=frozenset(
+            path
+            for path, part in (module.named_modules() if place.backend == "mps" else ())
+            if _asks_for_mps(type(part))  # type: ignore[arg-type]
+        ),
         ambient=ambient,
     )
-
-
-def _find_mps_aware(module: torch.nn.Module) -> frozenset[str]:
-    """Paths of the modules whose source file asks whether it runs on MPS: it takes fp32 there."""
-    return frozenset(p for p, part in module.named_modules() if _asks_for_mps(type(part)))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -121,11 +121,7 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
         run()
     found = [(component, entry) for (_, component, *_), entry in largest.items()]
     found.sort(key=lambda pair: -pair[1].largest)
-    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(c, ()))]
-
-
-def _is_kept(path: str, kept: tuple[str, ...]) -> bool:
-    return any(part in kept for part in path.split("."))
+    return [(c, x) for c, x in found if not set(x.path.split(".")) & {*kept.get(c, ())}]
 
 
 def _is_sum_alone(entry: Sum) -> bool:

@@ -208,7 +208,6 @@ def find_origin(tensor: torch.Tensor) -> Origin:
 
 
 def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Note the values of a fake tensor."""
     tensor.stopdown_known = values  # type: ignore[attr-defined]
 
 

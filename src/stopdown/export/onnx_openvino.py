@@ -110,18 +110,16 @@ def export_plan(
     with written_beside(output, option="as OUT") as part:
         part.mkdir(exist_ok=True)
         for name in components or entries:
-            for call in _choose_calls(calls.get(name, ())):
+            own = [call for call in reversed(calls.get(name, ())) if not call.made_up]
+            for call in {
+                call.callee.name: call for call in own
+            }.values():  # the first of each method
                 if progress is not None:
                     progress("write", call.callee.name, len(written), 0)
                 path = part / f"{call.callee.name}{ENDINGS[form]}"
                 export_component(getattr(program, name), entries[name], call, path, form=form)
                 written.append(output / path.name)
     return written
-
-
-def _choose_calls(calls: Sequence[ComponentCall]) -> list[ComponentCall]:
-    """The first call of each method that the pipeline makes."""
-    return list({call.callee.name: call for call in reversed(calls) if not call.made_up}.values())
 
 
 def export_component(
@@ -146,7 +144,10 @@ def export_component(
     _refuse(entry, form)
     is_cast = form == "onnx" and precision == "fp16"
     with Patches() as patches:
-        _use_plain_attention(module, patches)
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) not in (None, "eager"):
+            # exporters stumble over the strides of fused kernels
+            patches.set_attribute(config, "_attn_implementation", "eager")
         if entry is not None:
             apply_entry(module, entry, patches, cast=is_cast)
         elif is_cast:
@@ -163,7 +164,8 @@ def export_component(
         names = list(list_inputs(module, call))
         write = {"onnx": _write_onnx, "openvino": _write_openvino}[form]
         try:
-            with torch.no_grad(), _quiet():
+            silent = contextlib.redirect_stdout(io.StringIO())
+            with torch.no_grad(), ignoring_warnings(Warning), silent:
                 write(traced, given, target, names, precision)
         except OptionError:
             raise
@@ -191,19 +193,6 @@ def _refuse(entry: ComponentPlan | None, form: Form) -> None:
             expected="OpenVINO runs all of an IR in the inference precision that it is compiled for.",
             remedy='Export it to ONNX, where casts are part of the graph: to="onnx".',
         )
-
-
-def _use_plain_attention(module: torch.nn.Module, patches: Patches) -> None:
-    """Attention as products and a softmax: exporters stumble over the strides of fused kernels."""
-    config = getattr(module, "config", None)
-    if getattr(config, "_attn_implementation", None) not in (None, "eager"):
-        patches.set_attribute(config, "_attn_implementation", "eager")
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    with ignoring_warnings(Warning), contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 def _write_onnx(

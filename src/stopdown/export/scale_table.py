@@ -59,7 +59,6 @@ def _list_others(scaling: Scaling, *, biases: bool) -> Iterator[tuple[str, int]]
 
 
 def list_entries(plan: Plan) -> list[ComponentPlan]:
-    """The components of a plan that have exponents."""
     scaled = [entry for entry in plan.components if entry.in_force.exponents]
     if not scaled:
         raise PlanError(

@@ -107,7 +107,12 @@ def check_target(
         _refuse_inputs(shown, noun, target, inputs)
         _refuse_taken(shown, noun, target, option, replaces)
         if not force and found == "file":
-            _refuse_replacing(shown, noun, option)
+            raise OutputError(
+                f"The {noun} {shown} already exists.",
+                expected="Existing files are not replaced.",
+                remedy="Add force=True to replace it, or choose another name "
+                f"{option}: {find_free(shown)}.",
+            )
         if folder and os.path.ismount(target):
             raise OutputError(
                 f"The output {shown} is a mount point, and cannot be replaced.",
@@ -302,14 +307,6 @@ def _refuse_taken(
         )
 
 
-def _refuse_replacing(shown: Path, noun: str, option: str) -> None:
-    raise OutputError(
-        f"The {noun} {shown} already exists.",
-        expected="Existing files are not replaced.",
-        remedy=f"Add force=True to replace it, or choose another name {option}: {find_free(shown)}.",
-    )
-
-
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
     """A temporary path in the folder of a target; whatever is there at the end is removed."""
@@ -410,19 +407,15 @@ def _rename_numbered(part: Path, shown: Path, *companions: str) -> Path:
             if part.is_dir():
                 os.rename(part, free)
             else:
-                _link(part, free)
+                try:
+                    os.link(part, free)
+                except FileExistsError:
+                    raise
+                except OSError:  # a file system without hard links
+                    os.rename(part, free)
         except FileExistsError:
             continue
         return free
-
-
-def _link(part: Path, free: Path) -> None:
-    try:
-        os.link(part, free)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        os.rename(part, free)
 
 
 _REFUSALS = {

@@ -311,7 +311,6 @@ class _Attempt:
 
     @property
     def owner(self) -> torch.nn.Module:
-        """The module that is called."""
         return owner_of(self.call)
 
 

@@ -98,7 +98,6 @@ def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patche
 def cast_parameters(
     module: torch.nn.Module, names: Iterable[str], dtype: torch.dtype, patches: Patches
 ) -> None:
-    """Cast parameters in place, until `patches` is undone."""
     parameters = dict(module.named_parameters())
     for name in names:
         tensor = parameters[name]

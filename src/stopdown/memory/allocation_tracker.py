@@ -124,7 +124,12 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
     if args[6]:
         return 0
     if "Slow" in backend:
-        return _count_columns(args, output)
+        weight, stride, padding = args[1], args[3], args[4]
+        is_product = set(weight.shape[2:]) == {1} and set(stride) == {1} and set(padding) == {0}
+        if is_product:
+            return 0
+        places = output.shape[0] * math.prod(output.shape[2:])
+        return places * math.prod(weight.shape[1:]) * output.element_size()
     return _count_blocks(args[0], args[1], output) if "Mkldnn" in backend else 0
 
 
@@ -143,15 +148,6 @@ def _select_backend(args: Any) -> Any:
         groups=groups,
         bias_sizes=None if bias is None else list(bias.shape),
     )
-
-
-def _count_columns(args: Any, output: torch.Tensor) -> int:
-    weight, stride, padding = args[1], args[3], args[4]
-    is_product = set(weight.shape[2:]) == {1} and set(stride) == {1} and set(padding) == {0}
-    if is_product:
-        return 0
-    places = output.shape[0] * math.prod(output.shape[2:])
-    return places * math.prod(weight.shape[1:]) * output.element_size()
 
 
 def _count_blocks(given: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:

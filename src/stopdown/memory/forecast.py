@@ -137,7 +137,6 @@ def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
 
 
 def find_smallest(fit: Fit) -> Prediction:
-    """The prediction with the smallest peak."""
     return min(fit.predictions, key=lambda one: one.peak_bytes)
 
 

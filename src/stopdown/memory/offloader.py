@@ -198,13 +198,8 @@ def _describe_misfit(fit: Fit, limit_bytes: int) -> StopdownError:
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
         expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",
         remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
-        f'`precision`, or memory="{_round_up(least.peak_bytes / USABLE_SHARE)}".',
+        f'`precision`, or memory="{math.ceil(least.peak_bytes / USABLE_SHARE / 2**20)}MiB".',
     )
-
-
-def _round_up(count: float) -> str:
-    """An amount of memory, no smaller than a number of bytes."""
-    return f"{math.ceil(count / 2**20)}MiB"
 
 
 def put_placement(

@@ -255,7 +255,11 @@ class MemoryListener(Listener):
         if (tile := known.get(key)) is not None:
             output = tile.make_output(pytree.tree_leaves((args, kwargs)))
             self._tracker.flops += tile.flops
-            self._repeat_strays(tile.path, here)
+            # what was noted of the block that this one is like holds for it too
+            for home, users in [*self._strays.items()] if tile.path != here else ():
+                if any(is_inside(x, tile.path) for x in (home, *users)):
+                    moved = frozenset(_move(x, tile.path, here) for x in users)
+                    _join(self._strays, {_move(home, tile.path, here): moved})
         else:
             given = Given(args, kwargs)
             output, tile = self._watch_tile(alive, code, args, kwargs)
@@ -268,13 +272,6 @@ class MemoryListener(Listener):
             place = _move(path, tile.path, here)
             call.entries[place] = call.entries.get(place, 0) + count
         return output
-
-    def _repeat_strays(self, path: str, here: str) -> None:
-        """Note of a block what was noted of the one that it is like."""
-        for home, users in [*self._strays.items()] if path != here else ():
-            if any(is_inside(x, path) for x in (home, *users)):
-                moved = frozenset(_move(x, path, here) for x in users)
-                _join(self._strays, {_move(home, path, here): moved})
 
     def _watch_tile(
         self, alive: int, code: Callable[..., Any], args: Any, kwargs: Any
@@ -473,7 +470,9 @@ class Given:
 
     def __init__(self, *given: Any) -> None:
         self._given = given
-        self._leaves = [_refer(x) for x in pytree.tree_leaves(given)]
+        self._leaves = [
+            weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(given)
+        ]
 
     def is_left_alone(self, output: Any) -> bool:
         """Whether it is as it was, and each tensor of the output was given or has memory of its own."""
@@ -492,10 +491,6 @@ class Given:
             return len(own) == len(made) and all(
                 storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
             )
-
-
-def _refer(leaf: Any) -> Any:
-    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_same(before: Any, leaf: Any) -> bool:

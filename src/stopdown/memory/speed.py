@@ -70,7 +70,9 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     try:
         rates = {name: _time_product(device, name) for name in formats}
         slowest = min(rates, key=lambda name: rates[name])
-        link = _time_copy(device)
+        source = torch.ones(_COPIED_BYTES // 4)
+        target = torch.empty_like(source, device=device.torch_name)
+        link = _COPIED_BYTES / _time_second(device, functools.partial(target.copy_, source))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -90,12 +92,6 @@ def _time_product(device: Device, name: str) -> float:
         if side >= _SIDE or elapsed > _LONG_S:
             return 2.0 * side**3 / elapsed
         side *= 2
-
-
-def _time_copy(device: Device) -> float:
-    source = torch.ones(_COPIED_BYTES // 4)
-    target = torch.empty_like(source, device=device.torch_name)
-    return _COPIED_BYTES / _time_second(device, functools.partial(target.copy_, source))
 
 
 def _time_second(device: Device, work: Callable[[], Any]) -> float:

@@ -47,7 +47,6 @@ def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
-    """The grid of a model, from the configs of its components."""
     try:
         return _find_grid(configs)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -47,10 +47,6 @@ def _draw_picture(sides: tuple[int, int], frames: int = 1, shift: int = 0) -> np
     return np.stack([rows, edges + grain, 255 - columns], axis=-1).astype(np.uint8)
 
 
-def _draw_video(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
-    return np.stack([_draw_picture(sides, shift=number) for number in range(frames)])
-
-
 def _draw_mask(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
     """A mask `[H, W]` uint8, white in the middle."""
     mask = np.zeros(sides, np.uint8)
@@ -60,7 +56,9 @@ def _draw_mask(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
 
 _DRAWN: dict[str, Callable[[tuple[int, int], int], np.ndarray[Any, Any]]] = {
     "image": _draw_picture,
-    "video": _draw_video,
+    "video": lambda sides, frames: np.stack(
+        [_draw_picture(sides, shift=number) for number in range(frames)]
+    ),
     "mask": _draw_mask,
     "control_image": functools.partial(_draw_picture, shift=1),
 }

@@ -304,11 +304,8 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
             arguments[name] = [picture] * 9
     if "generator" in taken:
         arguments["generator"] = torch.Generator("cpu").manual_seed(0)
-    length = _read_config(pipe, "transformer").get("max_text_seq_length")
+    config = getattr(getattr(pipe, "transformer", None), "config", None) or {}
+    length = config.get("max_text_seq_length")
     if length and "max_sequence_length" in taken:
         arguments["max_sequence_length"] = length
     return arguments
-
-
-def _read_config(pipe: Any, name: str) -> Any:
-    return getattr(getattr(pipe, name, None), "config", None) or {}

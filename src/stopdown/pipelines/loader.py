@@ -211,7 +211,14 @@ def load_component(
             output_loading_info=True,
             **({"variant": variant} if variant else {}),
         )
-    _check_report(folder, model, report, tensors)
+    missing = sorted(map(str, report.get("missing_keys") or ()))
+    misfits = sorted(map(str, report.get("mismatched_keys") or ()))
+    unknown = _find_unknown(model, {*map(str, report.get("unexpected_keys") or ())}, tensors)
+    found = [f"they lack {list_some(missing)}"] if missing else []
+    found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
+    found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
+    if found:
+        raise describe_misfit(folder, type(model).__name__, "; ".join(found))
     _check_stored_dtypes(folder, model, tensors)
     return model.eval()
 
@@ -228,19 +235,6 @@ def _carries_plan(folder: Path) -> bool:
             remedy="Load it by from_pretrained after `import stopdown`, or give the original.",
         )
     return True
-
-
-def _check_report(
-    folder: Path, model: torch.nn.Module, report: dict[str, Any], stored: Iterable[str]
-) -> None:
-    missing = sorted(map(str, report.get("missing_keys") or ()))
-    misfits = sorted(map(str, report.get("mismatched_keys") or ()))
-    unknown = _find_unknown(model, {*map(str, report.get("unexpected_keys") or ())}, stored)
-    found = [f"they lack {list_some(missing)}"] if missing else []
-    found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
-    found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
-    if found:
-        raise describe_misfit(folder, type(model).__name__, "; ".join(found))
 
 
 def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
@@ -308,7 +302,10 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
         )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
-            _check_filled(component, source.path)
+            # Diffusers leaves parameters without values when a single file lacks them
+            if empty := [n for n, parameter in component.named_parameters() if parameter.is_meta]:
+                lack = f"they lack {list_some(empty)}"
+                raise describe_misfit(source.path, type(component).__name__, lack)
             if (dtype := choose_dtype(dtypes, name)) is not None:
                 cast_component_(component, dtype)
             component.eval()
@@ -339,13 +336,6 @@ def _find_common_dtype(stored: Iterable[str]) -> torch.dtype:
     found = {*stored} & FORMATS.keys()
     only = found.pop() if len(found) == 1 else ""
     return FORMATS[only].torch_dtype if only in ("fp16", "bf16") else torch.float32
-
-
-def _check_filled(module: torch.nn.Module, path: Path) -> None:
-    """Diffusers leaves parameters without values when a single file lacks them."""
-    empty = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if empty:
-        raise describe_misfit(path, type(module).__name__, f"they lack {list_some(empty)}")
 
 
 def _find_configuration(source: Source, progress: Progress | None) -> Source:

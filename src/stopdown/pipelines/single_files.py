@@ -118,7 +118,6 @@ def trace_rows(source: Source) -> Rows:
 def _load_numbered(
     source: Source, numbered: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of each component, loaded from numbers."""
     import diffusers.loaders.single_file as loader
 
     if source.parts:

@@ -128,12 +128,6 @@ def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
 
 
 def check_plan(pipe: Any, plan: Plan) -> None:
-    _refuse_waiting(pipe, plan)
-    refuse_differences(plan, [*compare_versions(plan), *compare_components(pipe, plan)])
-
-
-def _refuse_waiting(pipe: Any, plan: Plan) -> None:
-    """Refuse components whose weights are not here: nothing can be folded into them."""
     for entry in plan.components:
         module = find_component(pipe, entry.component)
         away = [name for name, x in module.named_parameters() if is_away(x)] if module else []
@@ -144,6 +138,7 @@ def _refuse_waiting(pipe: Any, plan: Plan) -> None:
                 expected="A plan is written into the weights.",
                 remedy="Put the plan on first, and offload the pipeline afterwards.",
             )
+    refuse_differences(plan, [*compare_versions(plan), *compare_components(pipe, plan)])
 
 
 def apply_entry(

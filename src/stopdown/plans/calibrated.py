@@ -162,7 +162,11 @@ def measure_plan(
     safe = pipe_or_source if isinstance(pipe_or_source, SafeSource) else None
     target = safe.source if safe else pipe_or_source
     if isinstance(target, (str, Path, Source)):
-        target = _resolve(target, given)
+        source = target
+        if not isinstance(source, Source):
+            source = resolve_source(source)
+            verify_source(source)
+        target = select_class(complete_source(source), given)
     if safe and _comes_in_parts(target):
         opened, requests, components = _plan_folder(
             target, safe.run, device, given, prompts, options, progress
@@ -208,15 +212,6 @@ def seal_made(
         **measured,
     )
     return seal_plan(made)
-
-
-def _resolve(given: str | Path | Source, request: Request) -> Source:
-    """A complete checkpoint, with the class of pipeline that takes the request."""
-    source = given
-    if not isinstance(source, Source):
-        source = resolve_source(source)
-        verify_source(source)
-    return select_class(complete_source(source), request)
 
 
 def _comes_in_parts(source: Source) -> bool:
@@ -374,7 +369,10 @@ def _open(
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
     pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
     put_file_bounds(source, pipe)
-    where = _choose_place(pipe, device)
+    where = choose_device(device or "auto")
+    if device is None:  # the best one that holds the pipeline in fp32 with half to spare
+        parts = find_components(pipe).values()
+        where = _choose_room(where, 1.5 * sum(sum(_count_bytes(m).values()) for m in parts))
     known = source.name, type(pipe).__name__, fingerprint(source)
     return _Opened(move_program(pipe, where), *known, stored, where)
 
@@ -385,13 +383,6 @@ def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
         name = name_dtype(tensor.dtype)
         counts[name] = counts.get(name, 0) + tensor.nbytes
     return counts
-
-
-def _choose_place(pipe: Any, device: str | None) -> Device:
-    """The device asked for, or the best one that holds the pipeline in fp32 with half to spare."""
-    found = choose_device(device or "auto")
-    needed = 1.5 * sum(sum(_count_bytes(m).values()) for m in find_components(pipe).values())
-    return found if device is not None else _choose_room(found, needed)
 
 
 def list_requests(

@@ -96,7 +96,15 @@ def record_calls(
                 progress(
                     "observe", f"prompt {number + 1} of {len(requests)}", number, len(requests)
                 )
-            _run(pipe, build_arguments(pipe, request), recorder)
+            arguments = build_arguments(pipe, request)
+            try:
+                pipe(**arguments)
+            except StopdownError:
+                raise
+            except Exception as error:  # whatever a pipeline's own code raises for want of an input
+                if recorder.has_denoised:
+                    raise
+                raise explain_refusal(type(pipe), arguments, error) from error
     return _collect(recorder)
 
 
@@ -157,17 +165,6 @@ def _collect(recorder: _Recorder) -> dict[str, list[ComponentCall]]:
         calls = recorder.calls.get(callee.name, []) or _make_up_encode(callee, recorder.decoded)
         found.setdefault(callee.component_name, []).extend(_thin_out(calls))
     return found
-
-
-def _run(pipe: Any, arguments: dict[str, Any], recorder: _Recorder) -> None:
-    try:
-        pipe(**arguments)
-    except StopdownError:
-        raise
-    except Exception as error:  # whatever a pipeline's own code raises for want of an input
-        if recorder.has_denoised:
-            raise
-        raise explain_refusal(type(pipe), arguments, error) from error
 
 
 def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[ComponentCall]:

@@ -231,7 +231,8 @@ class _Exporter:
     def export(self) -> dict[str, Any]:
         graph = self.capture.graph.graph
         for node in graph.nodes:
-            if node.op == "call_function" and _is_tensor(node) and self._fold(node) is None:
+            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+            if node.op == "call_function" and is_tensor and self._fold(node) is None:
                 self._visit(node)
         outputs = []
         for number, node in enumerate(list_outputs(graph.output_node())):
@@ -759,7 +760,3 @@ class _NoRule(Exception):
 
 _POWERS = ("square", "sqrt", "rsqrt", "reciprocal")
 _PASSING = ("same", "multiply", "scale", "part")
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -192,7 +192,22 @@ def certify_program(
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
     known = [
-        (sample_weights(module), _read_code(module), _read_call_sizes(calls[name]))
+        (
+            sample_weights(module),
+            [
+                (
+                    path,
+                    *_read_methods(type(part)),  # type: ignore[arg-type]
+                    sorted(
+                        (name, value)
+                        for name, value in vars(part).items()
+                        if type(value) in (int, float, str) and not name.startswith("_")
+                    ),
+                )
+                for path, part in module.named_modules()
+            ],
+            _read_call_sizes(calls[name]),
+        )
         for name, module in modules.items()
     ]
     key = hashlib.sha256(repr(known).encode()).hexdigest()
@@ -215,25 +230,6 @@ def certify_program(
     made = seal_made(identity, components, started, choose_device("cpu"))
     keep_plan(made)
     return made
-
-
-def _read_code(module: torch.nn.Module) -> list[Any]:
-    """Describe what each part computes with besides its weights: methods of its class, numbers and words.
-
-    Flags are left out, since loaders set some of them anew.
-    """
-    return [
-        (
-            path,
-            *_read_methods(type(part)),  # type: ignore[arg-type]
-            sorted(
-                (name, value)
-                for name, value in vars(part).items()
-                if type(value) in (int, float, str) and not name.startswith("_")
-            ),
-        )
-        for path, part in module.named_modules()
-    ]
 
 
 @functools.cache

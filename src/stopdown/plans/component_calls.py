@@ -30,7 +30,11 @@ def read_call(text: str) -> Arguments:
         with safe_open(path, framework="pt") as file:
             arguments |= json.loads((file.metadata() or {}).get("arguments", "{}"))
             for key in file.keys():  # noqa: SIM118 - no dict
-                _put(arguments, key.split("."), file.get_tensor(key))
+                value, table = file.get_tensor(key), arguments
+                *path, last = key.split(".")
+                for part in path:
+                    table = table.setdefault(part, {})
+                table[last] = value.float() if value.is_floating_point() else value
     except (OSError, SafetensorError, ValueError) as error:
         raise OptionError(
             f"The recorded call {path} cannot be read: {error}.",
@@ -38,12 +42,6 @@ def read_call(text: str) -> Arguments:
             remedy="Record it: safetensors.torch.save_file(arguments, 'call.safetensors').",
         ) from error
     return {name: arguments} if is_named else arguments
-
-
-def _put(table: dict[str, Any], path: list[str], value: torch.Tensor) -> None:
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
-    table[path[-1]] = value.float() if value.is_floating_point() else value
 
 
 def list_part_calls(program: Any) -> dict[str, Callee]:
@@ -69,7 +67,6 @@ def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
 def _name_calls(
     known: Mapping[str, Callee], given: str | Mapping[str, Any]
 ) -> Iterator[tuple[Callee, Arguments]]:
-    """Which call each of the given arguments is of."""
     if not isinstance(given, str) and given and given.keys() <= known.keys():
         yield from ((known[name], arguments) for name, arguments in given.items())
         return

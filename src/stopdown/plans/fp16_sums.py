@@ -64,11 +64,9 @@ def find_terms(bound: SumBound, mode: str) -> int:
     pieces = math.ceil(bound.terms / LONGEST)
     piece = GROUP * math.ceil(bound.terms / pieces / GROUP)
     lengths = (bound.terms, piece) if mode == "fp16" else (min(piece, bound.terms),)
-    return next((x for x in lengths if _fits(bound.largest, x)), 0)
-
-
-def _fits(largest: float | None, terms: int) -> bool:
-    return largest is not None and bound_rounded_sum(largest, terms) <= FP16.largest
+    if bound.largest is None:
+        return 0
+    return next((x for x in lengths if bound_rounded_sum(bound.largest, x) <= FP16.largest), 0)
 
 
 def list_refused(entry: ComponentPlan) -> dict[str, str]:

@@ -290,7 +290,6 @@ def prefers_fp16(supports: Mapping[str, Support]) -> bool:
 
 
 def _is_good(support: Support) -> bool:
-    """Whether a format works, is native and is not slow."""
     return support.works and support.native and not support.is_slow
 
 

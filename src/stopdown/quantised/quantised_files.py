@@ -105,7 +105,6 @@ def is_power(scales: torch.Tensor) -> bool:
 
 
 def has_row_scales(weight: FileWeight, scales: torch.Tensor) -> bool:
-    """Whether each row of a weight has scales of its own."""
     return scales.dim() > 0 and scales.numel() > 1 and len(scales) == weight.shape[0]
 
 

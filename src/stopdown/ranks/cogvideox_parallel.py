@@ -60,9 +60,11 @@ class CogVideoXAttnProcessor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         text_length = encoder_hidden_states.size(1)
         tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        query, key, value = (
-            projected.unflatten(2, (attn.heads, -1)) for projected in _project(attn, tokens)
-        )
+        if attn.fused_projections:
+            projected = attn.to_qkv(tokens).chunk(3, dim=-1)
+        else:
+            projected = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in projected)
         if attn.norm_q is not None:
             query = attn.norm_q(query)
         if attn.norm_k is not None:
@@ -83,12 +85,6 @@ class CogVideoXAttnProcessor:
         tokens = attn.to_out[1](attn.to_out[0](tokens))
         text, video = tokens.split([text_length, tokens.size(1) - text_length], dim=1)
         return video, text
-
-
-def _project(attn: Attention, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if attn.fused_projections:
-        return attn.to_qkv(tokens).chunk(3, dim=-1)
-    return attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
 
 
 def _rotate(

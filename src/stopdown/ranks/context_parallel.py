@@ -45,7 +45,11 @@ def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
             resolving.set_attribute(transformer, "_resolve_parallel_config", resolve)
         transformer.enable_parallelism(config=config, cp_plan=plan)  # type: ignore[operator]
     if torch.distributed.get_backend(config._flattened_mesh.get_group()) == "gloo":
-        _gather_padded(transformer, patches)
+        # gloo gathers parts of several sizes only if they are padded to one
+        for hook in iterate_hooks(transformer):
+            if type(hook).__name__ == GATHERING:
+                gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
+                patches.set_attribute(hook.fn_ref, "post_forward", gather)
     return config
 
 
@@ -180,14 +184,6 @@ def _look(config: Any, given: Any, split: Any) -> None:
         is_split = isinstance(tensor, torch.Tensor) and tensor.dim() == one.expected_dims
         if is_split and tensor.shape[one.split_dim] % config.ulysses_degree:
             config.ulysses_anything = True
-
-
-def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
-    """Have Diffusers' hooks gather parts of several sizes the way that gloo can: padded to one size."""
-    for hook in iterate_hooks(transformer):
-        if type(hook).__name__ == GATHERING:
-            gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
-            patches.set_attribute(hook.fn_ref, "post_forward", gather)
 
 
 def _gather(hook: Any, gather_equal: Any, module: torch.nn.Module, output: Any) -> Any:

@@ -93,7 +93,6 @@ class Chart:
         return self.count > 2
 
     def place_x(self, step: int) -> float:
-        """Where a step stands."""
         share = step / max(self.count - 1, 1)
         return round(self.left + share * (self.right - self.left), 1)
 

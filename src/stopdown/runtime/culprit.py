@@ -193,7 +193,8 @@ class _Tracer(TorchDispatchMode):
         if not bad and _is_exchange(func) and not all(map(_is_finite, inputs)):
             bad = outputs  # which come later, with what went in
         if kind in _HIDING or name.rstrip("_") in _HIDING_NAMES:
-            self._note_hidden(args, bad)
+            makers = [self._made[x] for x in _floats(args) if x in self._made and x.dtype in HALVES]
+            self.hidden += [event for event in makers if not bad and not event.is_mask]
         for tensor in outputs:
             self._blank.pop(tensor, None)
             if tensor in self._made and not any(tensor is x for x in bad):
@@ -206,10 +207,6 @@ class _Tracer(TorchDispatchMode):
             self._made[tensor] = event
             self._written[_find_storage(tensor)] = event
 
-    def _note_hidden(self, args: Any, bad: list[torch.Tensor]) -> None:
-        makers = [self._made[x] for x in _floats(args) if x in self._made and x.dtype in HALVES]
-        self.hidden += [event for event in makers if not bad and not event.is_mask]
-
     def _describe(
         self,
         func: Any,
@@ -220,7 +217,9 @@ class _Tracer(TorchDispatchMode):
         inputs: list[torch.Tensor],
         was_bad: list[_Event],
     ) -> _Event:
-        causes = [*was_bad, *self._find_causes(inputs)]
+        causes = was_bad + [
+            self._find_maker(x) for x in inputs if x not in self._blank and not _is_finite(x)
+        ]
         only_low = _is_only_low(bad)
         is_mask = (
             only_low
@@ -236,12 +235,6 @@ class _Tracer(TorchDispatchMode):
             if not event.is_exchange:  # which all ranks would have to join once more
                 event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
         return event
-
-    def _find_causes(self, inputs: list[torch.Tensor]) -> Iterator[_Event]:
-        for tensor in inputs:
-            if tensor in self._blank or _is_finite(tensor):
-                continue
-            yield self._find_maker(tensor)
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
         """Who made a bad tensor: an operation, one that wrote into the same memory, or none of them."""

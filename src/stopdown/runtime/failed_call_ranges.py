@@ -57,14 +57,12 @@ class Calibration:
         one = call.callee.bind(module), call.args, call.kwargs
         with without_autocast():
             if self.residual == "fp32" and not kind:
-                self._note_stream(plan_stream(module, [one], captures))
+                found = plan_stream(module, [one], captures)
+                if self.stream not in (None, found):
+                    raise ScalingError("Other calls that failed have a different residual stream.")
+                self.stream = found
             add_call(kind, module, one, captures, self.stream)
         self.calls += 1
-
-    def _note_stream(self, found: ResidualStream) -> None:
-        if self.stream not in (None, found):
-            raise ScalingError("Other calls that failed have a different residual stream.")
-        self.stream = found
 
     @property
     def measured(self) -> list[Measured]:

@@ -150,7 +150,14 @@ class FaultHandler:
             self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
             return fault.output
         if self._on_fault == "repair":
-            self._announce_repair(fault)
+            count = sum(x.numel() for x in fault.guarded.module.parameters())
+            if count >= LARGE:  # what takes long does not look like a run that hangs
+                text = (
+                    f"{name_fault(fault)} Looking for the cause and a repair: with "
+                    f"{count / 1e9:.1f} billion parameters that takes as long as several of its "
+                    "calls, some of them in fp32."
+                )
+                self._log.report_once(fault.component, "begun", text)
         culprit = self._find_culprit(fault)
         is_half = culprit.dtype in ("fp16", "bf16")
         if is_half and fault.precision == "fp32":  # its code casts by itself
@@ -229,16 +236,6 @@ class FaultHandler:
         finally:
             state.put_on(before)
             fault.guarded.state.notes.clear()
-
-    def _announce_repair(self, fault: Fault) -> None:
-        """Announce what will take long before it begins, so that it does not look like a run that hangs."""
-        count = sum(x.numel() for x in fault.guarded.module.parameters())
-        if count >= LARGE:
-            text = (
-                f"{name_fault(fault)} Looking for the cause and a repair: with {count / 1e9:.1f} billion "
-                "parameters that takes as long as several of its calls, some of them in fp32."
-            )
-            self._log.report_once(fault.component, "begun", text)
 
     def _pass_on(self, fault: Fault, begun: float) -> Any:
         """Go on with a finite output of arguments that were not; reported once for each component."""

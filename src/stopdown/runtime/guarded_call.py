@@ -168,17 +168,6 @@ class GuardedCall:
         known = ((name, size) for name, size in sizes if name in self.sizes)
         notes.oversizes = {name: x for name, x in known if not fits(x, self.sizes[name])}
 
-    def _note_precisions(self, call: ComponentCall) -> None:
-        """What it computes in: the dtypes of its weights, or of its arguments where weights follow them.
-
-        That of the autocast around the call comes first.
-        """
-        if casts_weights(self.module):
-            self.state.computes_in = find_float_dtype(call.named, call.keeps)
-        ambient = read_autocast(self.module)
-        known = self.state.name_precisions()
-        self.precisions = known if ambient is None else (name_dtype(ambient), *known)
-
     def note_cast(self) -> None:
         """Put the formats of weights that were cast before those that they had."""
         if self.precisions:
@@ -201,7 +190,12 @@ class GuardedCall:
         """Keep a call for a replay, and what it draws and changes."""
         self.state.weights.note(self.module, self.state.applied)
         if self.precisions is None:
-            self._note_precisions(call)
+            # autocast around the call comes first; weights that are cast follow its arguments
+            if casts_weights(self.module):
+                self.state.computes_in = find_float_dtype(call.named, call.keeps)
+            ambient = read_autocast(self.module)
+            known = self.state.name_precisions()
+            self.precisions = known if ambient is None else (name_dtype(ambient), *known)
         latest = self.latest
         latest.call, latest.repeat = call, None
         latest.applied = self.state.applied

@@ -145,7 +145,8 @@ def _watch(original: Any, name: str) -> Any:
 def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation makes finite values of infinite ones with these arguments."""
     if name in _CASTS:
-        return bool(_WHOLE.intersection(_hashable(args, kwargs)))
+        given = (*args[1:], *kwargs.values())
+        return not _WHOLE.isdisjoint(x for x in given if isinstance(x, torch.dtype))
     if name in _POWERS:
         return min(_read_bounds(args, kwargs), default=0.0) < 0
     if name == "__setitem__":
@@ -158,10 +159,6 @@ def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _is_narrow(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float16
-
-
-def _hashable(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    return [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
 
 
 def _read_bounds(args: Any, kwargs: Mapping[str, Any]) -> list[float]:

@@ -469,7 +469,8 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
         found[f"{name}'s class"] = type(module).__name__
         found[f"{name}'s precision"] = [name_dtype(dtype) for dtype in read_precisions(module)]
         found[f"{name}'s weights"] = sample_weights(module)
-        found[f"{name}'s tiling"] = _read_tiling(module)
+        tiling = ("use_tiling", "use_slicing", "use_framewise", "tile_")
+        found[f"{name}'s tiling"] = {k: x for k, x in vars(module).items() if k.startswith(tiling)}
     return _to_plain(found)
 
 
@@ -477,12 +478,6 @@ def _read_settings(scheduler: Any) -> str:
     """A scheduler's configuration, without Diffusers' own notes, whose order is another in each process."""
     config = dict(getattr(scheduler, "config", {}))
     return repr(sorted((name, x) for name, x in config.items() if not name.startswith("_")))
-
-
-def _read_tiling(module: torch.nn.Module) -> dict[str, Any]:
-    """How an autoencoder cuts its work into pieces, which other bits come from."""
-    names = ("use_tiling", "use_slicing", "use_framewise", "tile_")
-    return {name: value for name, value in vars(module).items() if name.startswith(names)}
 
 
 def _refuse_memories(pipe: Any) -> None:

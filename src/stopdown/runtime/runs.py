@@ -182,7 +182,11 @@ class Runner:
         """Place the weights for runs of these sizes, unless they are."""
         loaded = self.loaded
         assert loaded is not None
-        sizes = _describe_sizes(request)
+        asked = {x.name: getattr(request, x.name) for x in dataclasses.fields(request)}
+        media = [getattr(asked.pop(name), "shape", None) for name in MEDIA]
+        for name in ("prompt", "negative", "seed", "arguments"):
+            del asked[name]
+        sizes = f"{asked} {media}"
         if self._sizes == sizes:
             return loaded
         self.release()
@@ -207,15 +211,6 @@ class Runner:
         self._sizes = ""
         if self.loaded is not None:
             self.loaded = dataclasses.replace(self.loaded, offloader=None)
-
-
-def _describe_sizes(request: Request) -> str:
-    """Return what of a request decides what a run takes."""
-    asked = {x.name: getattr(request, x.name) for x in dataclasses.fields(request)}
-    media = [getattr(asked.pop(name), "shape", None) for name in MEDIA]
-    for name in ("prompt", "negative", "seed", "arguments"):
-        del asked[name]
-    return f"{asked} {media}"
 
 
 Spread = Callable[[Any], AbstractContextManager[str]]

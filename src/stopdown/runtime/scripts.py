@@ -170,14 +170,11 @@ class ScriptGuard:
         """Guard calls until `patches` is undone."""
         intercept_runs(self._run, patches)
         intercept_methods(_METHODS, patches)
-        for name in sorted(self._list_methods()):
+        # of `*.decode` also where a class has one of `_METHODS`
+        ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
+        for name in sorted(x for x in ends - {"forward"} if x.isidentifier()):
             intercept_methods((name,), patches)
         listen(self._meet_module, patches)
-
-    def _list_methods(self) -> set[str]:
-        """Methods that patterns name, also where a class has one of `_METHODS`: `decode` of `*.decode`."""
-        ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
-        return {name for name in ends if name.isidentifier()} - {"forward"}
 
     def _run(self, call: ComponentCall) -> Any:
         pipe: Any = call.callee.owner

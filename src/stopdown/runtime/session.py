@@ -140,7 +140,7 @@ class Session:
         self.pipe, self.options, self.adapter = pipe, options, find_adapter(pipe)
         self.consensus, self.host_reads = find_consensus(pipe), 0
         is_first = self.consensus.number == 0  # which says it for all
-        self.announce = options.announce or (warn_user if is_first else _keep_silent)
+        self.announce = options.announce or (warn_user if is_first else lambda text: None)
         self.log = RepairLog(self.announce) if options.log is None else options.log
         scheduled = self.adapter.find_scheduled(pipe)
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self.follow)
@@ -452,7 +452,3 @@ class Session:
             if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
                 raise
             return call.begin_again(guarded.module)
-
-
-def _keep_silent(text: str) -> None:
-    pass

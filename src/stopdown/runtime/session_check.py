@@ -112,9 +112,10 @@ def examine_fault(
 
 
 def describe_difference(module: torch.nn.Module) -> SessionFault:
+    hooks = ("_hf_hook", "_diffusers_hook")
     likely = (
         "Its weights are offloaded, so the likely cause is a copy that came too late"
-        if _is_offloaded(module)
+        if any(hasattr(part, hook) for part in module.modules() for hook in hooks)
         else "The cause is a race condition, an unreliable kernel or faulty memory"
     )
     return SessionFault(
@@ -122,13 +123,6 @@ def describe_difference(module: torch.nn.Module) -> SessionFault:
         "The same call, repeated with the same arguments and weights, gave different values. "
         f"{likely}, not the model.",
         _LATE,
-    )
-
-
-def _is_offloaded(module: torch.nn.Module) -> bool:
-    """Whether Accelerate or Diffusers moves its weights."""
-    return any(
-        hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules()
     )
 
 

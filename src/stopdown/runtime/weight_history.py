@@ -70,7 +70,8 @@ class WeightHistory:
             name
             for name, tensor in _list_weights(module)
             if (known := self._known.get(name))
-            and _is_alike(known, tensor)
+            and known.sample.dtype == _BITS[tensor.element_size()]
+            and known.sample.numel() == math.ceil(tensor.numel() / _find_stride(tensor))
             and _differs(known, tensor, whole)
         ]
 
@@ -126,11 +127,6 @@ def _sum_pieces(tensor: torch.Tensor) -> torch.Tensor:
 def read_version(tensor: torch.Tensor) -> int | None:
     """What PyTorch counts of writes to a tensor; None for one of inference mode, where it does not."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _is_alike(known: _Weight, tensor: torch.Tensor) -> bool:
-    size = math.ceil(tensor.numel() / _find_stride(tensor))
-    return known.sample.dtype == _BITS[tensor.element_size()] and known.sample.numel() == size
 
 
 def _differs(known: _Weight, tensor: torch.Tensor, whole: bool) -> bool:

@@ -74,7 +74,6 @@ def unwrap_name(name: str) -> str:
 
 
 def list_adapter_names(layer: Any) -> set[str]:
-    """The adapters that a layer has."""
     kinds = getattr(layer, "adapter_layer_names", ())
     return {name for kind in kinds for name in getattr(layer, kind, {})}
 

@@ -99,7 +99,6 @@ def _is_same(
 
 
 def _read_attributes(part: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's own attributes by name, each with what it holds if it is a container."""
     return {name: (x, _hold(x)) for name, x in vars(part).items() if name not in _OWN}
 
 

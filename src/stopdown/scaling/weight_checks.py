@@ -51,7 +51,6 @@ def _name_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_quantised(module: torch.nn.Module) -> None:
-    """Refuse a module with quantised weights; it is left alone."""
     if found := find_quantised(module):
         raise ScalingError(
             f"{type(module).__name__} has quantised weights ({found}); they are left alone.",

@@ -90,7 +90,13 @@ def find_kernels(content: dict[str, Any]) -> Iterator[str]:
 def find_excess(content: dict[str, Any]) -> list[tuple[str, str]]:
     """Fields whose number no model has, and what they may be."""
     found = [entry for path, key, value in _walk(content) for entry in _judge(path, key, value)]
-    positions = _count_positions(content)
+    sides = [content.get(f"sample_{name}", 1) for name in ("height", "width", "frames")]
+    square = [content.get(name, 1) for name in ("sample_size", "pos_embed_max_size")]
+    counts = [
+        math.prod(side for side in sides if isinstance(side, int)),
+        *(side**2 for side in square if isinstance(side, int)),
+    ]
+    positions = max(map(abs, counts))  # of latents, that the sizes of a denoiser stand for
     if positions > MOST_POSITIONS and not found:
         found.append((f"{positions} latent positions", f"at most {MOST_POSITIONS}"))
     return found
@@ -107,17 +113,6 @@ def _judge(path: str, key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield f"{path} = {number}", "a finite number there"
         elif key in _DIVISORS and not number:
             yield f"{path} = {number}", "a number other than 0, by which latents are divided"
-
-
-def _count_positions(content: dict[str, Any]) -> int:
-    """Latent positions that the sizes of a denoiser stand for."""
-    sides = [content.get(f"sample_{name}", 1) for name in ("height", "width", "frames")]
-    square = [content.get(name, 1) for name in ("sample_size", "pos_embed_max_size")]
-    counts = [
-        math.prod(side for side in sides if isinstance(side, int)),
-        *(side**2 for side in square if isinstance(side, int)),
-    ]
-    return max(map(abs, counts))
 
 
 def _walk(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

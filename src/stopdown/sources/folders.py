@@ -60,16 +60,11 @@ def write_weights(
             shutil.copymode(folder / "config.json", path)  # safetensors writes for its owner alone
             path.rename(folder / path.name)
             if metadata and path.suffix == ".safetensors":
-                _add_metadata(folder / path.name, metadata)
+                written, part_file = folder / path.name, folder / f"{path.name}.part"
+                copy_with_metadata(written, part_file, metadata)
+                shutil.copymode(written, part_file)
+                part_file.replace(written)
     shutil.rmtree(part)
-
-
-def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Put more entries into the metadata of a file, which is written again."""
-    part = path.with_name(f"{path.name}.part")
-    copy_with_metadata(path, part, metadata)
-    shutil.copymode(path, part)
-    part.replace(path)
 
 
 def write_card(folder: Path, text: str) -> None:

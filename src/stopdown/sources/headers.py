@@ -286,18 +286,14 @@ def read_shard_index(index: Path) -> dict[str, str]:
     except (KeyError, TypeError) as error:
         raise DamagedFileError("it cannot be read as an index of shards") from error
     names = set(map(str, weight_map.values()))
-    plain = set(choose_weights([name for name in names if _is_plain(name)])[1])
+    beside = [x for x in names if not {"/", "\\"} & {*x} and len(x.encode()) <= LONGEST_NAME]
+    plain = set(choose_weights(beside)[1])
     for shard in weight_map.values():
         if not isinstance(shard, str) or shard not in plain:
             raise DamagedFileError(
                 f"it names the file {str(shard)[:100]!r}, which is no shard's name"
             )
     return weight_map
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name is that of a file beside the index, and no longer than a system's may be."""
-    return "/" not in name and "\\" not in name and len(name.encode()) <= LONGEST_NAME
 
 
 def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:

@@ -365,21 +365,17 @@ def describe_failure(error: Exception, repo: str, revision: str | None) -> Sourc
     }
     name = next((name for kind, name in kinds.items() if isinstance(error, kind)), "")
     if not name:
-        return _describe_broken_connection(error, repo)
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return make_error("offline", repo=repo)
+        cause, hub = _find_root_cause(error), _read_endpoint()
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            return make_error("refused-by-hub", repo=repo, hub=hub, status=status)
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        return make_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
     return make_error(name, repo=repo, hub=_read_endpoint(), revision=revision)
-
-
-def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return make_error("offline", repo=repo)
-    cause, hub = _find_root_cause(error), _read_endpoint()
-    status = getattr(getattr(cause, "response", None), "status_code", None)
-    if status in (401, 403):
-        return make_error("refused-by-hub", repo=repo, hub=hub, status=status)
-    reason = " ".join(str(cause).split()) or type(cause).__name__
-    return make_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
 
 
 def _find_root_cause(error: BaseException) -> BaseException:

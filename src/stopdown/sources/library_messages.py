@@ -50,9 +50,17 @@ def quiet_libraries() -> Iterator[None]:
     Blocks may be nested.
     """
     with Patches() as patches, ignoring_warnings(FutureWarning, _OLD_GATHERING):
-        _hide_bars(patches)
+        import diffusers.utils.logging as diffusers_logging
+        import transformers.utils.logging as transformers_logging
+
+        for module in (diffusers_logging, transformers_logging):
+            if module.is_progress_bar_enabled():
+                module.disable_progress_bar()
+                patches.defer(module.enable_progress_bar)
         _drop(_NOISE, patches)
-        _hide_tracebacks(patches)
+        # PyTorch logs tracebacks of errors on fake tensors, and raises those errors too
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        patches.set_attribute(logger, "disabled", True)
         yield
 
 
@@ -87,19 +95,3 @@ def _drop(noise: re.Pattern[str], patches: Patches) -> None:
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(is_heard)
             patches.defer(functools.partial(handler.removeFilter, is_heard))
-
-
-def _hide_tracebacks(patches: Patches) -> None:
-    """Hide tracebacks that PyTorch logs of errors on fake tensors: it raises those errors, too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    patches.set_attribute(logger, "disabled", True)
-
-
-def _hide_bars(patches: Patches) -> None:
-    import diffusers.utils.logging as diffusers_logging
-    import transformers.utils.logging as transformers_logging
-
-    for module in (diffusers_logging, transformers_logging):
-        if module.is_progress_bar_enabled():
-            module.disable_progress_bar()
-            patches.defer(module.enable_progress_bar)

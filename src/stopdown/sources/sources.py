@@ -204,7 +204,16 @@ def _resolve(
     if os.path.exists(path):
         return _read_file(text, path)
     if isinstance(source, str) and is_hub_id(text):
-        return _resolve_hub(text, revision, variant, progress, with_weights)
+        index = hub.download_index(text, revision=revision)
+        found = replace(_read_folder(text, index.parent, "hub"), variant=variant)
+        refuse(text, list(_find_refusals(found)))
+        if not any(_find_damages(found)) and _has_variant(found):
+            return found  # whole in the cache already, at this commit
+        folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
+        hub.download_snapshot(
+            index, text, folders, variant=variant, with_weights=with_weights, progress=progress
+        )
+        return found
     raise _describe_unknown(text)
 
 
@@ -271,21 +280,6 @@ def _describe_unknown(text: str) -> SourceError:
     remedy = f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder."
     known = ", ".join(bundled) or "none is installed"
     return make_error("unknown", name=text, known=known, remedy=remedy)
-
-
-def _resolve_hub(
-    repo: str, revision: str | None, variant: str, progress: Progress | None, with_weights: bool
-) -> Source:
-    index = hub.download_index(repo, revision=revision)
-    found = replace(_read_folder(repo, index.parent, "hub"), variant=variant)
-    refuse(repo, list(_find_refusals(found)))
-    if not any(_find_damages(found)) and _has_variant(found):
-        return found  # whole in the cache already, at this commit
-    folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
-    hub.download_snapshot(
-        index, repo, folders, variant=variant, with_weights=with_weights, progress=progress
-    )
-    return found
 
 
 def _has_variant(source: Source) -> bool:
