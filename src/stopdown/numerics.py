@@ -109,8 +109,9 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
     """`_summarise_piece` of each piece, in fp32 where that has numbers for it."""
     is_half = values.dtype in HALVES
     pieces, found = values.split(CACHED_VALUES), list[list[float]]()
+    held = torch.empty(pieces[0].shape, dtype=torch.float32)
     for piece in pieces:
-        wide = piece if piece.element_size() >= 4 else piece.float()
+        wide = piece if piece.element_size() >= 4 else held[: len(piece)].copy_(piece)
         squares = float(wide.dot(wide))
         if is_half:  # without a sign their bits are in order; zero less one is the largest
             bits = piece.view(torch.int16) & 0x7FFF

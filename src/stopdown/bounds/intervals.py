@@ -116,6 +116,8 @@ def find_repeated(center: torch.Tensor) -> torch.Tensor:
     """The same, where the values were copied: they are compared, and the copies are let go."""
     for dim in range(1, center.dim() - 1):
         first = center.narrow(dim, 0, 1)
-        if center.shape[dim] > 1 and torch.equal(first.expand_as(center), center):
+        if center.stride(dim) == 0:
+            center = first
+        elif center.shape[dim] > 1 and torch.equal(first.expand_as(center), center):
             center = first.clone()
     return center

@@ -7,6 +7,7 @@ disk as it goes and no model has to be built.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from stopdown.graph.capture import Capture
 from stopdown.graph.nodes import arguments, is_float, is_kind, is_split, shape_of
 from stopdown.graph.range_measurement import Range
 from stopdown.number_formats import NEAR_FP16_END
-from stopdown.numerics import measure_amax, summarise_magnitudes
+from stopdown.numerics import CACHED_VALUES, measure_amax, summarise_magnitudes
 
 SMALL = 1 << 16
 """A parameter of at most this many values is looked at element by element wherever it is used."""
@@ -174,14 +175,14 @@ class KnownValues:
         if tensor is None or not tensor.is_floating_point():
             return None
         shape = tuple(tensor.shape)
-        sizes = tensor.double().abs() if tensor.numel() <= SMALL else _reduce_table(tensor)
-        rms = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
-        bound = make_bound(sizes, shape, typical=rms) if shape else uniform(
-            float(sizes), (), rms)  # fmt: skip
         if tensor.numel() > SMALL and shape:
-            norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
-            norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
+            sizes, norm, rms = _measure_table(tensor)
             bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
+        else:
+            sizes = tensor.double().abs()
+            rms = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
+            bound = make_bound(sizes, shape, typical=rms) if shape else uniform(
+                float(sizes), (), rms)  # fmt: skip
         return inflate(bound, 2.0**-10, self.floor(node), shape)
 
     def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
@@ -199,11 +200,20 @@ class KnownValues:
         self.found.ranges[node.name] = tuple(ranges)
 
 
-def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:
-    """By the last dimension alone: the largest of the others."""
-    dims = tuple(range(tensor.dim() - 1))
-    sizes = tensor.abs().float()
-    return (sizes.amax(dims, keepdim=True) if dims else sizes).double()
+def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """By the last dimension alone: the largest of the others, the longest row, and the typical size."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    sizes, longest, squares = torch.zeros(rows.shape[1]), torch.zeros(1), torch.zeros(1).double()
+    for part in rows.split(max(1, CACHED_VALUES // rows.shape[1])):
+        wide = part.to(torch.float32, copy=True).abs_()
+        sizes = torch.maximum(sizes, wide.amax(0))
+        lengths = wide.square_().sum(-1)
+        longest = torch.maximum(longest, lengths.amax(0))
+        squares += lengths.double().sum()
+    one = (1,) * (tensor.dim() - 1)
+    norm = longest.sqrt().double() * (1 + 2.0**-12)
+    rms = math.sqrt(float(squares) / tensor.numel())
+    return sizes.double().reshape(*one, -1), norm.reshape(*one, 1), rms
 
 
 class UnboundedError(Exception):

@@ -74,8 +74,10 @@ def multiply_rows(
     own = find_largest(weight)
     scale = choose_scale(own)
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
-    for part in weight.split(max(1, ENTRIES // max(width, 1))):
-        rows = part.to(wide, copy=True).mul_(scale)
+    parts = weight.split(max(1, ENTRIES // max(width, 1)))
+    held = torch.empty(parts[0].shape, dtype=wide)
+    for part in parts:
+        rows = held[: len(part)].copy_(part).mul_(scale)
         found[0].append(multiply_matrices(rows, narrow[0]))
         found[1].append(multiply_matrices(rows.abs_(), narrow[1]))
         found[2].append(multiply_matrices(rows.square_(), narrow[2]))

@@ -13,7 +13,6 @@ import math
 import torch
 
 from stopdown.bounds.row_sums import choose_scale, find_largest
-from stopdown.numerics import multiply_matrices
 
 SMALL = 1 << 27
 """`out * in * min(out, in)` up to which a Gram matrix is made in float64."""
@@ -100,32 +99,35 @@ def _bound_gram(weight: torch.Tensor, scale: float) -> float:
     below the least normal number is lost.
     """
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
-    gram = torch.zeros(columns, columns)
+    gram = torch.zeros(columns, columns, dtype=torch.float32)
+    held = torch.empty(pieces[0].shape, dtype=torch.float32)
     for piece in pieces:
-        turned = piece.to(torch.float32, copy=True).mul_(scale).T.contiguous()
+        rows = held[: len(piece)].copy_(piece).mul_(scale)
         for start in range(0, columns, GRAM_COLUMNS):
             stop = start + GRAM_COLUMNS
-            gram[start:stop, start:] += multiply_matrices(turned[start:stop], turned[start:])
-    gram = (gram.triu() + gram.triu(1).T).double()
+            gram[start:stop, start:] += rows[:, start:stop].T @ rows[:, start:]
+    for start in range(0, columns, GRAM_COLUMNS):
+        stop = start + GRAM_COLUMNS
+        gram[stop:, start:stop] = gram[start:stop, stop:].T
     terms = GRAM_ROWS + len(pieces)
-    error = 1.01 * terms * 2.0**-24 * float(gram.trace()) + weight.numel() * 2.0**-125
-    return bound_top(gram) + error
+    error = 1.01 * terms * 2.0**-24 * float(gram.diagonal().double().sum())
+    return bound_top(gram) + error + weight.numel() * 2.0**-125
 
 
 def bound_top(gram: torch.Tensor) -> float:
-    """No eigenvalue of a symmetric float64 matrix `[n, n]` without negative ones is larger.
+    """No eigenvalue of a symmetric matrix `[n, n]` in fp32 or float64 without negative ones is larger.
 
     When the Cholesky decomposition of `A` runs to its end in float64, `A` has no eigenvalue below
     `-2 (n + 1) u trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
     """
     size, near = len(gram), _estimate_top(gram.float())
+    left = torch.empty(gram.shape, dtype=torch.float64)
     for above in ABOVE:
         top = near * above
-        left = -gram
-        left.diagonal().add_(top)
+        left.copy_(gram).neg_().diagonal().add_(top)
         if top > 0 and int(torch.linalg.cholesky_ex(left).info) == 0:
             return top * (1 + 2 * size * (size + 1) * 2.0**-53)
-    return max(float(torch.linalg.eigvalsh(gram)[-1]), 0.0) * MARGIN
+    return max(float(torch.linalg.eigvalsh(gram.double())[-1]), 0.0) * MARGIN
 
 
 def _estimate_top(gram: torch.Tensor) -> float:
