@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling import exponent_rules as rules
+from stopdown.scaling import problem as problems
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.scaling.measurement import measure_call
-from stopdown.scaling.problem import state_problem
+from stopdown.scaling.problem import Measured, Problem, Statements, state_problem
 from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
 
 WIDTH = 16
@@ -276,6 +278,54 @@ def test_calls_that_split_a_weight_differently_give_it_one_exponent(
     reference = run_calls(calls, torch.float32)
     rescale_(module, calls=calls)
     assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+
+
+def _read_problem(problem: Problem) -> list[object]:
+    """All that the solver is given."""
+    system = problem.system
+    roots = {key: system.find(unknown) for key, unknown in system.keys.items()}
+    held = problem.limits, problem.floors, problem.bounds, problem.parameters, problem.multiplies
+    return [*held, roots, system.reduced(), problem.layers, problem.outputs]
+
+
+def test_a_problem_with_other_ranges_is_not_stated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what stating it gives, and so is one whose graph has other limits; solving changes neither."""
+    module, x = Cubed().eval(), torch.randn(2, 3, 4)
+    measured = [measure_call(module, (x,))]
+
+    def enlarge(size: float, least: float = 1.0) -> list[Measured]:
+        ranges = {
+            name: tuple(replace(x, amax=x.amax * size, least=x.least * least) for x in parts)
+            for name, parts in measured[0].ranges.items()
+        }
+        return [replace(measured[0], ranges=ranges)]
+
+    stated, counted = Statements(), list[object]()
+    monkeypatch.setattr(
+        problems, "state_problem", lambda *a, **k: counted.append(a) or state_problem(*a, **k)
+    )
+    asked = [(measured, 1), (enlarge(8.0), 1), (enlarge(1e6), 2), (enlarge(1.0, 0.5), 3)]
+    for calls, count in asked:
+        found = stated.state(module, calls, multiplies=True)
+        found.system.pin(*found.system.keys.values())
+        again = stated.state(module, calls, multiplies=True)
+        assert _read_problem(again) == _read_problem(state_problem(module, calls, multiplies=True))
+        assert len(counted) == count
+    stated.state(module, measured)  # without multiplies it is another
+    assert len(counted) == 4
+
+
+class Cubed(nn.Module):
+    """A tanh of a value beside a cube of it, which may overflow while the value itself does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        root = (x * x + 1e-3).mean(-1, keepdim=True).rsqrt()
+        return torch.tanh(x * x * x * 0.04 + x) * root
 
 
 def test_columns_have_one_exponent_where_that_does() -> None:

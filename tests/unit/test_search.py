@@ -11,7 +11,7 @@ from torch import nn
 from stopdown import rescale_
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.scaling import find_scaling, measure_call, search
-from stopdown.scaling.search import Relaxation, Strategy, take_first
+from stopdown.scaling.search import PostponedError, Relaxation, Strategy, take_first
 
 
 def refuse(why: str) -> int:
@@ -41,6 +41,25 @@ def test_where_none_does_the_cheapest_is_taken() -> None:
     assert take_first(found) == 5
     with pytest.raises(ScalingError, match="too cold"):
         take_first([Strategy(lambda: refuse("too hot")), Strategy(lambda: refuse("too cold"))])
+
+
+def postpone() -> int:
+    """Something that takes long, and would not do."""
+    raise PostponedError
+
+
+def test_what_is_postponed_counts_only_where_nothing_does() -> None:
+    """It is not looked for beside one that does; else it is one of those found, in its place."""
+    late: list[int] = []
+    waits = Strategy(postpone, lambda found: False, lambda: late.append(7) or 7)
+    other = Strategy(lambda: 7 + len(late), lambda found: False)
+    assert take_first([waits, Strategy(lambda: 2)]) == 2
+    assert not late
+    assert take_first([waits, other]) == 7
+    assert take_first([other, waits], price=lambda found: -found) == 8
+    assert len(late) == 2
+    with pytest.raises(ScalingError, match="too late"):
+        take_first([Strategy(postpone, find_late=lambda: refuse("too late"))])
 
 
 class Placed(nn.Module):
@@ -75,6 +94,19 @@ def test_headroom_is_worth_a_little_work_in_fp32(width: int, kept: tuple[str, ..
     assert found.fp32_modules == kept
     assert found.headroom_bits is not None
     assert (found.headroom_bits >= 1) == bool(kept)
+
+
+@pytest.mark.parametrize("size", [64.0, 640.0])
+def test_modules_in_fp32_are_looked_for_late_where_nothing_does_without(size: float) -> None:
+    """Ten times larger inputs leave fp16 whatever is folded: that is said before the long search."""
+    module = Model(512).eval().requires_grad_(False)
+    measured = measure_call(module, (torch.full((2, 8), size),))
+    if size == 64.0:
+        assert find_scaling(module, [measured], postpones=True) == find_scaling(module, [measured])
+        return
+    assert find_scaling(module, [measured]).fp32_modules
+    with pytest.raises(PostponedError):
+        find_scaling(module, [measured], postpones=True)
 
 
 def test_without_that_relaxation_headroom_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ from stopdown.plans.weight_fingerprints import join_samples, sample_weights, tak
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
+from stopdown.scaling.problem import Statements
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
@@ -457,7 +458,7 @@ def scale_component(
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(captures.take(x, stream), *x[1:]) for x in calls]
-        find = functools.partial(find_scaling, stream=stream)
+        find = functools.partial(find_scaling, stream=stream, statements=Statements())
         found = scale_unmeasured(module, captured, load, find)
         if not hands_over or not any(map(is_encoded, found.limits)):
             return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class Limit:
         weight: 0 for a value; for a parameter how much its fold should be avoided.
         interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
         terms: of a linear layer's output, how many products each of its values sums; else 0.
+        source: number of the call, name of the node and number of the block whose range it is.
     """
 
     unknown: int
@@ -90,6 +91,7 @@ class Limit:
     weight: float = 0.0
     interiors: tuple[str, ...] = ()
     terms: int = 0
+    source: tuple[int, str, int] = (0, "", 0)
 
 
 @dataclass
@@ -219,6 +221,42 @@ def state_problem(
     _unite_blocks(problem)
     _bound_folds(problem, read_bounds(module))
     return problem
+
+
+class Statements:
+    """Problems of the same calls with other ranges: each is stated once, and then gets the ranges."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Sequence[Measured], dict[str, Any], Problem]] = []
+
+    def state(self, module: torch.nn.Module, calls: Sequence[Measured], **options: Any) -> Problem:
+        """As `state_problem`, whose options these are."""
+        known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
+        if (found := next(known, None)) is None:
+            found = calls, options, state_problem(module, calls, **options)
+            self._made.append(found)
+        problem = found[2]
+        limits = [
+            replace(x, range=calls[x.source[0]].ranges[x.source[1]][x.source[2]])
+            for x in problem.limits
+        ]
+        return replace(problem, system=problem.system.copy(), limits=limits)
+
+
+def _are_stated_alike(calls: Sequence[Measured], others: Sequence[Measured]) -> bool:
+    """Whether the problems of calls differ in the sizes of their limits alone."""
+    return len(calls) == len(others) and all(
+        one.capture is other.capture
+        and one.blocks is other.blocks
+        and one.ranges.keys() == other.ranges.keys()
+        and all(
+            [x.least for x in parts] == [x.least for x in other.ranges[name]]
+            for name, parts in one.ranges.items()
+        )
+        and find_saturating(one.capture.graph.graph, one.ranges)
+        == find_saturating(other.capture.graph.graph, other.ranges)
+        for one, other in zip(calls, others, strict=True)
+    )
 
 
 def _free_ends(problem: Problem, call: Measured) -> None:
@@ -514,8 +552,7 @@ class CallStatement:
                 continue
             interiors = self._find_interiors(node)
             for block, part in enumerate(parts):
-                split = block if node in self.call.blocks else None
-                self._state_limit(node, split, part, interiors)
+                self._state_limit(node, block, part, interiors)
 
     def _find_interiors(self, node: Node) -> tuple[str, ...]:
         """The modules in which a value is fp32 when they are: for a parameter those that hold it."""
@@ -525,18 +562,19 @@ class CallStatement:
         parts = name.split(".")[:-1]
         return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
 
-    def _state_limit(
-        self, node: Node, block: int | None, part: Range, interiors: tuple[str, ...]
-    ) -> None:
+    def _state_limit(self, node: Node, block: int, part: Range, interiors: tuple[str, ...]) -> None:
         place, dtype = self._place(node), self._limiting_dtype(node)
-        unknown = self.unknown(node, block, node)
+        unknown = self.unknown(node, block if node in self.call.blocks else None, node)
+        source = self.index, node.name, block
         weight, within = self._fold_weight(node), interiors
         outer = self.system.keys.get(("outer", self.index, node.name))
         if outer is not None:
-            self.problem.limits.append(Limit(outer, part, dtype, place, 0.0, interiors))
+            beyond = Limit(outer, part, dtype, place, 0.0, interiors, source=source)
+            self.problem.limits.append(beyond)
             within = (*interiors, self.exits[node])
         terms = shape_of(node.args[1])[-1] if is_kind(node, "linear") else 0
-        self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within, terms))
+        limit = Limit(unknown, part, dtype, place, weight, within, terms, source)
+        self.problem.limits.append(limit)
 
     def _limiting_dtype(self, node: Node) -> torch.dtype:
         dtype: torch.dtype = node.meta["val"].dtype

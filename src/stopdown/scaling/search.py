@@ -37,7 +37,13 @@ from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.measurement import Captures, measure_kinds
-from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
+from stopdown.scaling.problem import (
+    Measured,
+    Problem,
+    Statements,
+    find_wide_outputs,
+    state_problem,
+)
 from stopdown.scaling.residual import (
     demand_agreement,
     find_stream,
@@ -98,10 +104,16 @@ class Strategy(Generic[Found]):
 
     Attributes:
         does: whether that is taken at once; what is not may still be the cheapest in the end.
+        find_late: finds it where `find` was postponed; None lets whoever asks for this find it.
     """
 
     find: Callable[[], Found]
     does: Callable[[Found], bool] = lambda found: True
+    find_late: Callable[[], Found] | None = None
+
+
+class PostponedError(Exception):
+    """What is looked for takes long, and is known not to do: it counts only where nothing does."""
 
 
 def take_first(
@@ -115,19 +127,30 @@ def take_first(
     Args:
         left: gets why each strategy found nothing, while they are tried.
     """
-    left, found = [] if left is None else left, list[Found]()
-    for strategy in strategies:
+    left, found = [] if left is None else left, dict[int, Found]()
+    late = dict[int, Callable[[], Found]]()
+    for number, strategy in enumerate(strategies):
         try:
             made = strategy.find()
+        except PostponedError:
+            if strategy.find_late is None:
+                raise
+            late[number] = strategy.find_late
+            continue
         except (CaptureError, ScalingError) as error:
             left.append(error)
             continue
         if strategy.does(made):
             return made
-        found.append(made)
+        found[number] = made
+    for number, find in late.items():
+        try:
+            found[number] = find()
+        except (CaptureError, ScalingError) as error:
+            left.append(error)
     if not found:
         raise left[-1]
-    return min(found, key=price)
+    return min((found[number] for number in sorted(found)), key=price)
 
 
 # exponents of one problem
@@ -178,16 +201,24 @@ def find_scaling(
     stream: ResidualStream | None = None,
     *,
     fp32_modules: bool = True,
+    statements: Statements | None = None,
+    postpones: bool = False,
 ) -> Scaling:
     """The cheapest exponents that keep the measured calls in range.
 
     Args:
         stream: under which the calls were measured.
         fp32_modules: let modules be kept in fp32.
+        statements: of these calls with other ranges, where exponents are looked for several times.
+        postpones: do not look for modules to keep in fp32 where no exponents do without.
+
+    Raises:
+        PostponedError: no exponents do without modules in fp32.
+        ScalingError: no exponents keep the calls in range.
     """
     casts = stream or ResidualStream((), ())
     state = cache(partial(
-        state_problem, module, calls,
+        (statements or Statements()).state, module, calls,
         widened=frozenset((*casts.cast_output_up, *casts.cast_output_down)),
         closed=frozenset(casts.cast_output_down),
         wide_outputs=find_wide_outputs(calls),
@@ -201,9 +232,14 @@ def find_scaling(
     def ends() -> bool:
         return is_hopeless(state(multiplies=True), fp32_modules=fp32_modules)
 
+    def needs_fp32() -> bool:
+        return is_hopeless(state(multiplies=True), fp32_modules=False)
+
     def find(relaxation: Relaxation) -> Scaling:
         if relaxation != RELAXATIONS[0] and ends():  # as loose bounds often do
             raise explain_failure(state(multiplies=True))
+        if relaxation.fp32_flops and postpones and needs_fp32():
+            raise PostponedError
         if not relaxation.fp32_flops:
             return _find_cheaply(module, state, relaxation.headroom_bits)
         scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits))
@@ -312,7 +348,7 @@ def scale_unmeasured(
     module: torch.nn.Module,
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
-    find: Find = find_scaling,
+    find: Callable[..., Scaling] = find_scaling,
     encoded: float = EMBEDDINGS,
 ) -> Scaling:
     """Exponents from the weights alone: no value was measured, typical sizes are guessed.
@@ -323,13 +359,15 @@ def scale_unmeasured(
         module: fake; only its modules and their attributes are looked at.
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
+        find: finds exponents for calls, as `find_scaling`.
         encoded: the limit of what encoders give.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
 
     def search(bounded: BoundedCalls) -> Scaling:
-        strategies = _list_bounds(module, bounded, find, lambda found: not found.fp32_modules)
+        soon = partial(find, postpones=True)
+        strategies = _list_bounds(module, bounded, soon, lambda x: not x.fp32_modules, find)
         return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
 
     kinds = leave_unmeasured(calls)
@@ -366,14 +404,19 @@ def _give_room(
 
 
 def _list_bounds(
-    module: torch.nn.Module, bounded: BoundedCalls, find: Find, does: Callable[[Scaling], bool]
+    module: torch.nn.Module,
+    bounded: BoundedCalls,
+    find: Find,
+    does: Callable[[Scaling], bool],
+    find_late: Find | None = None,
 ) -> Iterator[Strategy[Scaling]]:
     before = None
     for bits in LOOSEST_BITS:
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
         if ranges != before:  # no bound is as loose as that
-            yield Strategy(partial(find_visible, find, module, calls), does)
+            late = partial(find_visible, find_late or find, module, calls)
+            yield Strategy(partial(find_visible, find, module, calls), does, late)
         before = ranges
 
 
@@ -577,7 +620,7 @@ class _CallSearch:
     def _find(self, kinds: Sequence[Measured], stream: ResidualStream | None) -> Scaling:
         if self.ranges == "measured":
             return find_scaling(self.module, kinds, stream)
-        find = partial(find_scaling, stream=stream)
+        find = partial(find_scaling, stream=stream, statements=Statements())
         in_fp16 = partial(find, fp32_modules=False)
         return scale_by_bounds(self.module, kinds, self.ranges, find, in_fp16)
 
