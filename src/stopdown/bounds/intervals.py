@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stopdown.bounds.values import Bound, Shape, make_bound
+from stopdown.bounds.values import Bound, Shape, find_largest_rows, make_bound
 from stopdown.numerics import CACHED_VALUES
 
 MOST_TERMS = 256
@@ -50,10 +50,9 @@ class Interval:
         if not self.batched:
             return self.center.abs() if self.center.dtype != torch.bool else self.center.double()
         center, shape = drop_repeated(self.center), self.center.shape[1:]
-        peak = torch.zeros(center.shape[1:], dtype=center.dtype)
-        for part in center.split(max(1, CACHED_VALUES // max(peak.numel(), 1))):
-            peak = torch.maximum(peak, part.abs().amax(0))
-        return peak.double().expand(shape)
+        parts = center.split(max(1, CACHED_VALUES // max(center[0].numel(), 1)))
+        sizes = parts if center.is_floating_point() else [x.abs().double() for x in parts]
+        return find_largest_rows(sizes).double().expand(shape)
 
     @functools.cached_property
     def row_norms(self) -> tuple[torch.Tensor, float]:

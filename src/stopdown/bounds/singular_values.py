@@ -101,11 +101,13 @@ def _bound_gram(weight: torch.Tensor, scale: float) -> float:
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
     gram = torch.zeros(columns, columns, dtype=torch.float32)
     held = torch.empty(pieces[0].shape, dtype=torch.float32)
+    spare = torch.empty(GRAM_COLUMNS * columns, dtype=torch.float32)
     for piece in pieces:
         rows = held[: len(piece)].copy_(piece).mul_(scale)
         for start in range(0, columns, GRAM_COLUMNS):
-            stop = start + GRAM_COLUMNS
-            gram[start:stop, start:] += rows[:, start:stop].T @ rows[:, start:]
+            left, right = rows[:, start : start + GRAM_COLUMNS].T, rows[:, start:]
+            made = spare[: len(left) * right.shape[1]].view(len(left), -1)
+            gram[start : start + GRAM_COLUMNS, start:] += torch.mm(left, right, out=made)
     for start in range(0, columns, GRAM_COLUMNS):
         stop = start + GRAM_COLUMNS
         gram[stop:, start:stop] = gram[start:stop, stop:].T

@@ -69,7 +69,7 @@ class AffineRow:
     @functools.cached_property
     def largest(self) -> torch.Tensor:
         """`[d]`: the largest magnitude of each channel of the table."""
-        return _find_largest(x.abs() for x in self.table.split(TIMESTEPS_AT_ONCE)).double()
+        return find_largest_rows(self.table.split(TIMESTEPS_AT_ONCE)).double()
 
     @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,15 +81,16 @@ class AffineRow:
         rows = torch.linalg.qr(self.table[picked].double().T).Q.T.to(self.table.dtype)
         coefficients = self.table @ rows.T
         pairs = zip(*(x.split(TIMESTEPS_AT_ONCE) for x in (self.table, coefficients)), strict=True)
-        left = _find_largest((part - factors @ rows).abs_() for part, factors in pairs).double()
+        left = find_largest_rows(part - factors @ rows for part, factors in pairs).double()
         coefficients, rows = coefficients.double(), rows.double()
         magnitudes = coefficients.abs().amax(0) @ rows.abs() + self.largest
         return coefficients, rows, left + (BASIS + 4) * 2.0**-24 * magnitudes
 
 
-def _find_largest(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest of each column of a table that comes in parts, which stay in a processor's cache."""
-    return torch.stack([part.amax(0) for part in parts]).amax(0)
+def find_largest_rows(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude by column of a table in parts, which stay in a processor's cache."""
+    ends = [torch.maximum(part.amax(0), part.amin(0).neg()) for part in parts]
+    return torch.stack(ends).amax(0).abs()
 
 
 AffineRows = tuple[AffineRow, ...]
