@@ -146,7 +146,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
             {"text_encoder": "bf16", "transformer": "fp32", "vae.decode": "fp16"},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "cogvideox-image",
             "text_encoder=bf16,transformer=bf16,vae.encode=fp32,vae.decode=bf16",
             {
@@ -155,6 +155,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
                 "vae.encode": "fp32",
                 "vae.decode": "bf16",
             },
+            marks=pytest.mark.slow,
         ),
         (
             "cogvideox-video",
@@ -201,7 +202,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
             },
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "flux",
             "text_encoder=fp32,text_encoder_2=bf16,transformer=bf16,vae=fp32",
             {
@@ -210,11 +211,13 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
                 "transformer": "bf16",
                 "vae.decode": "fp32",
             },
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "wan",
             "text_encoder=fp32,transformer=bf16,vae=fp32",
             {"text_encoder": "fp32", "transformer": "bf16", "vae.decode": "fp32"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -256,11 +259,13 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     ("name", "component", "place"),
     [
         ("cogvideox", "text_encoder", ""),
-        ("cogvideox", "transformer", " at step 1 of 2"),
+        pytest.param("cogvideox", "transformer", " at step 1 of 2", marks=pytest.mark.slow),
         ("cogvideox", "vae", ""),
-        ("cogview3plus+large", "transformer", " at step 1 of 2"),
+        pytest.param(
+            "cogview3plus+large", "transformer", " at step 1 of 2", marks=pytest.mark.slow
+        ),
         ("svd", "unet", " at step 1 of 2"),
-        ("sd", "unet", " at step 1 of 2"),
+        pytest.param("sd", "unet", " at step 1 of 2", marks=pytest.mark.slow),
         ("wan", "transformer", " at step 1 of 2 (sigma 1)"),
     ],
 )
@@ -291,10 +296,10 @@ def test_overflow_in_fp16_stops_the_run(
     [
         ("cogvideox", "text_encoder"),
         ("cogvideox", "vae"),
-        ("cogview3plus+large", "transformer"),
+        pytest.param("cogview3plus+large", "transformer", marks=pytest.mark.slow),
         ("svd", "unet"),
-        ("sd", "unet"),
-        ("wan", "transformer"),
+        pytest.param("sd", "unet", marks=pytest.mark.slow),
+        pytest.param("wan", "transformer", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("each_device")

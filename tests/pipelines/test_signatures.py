@@ -280,8 +280,9 @@ def call_while_exponents_are_found_anew(patience_s: float = 0.5) -> float:
     is_computed, is_replaced = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
-        is_computed.set()
-        is_replaced.wait(patience_s)
+        if not is_computed.is_set():  # the other thread's call comes by here as well
+            is_computed.set()
+            is_replaced.wait(patience_s)
 
     def disturb() -> None:
         is_computed.wait()

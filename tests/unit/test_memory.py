@@ -199,7 +199,7 @@ def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.Mon
 
     def listen() -> tuple[RunMemory, int]:
         ran.clear()
-        sizes = {"height": 32, "width": 32, "num_frames": 9}
+        sizes = {"height": 32, "width": 32, "num_frames": 1 if name == "wan" else 5}
         return listen_to_run(
             copy_skeleton(pipe), {"prompt": "a", "num_inference_steps": 1, **sizes}
         ), len(ran)
@@ -213,7 +213,14 @@ def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.Mon
     assert (few < many / 2) == (name == "cogvideox")
 
 
-@pytest.mark.parametrize("name", PIPELINE_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # the blocks of CogVideoX are the same wherever its pipeline starts from
+        pytest.param(x, marks=pytest.mark.slow if x.startswith("cogvideox-") else ())
+        for x in PIPELINE_NAMES
+    ],
+)
 def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is predicted as if each block were run; where two are alike, one of them is not."""
     pipe, ran = make_pipeline(name), list[str]()
@@ -231,7 +238,7 @@ def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.Monke
 
     def listen() -> tuple[RunMemory, int]:
         ran.clear()
-        request = complete_request(pipe, Request(steps=2))
+        request = complete_request(pipe, Request(steps=1))
         return listen_to_run(copy_skeleton(pipe), build_arguments(pipe, request)), len(ran)
 
     monkeypatch.setattr(StorageTracker, "__torch_dispatch__", count)
