@@ -88,7 +88,7 @@ def plan_of() -> Callable[[str], tuple[Any, Plan]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["cogvideox", "cogview3plus", pytest.param("svd", marks=pytest.mark.slow)],  # 30 s for svd
+    ["cogvideox", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cogview3plus", "svd"))],
 )
 @pytest.mark.usefixtures("each_device")
 def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(

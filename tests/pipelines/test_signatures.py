@@ -461,8 +461,8 @@ def test_a_control_pipeline_of_guarded_components() -> None:
     control = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
     for one in (pipe, control):
         one.set_progress_bar_config(disable=True)
-    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    sizes = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
+    picture = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    sizes = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
 
     def draw(steers: bool) -> torch.Tensor:
         chosen = control if steers else pipe
