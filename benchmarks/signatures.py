@@ -49,7 +49,7 @@ def main() -> None:
     report["machine"] = describe_machine()
     warnings.simplefilter("ignore")
     if options.table or is_all:
-        command = f"python benchmarks/signatures.py --table{models}"
+        command = "python benchmarks/signatures.py --table"  # rows of other models are kept
         known = report.get("table", {}).get("models", {})
         if not options.missing:
             known = {name: rows for name, rows in known.items() if name not in options.models}
