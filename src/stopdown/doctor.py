@@ -192,7 +192,7 @@ def _foresee_model(
     for fact in facts:
         precision, reason = choose_precision(fact, supports)
         if planned:
-            precision, reason = "fp16", f"With its own plan, because {planned}."
+            precision, reason = "fp16", f"With a plan, because {planned}."
         yield Outlook(model.name, fact.name, precision, bool(planned), reason)
 
 

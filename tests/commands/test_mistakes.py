@@ -121,7 +121,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("plan shapes --memory 8GiB", 2, "plan has no memory limit. .* Use stopdown fit shapes --memory 8GiB"),
     ("generate shapes a --memory none --allow smaller", 2, "--allow smaller was given with --memory none."),
     # many prompts
-    ("batch shapes --prompts none.txt -o out", 2, "The file of prompts none.txt cannot be read: "),
+    ("batch shapes --prompts none.txt -o out", 2, "The prompts file none.txt cannot be read: "),
     ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
     ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
     ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and at"),

@@ -243,10 +243,10 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--prompts", "gone.txt", "-o", "out"), "The file of prompts gone.txt cannot be read"),
+        (("--prompts", "gone.txt", "-o", "out"), "The prompts file gone.txt cannot be read"),
         (
             ("--prompts", "nowhere://a/b.txt", "-o", "out"),
-            "The file of prompts nowhere://a/b.txt cannot",
+            "The prompts file nowhere://a/b.txt cannot",
         ),
         (
             ("--prompts", "prompts.txt", "-o", "nowhere://x"),

@@ -61,7 +61,7 @@ def test_one_file_has_a_card_and_says_what_was_done(
         said = file.metadata()
     assert said["stopdown"].endswith(f"plan {planned[1].seal}")
     assert read_rescaled(single).startswith("unet: weights are times powers of two")
-    assert re.search(r"stay at least \d\.\d bits below fp16's maximum", said["stopdown.unet"])
+    assert re.search(r"stays \d\.\d bits below fp16's maximum", said["stopdown.unet"])
     card = single.with_suffix(".md").read_text()
     assert card.startswith(f"# {planned[0]}, converted to fp16 by Stopdown\n")
     assert f"Plan: `{planned[1].seal}`." in card

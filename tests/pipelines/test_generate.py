@@ -242,7 +242,7 @@ def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
     assert name_precisions(record).items() <= decided.items()
     assert {decision.stored for decision in record.decisions} == {"bf16"}
     for decision in record.decisions:
-        assert decision.reason.startswith("Its weights are stored in bf16. ")
+        assert decision.reason.startswith("The weights are stored in bf16. ")
 
 
 @pytest.mark.usefixtures("each_device")

@@ -101,7 +101,7 @@ def test_what_has_no_bound_is_named() -> None:
     assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
     assert rescaling.scaling.range_note.endswith(
         "for |hidden_states| up to 64, hidden_states of length up to 8; "
-        "the rest calibrated with 4 bits of headroom."
+        "the rest were measured and have 4 bits of headroom."
     )
 
 

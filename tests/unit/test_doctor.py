@@ -119,7 +119,7 @@ def test_the_outlook_says_why_a_plan() -> None:
     """The reason of a plan names the components, the format they are stored in, and the device's lack."""
     found = foresee(find_profile("t4").supports, "cuda")
     assert found[1].reason == (
-        "With its own plan, because text_encoder, transformer and vae are stored in bf16, which "
+        "With a plan, because text_encoder, transformer and vae are stored in bf16, which "
         "is slow on this device, and fp16 is native."
     )
 

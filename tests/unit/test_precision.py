@@ -73,10 +73,10 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
 @pytest.mark.parametrize(
     ("supports", "stored", "force_upcast", "chosen", "reason"),
     [
-        (A100, "bf16", False, "bf16", "Its weights are stored in bf16. Compute capability 8.0 has"),
-        (A100, "fp16", False, "fp16", "Its weights are stored in fp16. Compute capability 8.0 has"),
-        (A100, "fp32", False, "fp32", "Its weights are stored in fp32; fp32 holds them exactly."),
-        (A100, "fp8-e4m3", False, "fp32", "Its weights are stored in fp8-e4m3; fp32 holds them"),
+        (A100, "bf16", False, "bf16", "The weights are stored in bf16. Compute capability 8.0 has"),
+        (A100, "fp16", False, "fp16", "The weights are stored in fp16. Compute capability 8.0 has"),
+        (A100, "fp32", False, "fp32", "The weights are stored in fp32; fp32 holds them exactly."),
+        (A100, "fp8-e4m3", False, "fp32", "The weights are stored in fp8-e4m3; fp32 holds them"),
         (
             A100,
             None,
@@ -84,18 +84,18 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
             "fp32",
             "The format of its weights on disk is unknown, so it runs in fp32",
         ),
-        (V100, "fp16", False, "fp16", "Its weights are stored in fp16. Compute capability 7.0 has"),
-        (V100, "bf16", False, "fp32", "Its weights are stored in bf16. Compute capability 7.0 has"),
-        (P40, "fp16", False, "fp32", "Its weights are stored in fp16. Compute capability 6.1"),
-        (PLAIN_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. The CPU has no bf16"),
-        (PLAIN_CPU, "fp16", False, "fp32", "Its weights are stored in fp16. The CPU has no fp16"),
-        (SLOW_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. bf16 is native and"),
-        (NOISY, "bf16", False, "bf16", "Its weights are stored in bf16. bf16 is native; too"),
-        (NOISY, "fp16", False, "fp32", "Its weights are stored in fp16. fp16 is emulated; too"),
-        (BROKEN, "bf16", False, "fp32", "Its weights are stored in bf16. It was tried and failed"),
+        (V100, "fp16", False, "fp16", "The weights are stored in fp16. Compute capability 7.0 has"),
+        (V100, "bf16", False, "fp32", "The weights are stored in bf16. Compute capability 7.0 has"),
+        (P40, "fp16", False, "fp32", "The weights are stored in fp16. Compute capability 6.1"),
+        (PLAIN_CPU, "bf16", False, "fp32", "The weights are stored in bf16. The CPU has no bf16"),
+        (PLAIN_CPU, "fp16", False, "fp32", "The weights are stored in fp16. The CPU has no fp16"),
+        (SLOW_CPU, "bf16", False, "fp32", "The weights are stored in bf16. bf16 is native and"),
+        (NOISY, "bf16", False, "bf16", "The weights are stored in bf16. bf16 is native; too"),
+        (NOISY, "fp16", False, "fp32", "The weights are stored in fp16. fp16 is emulated; too"),
+        (BROKEN, "bf16", False, "fp32", "The weights are stored in bf16. It was tried and failed"),
         (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
         (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
-        (A100, "bf16", True, "bf16", "Its weights are stored in bf16. Compute capability 8.0 has"),
+        (A100, "bf16", True, "bf16", "The weights are stored in bf16. Compute capability 8.0 has"),
     ],
 )
 def test_the_choice_follows_from_facts(
@@ -116,7 +116,7 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     """On a V100 the whole reason: what is stored, what is missing, and what fp16 would risk."""
     _, reason = choose_precision(make_facts("bf16"), V100)
     assert reason == (
-        "Its weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
+        "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
         "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
         "(maximum 65504), values of bf16-trained models may overflow."
     )

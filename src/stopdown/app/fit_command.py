@@ -205,7 +205,7 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
         f"needs {format_bytes(least.peak_bytes)}, and the limit is {format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
-        return f"{no} None of the smaller sizes that were tried fits."
+        return f"{no} Smaller pictures and fewer frames were tried, and none fits."
     return f"{no} The nearest size that fits is {made.reduced.made}."
 
 

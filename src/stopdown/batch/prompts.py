@@ -63,8 +63,8 @@ _MOST_BYTES = 2**28
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Item) if entry.name != "line")
 _NAME = re.compile(r"\w[\w .+-]{0,99}")
 _FORMS = (
-    "It is a text file with one prompt on each line, or a .jsonl or .csv file with the fields "
-    f"{', '.join(_FIELDS)}, in UTF-8"
+    "A prompts file is UTF-8 text with one prompt on each line, or a .jsonl or .csv file with the fields "
+    f"{', '.join(_FIELDS)}"
 )
 
 
@@ -133,7 +133,7 @@ def _read_text(given: str) -> str:
         content = _read_bytes(given)
     except (UnreadableError, OSError, ImportError, ValueError) as error:
         raise InputError(
-            f"The file of prompts {given} cannot be read: {take_first_line(error).rstrip('.')}.",
+            f"The prompts file {given} cannot be read: {take_first_line(error).rstrip('.')}.",
             expected=f"{_FORMS}.",
             remedy='Name a file that exists: prompts="prompts.txt"',
         ) from error

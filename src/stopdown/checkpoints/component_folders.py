@@ -89,7 +89,7 @@ def describe_effect(found: Expressed) -> str:
 
 def describe_left(found: Expressed) -> str:
     """What the eps change that no configuration sets, as sentences."""
-    change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
+    change = f"changes by at most {found.effect:.1e}" if found.effect else "is the same bit for bit"
     return (
         f"For {len(found.left)} of its norms, no configuration field sets eps separately, so eps stays "
         f"unchanged although their inputs are scaled. As a result, the output {change} in "

@@ -261,13 +261,13 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
             "The format of its weights on disk is unknown, so it runs in fp32, the reference.",
         )
     if stored not in ("bf16", "fp16"):
-        return "fp32", f"Its weights are stored in {stored}; fp32 holds them exactly."
+        return "fp32", f"The weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
         return "fp32", "Its config says force_upcast: in fp16 its values overflow."
     support = supports[stored]
     if _is_good(support):
-        return stored, f"Its weights are stored in {stored}. {support.reason}"
-    return "fp32", f"Its weights are stored in {stored}. {support.reason} {_why_not_other(stored)}"
+        return stored, f"The weights are stored in {stored}. {support.reason}"
+    return "fp32", f"The weights are stored in {stored}. {support.reason} {_why_not_other(stored)}"
 
 
 def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Support]) -> str:

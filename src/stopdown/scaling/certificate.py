@@ -198,10 +198,10 @@ def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[
     return found if any(x.largest is not None for x in found.values()) else {}
 
 
-_MEASURED = f"the rest calibrated with {CALIBRATED_BITS:g} bits of headroom"
+_MEASURED = f"the rest were measured and have {CALIBRATED_BITS:g} bits of headroom"
 _GUESSED = (
-    "the rest are guesses. To measure them, use stopdown plan SOURCE --measure. Otherwise let the guard "
-    "watch them"
+    "for the rest the maximum is a guess. To measure them, use stopdown plan SOURCE --measure. Otherwise "
+    "let the guard watch them"
 )
 
 
