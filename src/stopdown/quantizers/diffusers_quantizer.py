@@ -68,12 +68,15 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
         if (carried := self._loading.finish(model)) is None:
             del model.quantization_method
             model.is_quantized = False
-            self._loading.undo()
-            kept = {name: x for name, x in model.config.items() if name != "quantization_config"}
-            model._internal_dict = type(model.config)(kept)
-            return model
+            return self._dequantize(model)
         self.quantization_config = carried
         model.register_to_config(quantization_config=carried)
+        return model
+
+    def _dequantize(self, model: Any) -> Any:  # what the model's own `dequantize` calls
+        self._loading.undo()
+        kept = {name: x for name, x in model.config.items() if name != "quantization_config"}
+        model._internal_dict = type(model.config)(kept)
         return model
 
     @property
