@@ -14,6 +14,7 @@ from typing import Any
 import filelock
 import pytest
 
+from stopdown.app import cli
 from stopdown.errors import InputError, OutputError
 from stopdown.files import outputs
 from stopdown.files.outputs import (
@@ -273,6 +274,18 @@ def test_a_stop_while_a_folder_is_locked_leaves_no_lock(
     with pytest.raises(KeyboardInterrupt), held_folder(tmp_path, busy):
         raise AssertionError("It was held.")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_is_left_takes_its_locks_with_it(tmp_path: Path) -> None:
+    """As a signal in a long import does, after which nothing is unwound; other locks stay."""
+    busy, other = InputError("It is in use."), tmp_path / "other"
+    other.mkdir()
+    (other / LOCK).touch()
+    with held_folder(tmp_path, busy):
+        assert (tmp_path / LOCK).exists()
+        cli._leave(["batch"], "SIGTERM")
+        assert not (tmp_path / LOCK).exists()
+    assert (other / LOCK).exists()
 
 
 def test_a_folder_in_use_keeps_its_lock(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def _leave(words: list[str], name: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\n")  # a bar has hidden the cursor
     report_interrupt(words, name)
+    if outputs := sys.modules.get("stopdown.files.outputs"):  # it may be half imported
+        getattr(outputs, "drop_locks", bool)()
 
 
 if __name__ == "__main__":

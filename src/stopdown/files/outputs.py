@@ -216,10 +216,23 @@ def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
         except filelock.Timeout as error:
             is_busy = True
             raise busy from error
+        _held.add(folder / LOCK)
         yield
     finally:
         if not is_busy:
             _remove_lock(lock, folder / LOCK)
+            _held.discard(folder / LOCK)
+
+
+_held: set[Path] = set()
+"""Files of locks of this process."""
+
+
+def drop_locks() -> None:
+    """Remove the locks of this process, which is left without anything being unwound."""
+    for path in tuple(_held):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
