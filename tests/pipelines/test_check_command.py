@@ -133,8 +133,8 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
     record = from_json(done.stdout, CheckRecord)
     (planned,) = [finding for finding in record.findings if finding.kind == "range-unplanned"]
     assert planned.evidence == (
-        "The weights of text_encoder, transformer and vae are stored in bf16 and would be used in fp16 "
-        "they are."
+        "The weights of text_encoder, transformer and vae are stored in bf16, and there is no plan yet for "
+        "running them in fp16."
     )
     (rescaled,) = [finding for finding in record.findings if finding.kind == "rescaled-weights"]
     assert (rescaled.module_path, rescaled.evidence) == (

@@ -285,7 +285,7 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     assert entry.reasons == (
         "In 3 measured calls, every 16-bit value stays at least 2.0 bits below fp16's maximum; the "
         "tightest is X:y (add).",
-        "To do this, 1 tensor is scaled by exponents -2..-2.",
+        "For this, 1 tensor is scaled by exponents -2..-2.",
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",
     )

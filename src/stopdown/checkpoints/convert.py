@@ -560,7 +560,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
             f"{found.scaling.range_note}"
         )
     elif rests_on_bounds(found.scaling):
-        yield f"Exponents rest on bounds computed from its weights. {found.scaling.range_note}"
+        yield f"The exponents rest on bounds computed from its weights. {found.scaling.range_note}"
     elif rests_on_bounds(entry.in_force):
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
@@ -574,9 +574,9 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
         yield "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
-            "In the measured calls, the largest of all values stays "
+            "In the measured calls, the largest value of all, certified ones included, stays "
             f"{read_headroom(found.scaling):.1f} bits below fp16's maximum. Without Stopdown, nothing "
-            "watches them."
+            "watches the uncertified ones."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
         yield f"Its class keeps {', '.join(kept)} in fp32 after loading; the files store it in fp16."

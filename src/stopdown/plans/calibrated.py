@@ -543,7 +543,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
             f"below fp16's maximum; the tightest is {scaling.tightest}."
         )
     if scaling.exponents:
-        reasons.append(f"To do this, {count_folds(scaling)}.")
+        reasons.append(f"For this, {count_folds(scaling)}.")
     else:
         reasons.append("No weight had to be scaled.")
     if scaling.fp32_modules:
