@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _WIDTH = 80
@@ -43,9 +44,56 @@ class Displayed:
                 break
         return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "    …", ")"])
 
+    def __str__(self) -> str:
+        return repr(self) if (summary := self.summarise()) is None else summary.format()
+
     def _repr_html_(self) -> str:
-        title = f"<b>{type(self).__name__}</b>"
-        return f"<div style='max-width:100%;overflow-x:auto'>{title}{_make_table(self)}</div>"
+        title, summary = f"<b>{type(self).__name__}</b>", self.summarise()
+        shown = _make_table(self) if summary is None else summary.format_html()
+        return f"<div style='max-width:100%;overflow-x:auto'>{title}{shown}</div>"
+
+    def summarise(self) -> Summary | None:
+        """What the command line shows of it; None for a record that has its fields alone."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A table, and sentences below it.
+
+    Attributes:
+        headings: of the columns.
+        rows: texts, as many each as there are headings.
+        notes: a name and what is said of it.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def format(self) -> str:
+        """Plain text of at most 80 columns, if the table is no wider."""
+        lines = [self.headings, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        pairs = (zip(line, widths, strict=True) for line in lines)
+        table = ["  ".join(text.ljust(width) for text, width in pair).rstrip() for pair in pairs]
+        notes = [textwrap.fill(f"{name}: {said}", _WIDTH) for name, said in self.notes]
+        return "\n\n".join(["\n".join(table), *notes])
+
+    def format_html(self) -> str:
+        """A table and paragraphs."""
+        rows = "".join(_make_row(row, "td") for row in self.rows)
+        notes = "".join(
+            f"<p style='text-align:left;overflow-wrap:anywhere'><b>{html.escape(name)}</b>: "
+            f"{html.escape(said)}</p>"
+            for name, said in self.notes
+        )
+        return f"<table>{_make_row(self.headings, 'th')}{rows}</table>{notes}"
+
+
+def _make_row(texts: Iterable[str], tag: str) -> str:
+    cells = (f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -61,7 +109,8 @@ def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
 
 def _make_table(record: Any) -> str:
     rows = "".join(
-        f"<tr><th style='text-align:left;vertical-align:top'>{name.replace('_', ' ')}</th>"
+        "<tr><th style='text-align:left;vertical-align:top;white-space:nowrap'>"
+        f"{name.replace('_', ' ')}</th>"
         f"<td style='text-align:left;overflow-wrap:anywhere'>{_format_value(value)}</td></tr>"
         for name, value in _list_fields(record)
         if not _is_digest(value)
@@ -107,11 +156,13 @@ def _make_list(records: tuple[Any, ...]) -> str:
     shown = [pair for item in records for pair in _list_fields(item)]
     told = {name for name, value in shown if not _is_digest(value)}
     names = [entry.name for entry in dataclasses.fields(records[0]) if entry.name in told]
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+    head = "".join(
+        f"<th style='white-space:nowrap'>{name.replace('_', ' ')}</th>" for name in names
+    )
     rows = "".join(
         "<tr>"
         + "".join(
-            f"<td style='text-align:left;overflow-wrap:anywhere'>"
+            f"<td style='text-align:left;overflow-wrap:anywhere;min-width:6em'>"
             f"{_format_value(getattr(item, name))}</td>"
             for name in names
         )

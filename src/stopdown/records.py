@@ -18,7 +18,7 @@ import msgspec
 
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
-from stopdown.record_display import Displayed
+from stopdown.record_display import Displayed, Summary
 
 SCHEMA = 1
 
@@ -741,6 +741,26 @@ class Plan(Displayed):
         """Whether it says precisions alone, so that it holds for any weights."""
         rests_on = self.seal or self.fingerprint or any(x.class_name for x in self.components)
         return not rests_on
+
+    def summarise(self) -> Summary:
+        """One row for each component, and the reasons below."""
+        headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
+        rows = tuple(map(_describe_entry, self.components))
+        notes = ((entry.component, " ".join(entry.reasons)) for entry in self.components)
+        return Summary(headings, rows, tuple(notes))
+
+
+def _describe_entry(entry: ComponentPlan) -> tuple[str, ...]:
+    scaling = entry.in_force
+    exponents = scaling.exponents.values()
+    return (
+        entry.component,
+        entry.precision,
+        str(len({name.partition("[")[0] for name in scaling.exponents})),
+        f"{min(exponents)}..{max(exponents)}" if exponents else "",
+        str(len(scaling.fp32_modules)),
+        "" if scaling.headroom_bits is None else f"{scaling.headroom_bits:.1f} bits",
+    )
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from device.simulated_device import KIND, Simulated
 from stopdown.devices.device_profiles import find_target
 from stopdown.frames.media import write_media
 from stopdown.memory.forecast import USABLE_SHARE
-from stopdown.plans import certified, plan_choice
+from stopdown.plans import calibrated, plan_choice
 from stopdown.testing import PIPELINE_NAMES
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -69,7 +69,7 @@ def test_generate_without_an_option_works_on_a_small_device(
     weights = sum(x.stat().st_size for x in folder.rglob("*.safetensors"))
     simulated.act_as(BACKENDS[device], computes_not=[torch.bfloat16])
     supports = find_target(device)[1].supports
-    for module in (plan_choice, certified):
+    for module in (plan_choice, calibrated):
         monkeypatch.setattr(module, "probe_formats", lambda device: supports)
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))
     clip = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)

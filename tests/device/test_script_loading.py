@@ -13,7 +13,7 @@ from device.simulated_device import KIND, Simulated
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.devices.device_profiles import find_target
 from stopdown.errors import SourceError
-from stopdown.plans import certified, plan_choice
+from stopdown.plans import calibrated, plan_choice
 from stopdown.quantizers import script_loading
 from stopdown.records import ScriptRecord
 
@@ -56,7 +56,7 @@ def v100(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     """A card that is fast in fp16, and refuses bf16."""
     simulated.act_as("cuda", computes_not=[torch.bfloat16])
     supports = find_target("v100")[1].supports
-    for module in (plan_choice, certified, script_loading):
+    for module in (plan_choice, calibrated, script_loading):
         monkeypatch.setattr(module, "probe_formats", lambda device: supports)
     return simulated
 

@@ -71,8 +71,9 @@ def test_an_unknown_precision_is_refused(text: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_precision(text)
     assert str(caught.value) == (
-        f"The precision {text!r} is unknown. Known values are fp32, bf16, fp16, auto, and a plan's "
-        'file, plan.json. Write for example precision="fp16", or precision="transformer=bf16,vae=fp32".'
+        f"The precision {text!r} is unknown. Known values are fp32, bf16, fp16, auto, and the "
+        'path of a plan, such as plan.json. Write for example precision="fp16", or '
+        'precision="transformer=bf16,vae=fp32".'
     )
 
 

