@@ -121,3 +121,13 @@ def test_a_comparison_fits_a_notebook() -> None:
     made = make_comparison()
     assert len(repr(made).splitlines()) <= 22
     assert len(made._repr_html_()) < 200_000
+
+
+def test_a_comparison_shows_its_verdicts() -> None:
+    """A row for each precision, and the verdict in one sentence."""
+    made = make_comparison()
+    shown = str(made)
+    assert shown.startswith("precision")
+    assert all(variant.name in shown for variant in made.variants)
+    assert f"Verdict: {made.headline}".split()[:4] == shown[shown.index("Verdict:") :].split()[:4]
+    assert "<table>" in made._repr_html_()

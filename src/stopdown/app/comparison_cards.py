@@ -10,11 +10,11 @@ from rich.text import Text
 
 from stopdown.app.cards import print_card
 from stopdown.app.progress import make_table
-from stopdown.comparison.records import Comparison, Variant
+from stopdown.comparison.records import WORDS, Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.records import RunRecord
 from stopdown.report import figures
-from stopdown.report.pages import SIGNS, WORDS
+from stopdown.report.pages import SIGNS
 
 _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 

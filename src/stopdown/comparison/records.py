@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stopdown.number_formats import FP16
-from stopdown.record_display import Displayed
+from stopdown.record_display import Displayed, Summary
 from stopdown.records import SCHEMA, ComponentPlan, Finding, Plan, Repair
 
 PARTING = 0.05
@@ -270,6 +270,16 @@ class Variant(Displayed):
     reasons: tuple[str, ...] = ()
 
 
+WORDS = {
+    "reference": "reference",
+    "same": "same picture",
+    "other": "different picture",
+    "broken": "broken",
+    "failed": "did not run",
+}
+"""Verdicts as they are shown."""
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison(Displayed):
     """The same prompts, seeds and noise under several precisions.
@@ -317,3 +327,22 @@ class Comparison(Displayed):
     elapsed_s: float
     kind: str = "comparison"
     schema: int = field(default=SCHEMA)
+
+    def summarise(self) -> Summary:
+        """One row for each precision, the verdict in one sentence, and reasons."""
+        notes = [(one.name, " ".join(one.reasons)) for one in self.variants]
+        rows = tuple(map(self._describe, self.variants))
+        headings = ("precision", "verdict", "worst PSNR", "time")
+        return Summary(headings, rows, (("Verdict", self.headline), *notes))
+
+    def _describe(self, variant: Variant) -> tuple[str, ...]:
+        cells = (x for row in self.rows for x in row.cells if x.precision == variant.name)
+        found = [x.measures.psnr_db for x in cells if x.measures is not None]
+        worst = min((x for x in found if x is not None), default=math.inf)
+        ratio = variant.time_ratios.get("all")
+        return (
+            variant.name,
+            WORDS.get(variant.verdict, variant.verdict),
+            f"{worst:.1f} dB" if math.isfinite(worst) else "",
+            "" if ratio is None else f"{ratio:.2f}×",
+        )

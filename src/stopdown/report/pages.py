@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.records import PARTING, Cell, Comparison, Variant
+from stopdown.comparison.records import PARTING, WORDS, Cell, Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_json_table
@@ -17,17 +17,8 @@ from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures
 
-WORDS = {
-    "reference": "reference",
-    "same": "same picture",
-    "other": "different picture",
-    "broken": "broken",
-    "failed": "did not run",
-}
-"""What a verdict is called on a page."""
-
 SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
-"""What is before it, so that colour is not needed."""
+"""What is before a verdict, so that colour is not needed."""
 
 STAGES = ("encode", "denoise", "decode", "all")
 
