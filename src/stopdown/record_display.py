@@ -64,7 +64,7 @@ class Summary:
     Attributes:
         headings: of the columns.
         rows: texts, as many each as there are headings.
-        notes: a name and what is said of it.
+        notes: a name, or "", and what is said of it.
     """
 
     headings: tuple[str, ...]
@@ -77,15 +77,19 @@ class Summary:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = (zip(line, widths, strict=True) for line in lines)
         table = ["  ".join(text.ljust(width) for text, width in pair).rstrip() for pair in pairs]
-        notes = [textwrap.fill(f"{name}: {said}", _WIDTH) for name, said in self.notes]
+        notes = [textwrap.fill(text, _WIDTH) for text in self.list_sentences()]
         return "\n\n".join(["\n".join(table), *notes])
+
+    def list_sentences(self) -> list[str]:
+        """The notes as texts, after their names."""
+        return [f"{name}: {said}" if name else said for name, said in self.notes]
 
     def format_html(self) -> str:
         """A table and paragraphs."""
         rows = "".join(_make_row(row, "td") for row in self.rows)
         notes = "".join(
-            f"<p style='text-align:left;overflow-wrap:anywhere'><b>{html.escape(name)}</b>: "
-            f"{html.escape(said)}</p>"
+            "<p style='text-align:left;overflow-wrap:anywhere'>"
+            f"{f'<b>{html.escape(name)}</b>: ' if name else ''}{html.escape(said)}</p>"
             for name, said in self.notes
         )
         return f"<table>{_make_row(self.headings, 'th')}{rows}</table>{notes}"

@@ -129,5 +129,5 @@ def test_a_comparison_shows_its_verdicts() -> None:
     shown = str(made)
     assert shown.startswith("precision")
     assert all(variant.name in shown for variant in made.variants)
-    assert f"Verdict: {made.headline}".split()[:4] == shown[shown.index("Verdict:") :].split()[:4]
+    assert " ".join(made.headline.split()) in " ".join(shown.split())
     assert "<table>" in made._repr_html_()

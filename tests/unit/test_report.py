@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from models.comparisons import NAMES, RUN, make_comparison
-from stopdown.app.comparison_cards import list_notes, list_rows, strip_pictures
+from stopdown.app.comparison_cards import strip_pictures
 from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError
@@ -77,7 +77,7 @@ def test_bad_lines_and_failures_stand_in_place() -> None:
     """A line that was not run and a cell that failed are on the page, in the text and the notes."""
     made = make_comparison(2, error="RuntimeError: half way")
     made = dataclasses.replace(made, bad_lines=(BadLine(4, "caf\ufffd", "Byte 4 is not UTF-8."),))
-    page, notes = render_comparison(made), list_notes(made)
+    page, notes = render_comparison(made), made.summarise().list_sentences()
     assert "Line 4" in page
     assert "Byte 4 is not UTF-8." in page
     assert "RuntimeError: half way" in page
@@ -87,7 +87,8 @@ def test_bad_lines_and_failures_stand_in_place() -> None:
 
 def test_the_text_has_a_row_for_each_precision(made: Comparison) -> None:
     """The table of the terminal has the worst of each measure, and words for what is not finite."""
-    headings, *rows = list_rows(made)
+    summary = made.summarise()
+    headings, rows = summary.headings, summary.rows
     assert [row[0] for row in rows] == list(NAMES)
     broken = dict(zip(headings, rows[2], strict=True))
     assert broken["verdict"] == "✕ broken"

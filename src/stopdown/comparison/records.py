@@ -7,7 +7,8 @@ itself; every number was measured on the frames in full size, before they were m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,6 +280,9 @@ WORDS = {
 }
 """Verdicts as they are shown."""
 
+SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
+"""What is before a verdict, so that colour is not needed."""
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Displayed):
@@ -329,20 +333,79 @@ class Comparison(Displayed):
     schema: int = field(default=SCHEMA)
 
     def summarise(self) -> Summary:
-        """One row for each precision, the verdict in one sentence, and reasons."""
-        notes = [(one.name, " ".join(one.reasons)) for one in self.variants]
-        rows = tuple(map(self._describe, self.variants))
-        headings = ("precision", "verdict", "worst PSNR", "time")
-        return Summary(headings, rows, (("Verdict", self.headline), *notes))
+        """One row for each precision, and below it the verdict, its reasons and what was not run."""
+        headings = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
+        notes = [("", self.headline), ("", self.reference_reason)]
+        notes += [(one.name, " ".join(one.reasons)) for one in self.variants]
+        notes += [("", reason) for reason in self.reasons]
+        notes += [
+            ("", f"Line {x.line} of the prompts was not run: {x.reason}") for x in self.bad_lines
+        ]
+        notes += [
+            ("", f"{cell.precision} did not run on line {row.line}: {cell.error}")
+            for row in self.rows
+            for cell in row.cells
+            if cell.error
+        ]
+        return Summary(
+            headings, tuple(map(self._describe, self.variants)), tuple(dict.fromkeys(notes))
+        )
 
     def _describe(self, variant: Variant) -> tuple[str, ...]:
-        cells = (x for row in self.rows for x in row.cells if x.precision == variant.name)
-        found = [x.measures.psnr_db for x in cells if x.measures is not None]
-        worst = min((x for x in found if x is not None), default=math.inf)
-        ratio = variant.time_ratios.get("all")
+        cells = pick_cells(self.rows, variant.name)
+        psnr, ssim, flip = (summarise_measure(cells, x)[1] for x in ("psnr_db", "ssim", "flip"))
         return (
             variant.name,
-            WORDS.get(variant.verdict, variant.verdict),
-            f"{worst:.1f} dB" if math.isfinite(worst) else "",
-            "" if ratio is None else f"{ratio:.2f}×",
+            f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
+            format_number(psnr, 1),
+            format_number(ssim, 4),
+            format_number(flip, 3),
+            format_ratio(variant.time_ratios.get("all")),
+            format_bits(find_tightest(cells)[0]),
         )
+
+
+def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
+    return [cell for row in rows for cell in row.cells if cell.precision == name]
+
+
+def format_ratio(ratio: float | None) -> str:
+    """`0.64×`, `310×`, or a dash."""
+    if ratio is None or not math.isfinite(ratio):
+        return "–"
+    return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.2f}×"
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """A number, or a dash."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def format_bits(bits: float | None) -> str:
+    """`4.1 bits`, `−1.9 bits`, `not finite`, or a dash."""
+    if bits is None:
+        return "–"
+    return "not finite" if bits <= SPOILT else f"{bits:.1f}".replace("-", "−")
+
+
+def find_median(values: Iterable[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [x for x in values if x is not None]
+    return statistics.median(known) if known else None
+
+
+def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
+    """Median and worst of a measure over prompts; the worst is the least for PSNR and SSIM."""
+    values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
+    known = [x for x in values if x is not None]
+    worst = min if name in ("psnr_db", "ssim") else max
+    return find_median(known), worst(known, default=None)
+
+
+def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
+    """The least headroom over prompts and where it is; `SPOILT` where a value was not finite."""
+    ran = [cell for cell in cells if not cell.error]
+    known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
+    if len(known) < len(ran):
+        return SPOILT, ""
+    return min(known, key=lambda found: found[0], default=(None, ""))

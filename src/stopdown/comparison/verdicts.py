@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant
+from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant, pick_cells
 
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 
@@ -110,10 +110,6 @@ def _describe_measures(measures: Measures) -> str:
     parts += [f"SSIM {measures.ssim:.4f}"] if measures.ssim is not None else []
     parts += [f"FLIP {measures.flip:.4f}"] if measures.flip is not None else []
     return f"{', '.join(parts)}."
-
-
-def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
-    return [cell for row in rows for cell in row.cells if cell.precision == name]
 
 
 def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:

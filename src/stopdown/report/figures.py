@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stopdown.comparison.records import SPOILT, Cell, Comparison, list_bits
-from stopdown.comparison.verdicts import pick_cells
+from stopdown.comparison.records import (
+    SPOILT,
+    Comparison,
+    find_median,
+    format_bits,
+    list_bits,
+    pick_cells,
+)
 from stopdown.records import BlockMaximum
-
-
-def format_ratio(ratio: float | None) -> str:
-    """`0.64×`, `310×`, or a dash."""
-    if ratio is None or not math.isfinite(ratio):
-        return "–"
-    return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.2f}×"
 
 
 def format_seconds(seconds: float) -> str:
@@ -31,24 +29,6 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, over = divmod(minutes, 60)
     return f"{hours} h {over} min" if hours else f"{minutes} min {rest} s"
-
-
-def format_number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def format_bits(bits: float | None) -> str:
-    """`4.1 bits`, `−1.9 bits`, `not finite`, or a dash."""
-    if bits is None:
-        return "–"
-    return "not finite" if bits <= SPOILT else f"{bits:.1f}".replace("-", "−")
-
-
-def find_median(values: Iterable[float | None]) -> float | None:
-    """The median of what is known."""
-    known = [x for x in values if x is not None]
-    return statistics.median(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -241,20 +221,3 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
         rows = list_bits({(entry.path, entry.step): entry.amax for entry in own})
         maps.append(HeatMap(component, {formats: rows}))
     return maps
-
-
-def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
-    """Median and worst of a measure over prompts; the worst is the least for PSNR and SSIM."""
-    values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
-    known = [x for x in values if x is not None]
-    worst = min if name in ("psnr_db", "ssim") else max
-    return find_median(known), worst(known, default=None)
-
-
-def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
-    """The least headroom over prompts and where it is; `SPOILT` where a value was not finite."""
-    ran = [cell for cell in cells if not cell.error]
-    known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
-    if len(known) < len(ran):
-        return SPOILT, ""
-    return min(known, key=lambda found: found[0], default=(None, ""))

@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.records import PARTING, WORDS, Cell, Comparison, Variant
-from stopdown.comparison.verdicts import pick_cells
+from stopdown.comparison.records import (
+    PARTING,
+    SIGNS,
+    WORDS,
+    Cell,
+    Comparison,
+    Variant,
+    find_median,
+    find_tightest,
+    format_bits,
+    format_number,
+    format_ratio,
+    pick_cells,
+    summarise_measure,
+)
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import check_suffix, check_target, write_numbered, written_beside
 from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures
-
-SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
-"""What is before a verdict, so that colour is not needed."""
 
 STAGES = ("encode", "denoise", "decode", "all")
 
@@ -147,10 +157,10 @@ def _read_template(name: str) -> Any:
     environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
     environment.filters |= {
         "bytes": format_bytes,
-        "ratio": figures.format_ratio,
+        "ratio": format_ratio,
         "seconds": figures.format_seconds,
-        "number": figures.format_number,
-        "bits": figures.format_bits,
+        "number": format_number,
+        "bits": format_bits,
         "bin": figures.choose_bin,
         "least": figures.describe_least,
     }
@@ -161,10 +171,10 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
     """What the tables say of one precision."""
     cells = pick_cells(comparison.rows, variant.name)
     measured = {
-        name: figures.summarise_measure(cells, name)
+        name: summarise_measure(cells, name)
         for name in ("psnr_db", "ssim", "flip", "flicker", "rmse")
     }
-    headroom, tightest = figures.find_tightest(cells)
+    headroom, tightest = find_tightest(cells)
     return {
         "variant": variant,
         "measures": measured,
@@ -180,7 +190,7 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
 def _describe_cell(cell: Cell) -> dict[str, Any]:
     """What the page's player shows of a cell."""
     measures = cell.measures
-    said = "" if measures is None else f"{figures.format_number(measures.psnr_db, 1)} dB"
+    said = "" if measures is None else f"{format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
         said = "identical"
     return {
@@ -207,7 +217,7 @@ def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
         parting = next((cell.parting for cell in cells if cell.parting is not None), None)
         faults = list(dict.fromkeys(fault.module_path for cell in cells for fault in cell.faults))
         errors = {
-            name: None if any(x is None for x in values) else figures.find_median(values)
+            name: None if any(x is None for x in values) else find_median(values)
             for name, values in calls.items()
         }
         found.append({"name": variant.name, "parting": parting, "errors": errors, "faults": faults})
