@@ -12,6 +12,8 @@ that a busy machine makes none long; one that waits for something else is left a
 
 An interrupt that Python could only print, out of `__del__` or a callback, and one that a library caught and
 dropped come again. A program of others may drop them (`stopdown run`).
+
+Not covered: signals before the program begins, or while a function of C does not return.
 """
 
 from __future__ import annotations
@@ -151,9 +153,7 @@ class SignalTrap:
         self._waiting, self.number = None, number
         for other in self._before:
             self._give_back(other)
-        raise self._make_error(
-            number
-        )  # without a name for it, which would keep it alive in this frame
+        raise self._make_error(number)  # a name for it would keep it alive in this frame
 
     def _make_error(self, number: signal.Signals) -> BaseException:
         error = _Interrupted() if number == signal.SIGINT else Stopped(number)

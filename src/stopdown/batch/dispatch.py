@@ -1,4 +1,7 @@
-"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit."""
+"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit.
+
+Not covered: an item that never ends.
+"""
 
 from __future__ import annotations
 

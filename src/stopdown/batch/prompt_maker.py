@@ -3,6 +3,8 @@
 It needs no Ray itself. In `ray.data.Dataset.map_batches` it is the callable class; as
 `ray.remote(PromptMaker)` it is an actor. Each instance loads the model once, at its first item. Repairs
 stay within the item that needed them, so items depend neither on their order nor on each other.
+
+Not covered: two instances that are given the same item at the same time: both make it.
 """
 
 from __future__ import annotations

@@ -233,10 +233,6 @@ def fits(size: Size, largest: Collection[Size]) -> bool:
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
 
-def _measure(sizes: Iterable[Size]) -> str:
-    return "length" if all(len(size) == 1 for size in sizes) else "shape"
-
-
 def show_sizes(sizes: Iterable[Size]) -> str:
     """`16 × 60 × 90`, several with `or` between them."""
     return " or ".join(" × ".join(map(str, size)) for size in sizes)
@@ -254,7 +250,8 @@ def note_limits(stated: Sequence[Stated]) -> str:
             words += _word_input(placeholder, name or "its input", one.limits, largest)
     words += [f"|{name}| up to {size:.4g}" for name, size in largest.items()]
     for key, sizes in list_sizes(stated).items():
-        words.append(f"{key.partition('.')[2]} of {_measure(sizes)} up to {show_sizes(sizes)}")
+        measure = "length" if all(len(size) == 1 for size in sizes) else "shape"
+        words.append(f"{key.partition('.')[2]} of {measure} up to {show_sizes(sizes)}")
     return f", for {', '.join(dict.fromkeys(words))}" if words else ""
 
 

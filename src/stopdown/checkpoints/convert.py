@@ -7,6 +7,8 @@ In a folder, a component that needs more than files hold (multiplies, fp32 layer
 keeps its weights, and its `config.json` carries its plan.
 A single file is written again row by row, with its own names. Everything is written beside its place
 and renamed at the end.
+
+Not covered: programs that change eps, precision or attention by themselves.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ field. Else eps have to stay as they are, or the exponents are found again. In t
 Where the plan rests on bounds, so do exponents that are found anew, where there are some within them.
 What 1, 3 and 4 change in the component's output is measured on recorded calls, in fp32: outputs with and
 without the eps that cannot be written.
+
+Not covered: an effect on other calls than those that were recorded.
 """
 
 from __future__ import annotations

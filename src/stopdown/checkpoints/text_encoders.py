@@ -9,6 +9,8 @@ file that describes the model is copied.
 Programs read what an encoder returns, and some read its hidden states. Those stay as they are where
 exponents allow it; where only scaled hidden states keep the model in fp16 that is said. What T5 and
 umT5 hold between layers is read by none.
+
+Not covered: pictures: the vision part of a model for both is cast, and not rescaled.
 """
 
 from __future__ import annotations

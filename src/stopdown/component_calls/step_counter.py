@@ -2,6 +2,8 @@
 
 Some loops of Diffusers tell a denoiser's `cache_context` the step, timestep and sigma of its calls. That
 holds for a model without a pipeline as well.
+
+Not covered: samplers that are plain functions and tell nothing: there every call is in step 0.
 """
 
 from __future__ import annotations

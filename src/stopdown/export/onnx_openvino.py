@@ -3,6 +3,8 @@
 A component gets its plan as it gets it for a run: folds, eps, multiplies, and for ONNX in fp16 its casts.
 What the exporter then traces has all of it, so nothing of a plan is lost that a weight file could not
 hold. The sizes are those of the call that is traced.
+
+Not covered: what a runtime does with the graph: fused kernels, a precision of its own.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ that a full disk, Ctrl-C or `kill -9` leaves nothing half-written. Links are fol
 points to is written, and the link stays. What a process that was killed left under a temporary name is
 removed by the next one that writes there. A name that Stopdown chose itself replaces nothing: it is
 numbered (`stopdown-2.mp4`).
+
+**Catches**, before the run, folders that are missing or cannot be written, names that are too long, a
+file where a folder is to be and the other way round, pipes and devices, an output that is an input of
+the same run, and files that the caller says must stay.
+**Does not catch** a disk that is too small for a result that is not there yet: that is told at the end.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ really have: only what is fp16 there is bound by 65504. Regions that an author p
 flat. Code that asks tensors for their values (`mask.sum().tolist()`, `if x.any():`) is run once for
 real; its questions and answers are noted, and while it is traced it gets the same answers. What was
 asked becomes an output of the graph, so that nothing that decides the path is lost from sight.
+
+Not covered: sizes that depend on values (`x[mask]`), tensors that a module makes once inside `forward`
+and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are those of the call:
+another resolution or length is another capture, and so are other answers.
 """
 
 from __future__ import annotations

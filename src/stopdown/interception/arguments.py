@@ -4,6 +4,8 @@ Modules write into lists that they are given: the autoencoders of Wan and Qwen-I
 the chunk before in `feat_cache` and count in `feat_idx`. A copy of such a list would lose what they
 write. So a list or mapping stays the caller's own: tensors in it are replaced there for the call, and
 put back afterwards where the module did not write. Tuples and the call's own keywords are made anew.
+
+Not covered: tensors in attributes of other objects (a `DynamicCache`): they stay as they are.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Hooks on every submodule keep the dotted paths of those that were entered and not yet left, in the thread
 that put the hooks on.
+
+Not covered: modules whose `forward` is called by its name.
 """
 
 from __future__ import annotations

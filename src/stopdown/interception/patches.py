@@ -2,6 +2,9 @@
 
 Every change is recorded with what was there before, "absent" included, and is taken back in reverse
 order. Undoing twice is harmless. Values of tensors that are changed in place are kept as clones.
+
+Not covered: what others change on the same object meanwhile: their change is overwritten when it sits on
+the same attribute.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ call that still ran out of memory.
 The call that failed is run again with the same arguments; what came before it is kept. The strategy
 stays for the rest of the run. The weights of a group (a component, a block, a layer) wait on a store
 (`weight_stores`) until they are needed.
+
+**Catches** out-of-memory errors inside of components.
+**Does not catch** those outside of calls, a process that the system kills instead of refusing, and code
+that reads the values of a module's weights outside of its `forward`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ dtype and device and own no memory (their storage is resized to nothing, as FSDP
 that looks at them works as before; only values are missing. One store serves all strategies of a run:
 what it holds once is not written again. `weights_at_hand` brings a component's weights for whoever
 changes them, and takes over what they have become.
+
+Not covered: what holds a parameter's storage besides (a view taken before).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Diffusers folder; `copy_skeleton` makes one from a pipeline in memory, with the 
 parameters has; `copy_module` one module of any program. What has no weights (scheduler, tokenizer, image
 processor) is real, or stood in for where its files are missing.
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
+
+Not covered: weights that a quantiser keeps in its own classes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The pipeline runs on a few prompts in fp32; the arguments of every component's calls are kept
 (`call_recorder`), and exponents are found for one component after the other (`exponents`). What cannot
 be captured or scaled falls back to bf16 where that is native, else fp32, with the reason.
+
+Not covered: larger values under other prompts, sizes and steps: the plan is calibrated, not certified,
+and a run under it is watched.
 """
 
 from __future__ import annotations

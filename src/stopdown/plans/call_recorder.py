@@ -4,6 +4,8 @@ A layer stands at each component call and keeps copies of the arguments on the C
 first, middle and last step, with every branch of guidance, and of everything else at each call. No
 more than `MOST_CALLS` of a component call are kept. A pipeline that decodes and never encodes also gets an
 encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
+
+Not covered: other prompts, sizes and numbers of steps than those that were run.
 """
 
 from __future__ import annotations

@@ -398,7 +398,9 @@ def build_with_tables(source: Source, name: str) -> torch.nn.Module:
         for key, value in vars(part).items()
         if key not in _OWN and any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
     ]
-    made = _make(source, name) if tables else module
+    if not tables:
+        return module
+    made = _make(source, name)
     for path, key in tables:
         vars(module.get_submodule(path))[key] = getattr(made.get_submodule(path), key)
     return module

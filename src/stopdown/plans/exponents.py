@@ -3,6 +3,8 @@
 Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are
 merged. The exponents are folded in, run and taken off again before they are believed (`trial`): in fp32
 the outputs must be what they were, bit for bit, and in fp16 finite and near.
+
+Not covered: calls with larger values than those measured.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A way is a format for every component: what `auto` would choose, fp16 with resca
 its fp32 modules, fp32. Each is run dry
 without weights; their times are compared by the device's rates. The one that takes the least time
 among those that fit is taken, the nearer to fp32 of two alike.
+
+Not covered: the error of a way: that needs weights, and `stopdown compare` measures it.
 """
 
 from __future__ import annotations

@@ -80,6 +80,9 @@ class StopdownConfig(QuantizationConfigMixin):
         Args:
             class_name: of the model.
             component: that the model is by its folder's name; "" if that is not known.
+
+        Raises:
+            PlanError: the plan has none for it, or several.
         """
         assert self.plan is not None
         fitting = [x for x in self.plan.components if x.class_name == class_name]

@@ -3,6 +3,9 @@
 Libraries build a model without weights, place each weight on its device as it is read, and put hooks of
 their own around the result. So the hooks of a plan go on while the model is empty, and a weight is folded
 and cast when it arrives, before anything moves it again.
+
+**Catches** weights that are not those of the plan, by samples of each; weights that never arrive.
+**Does not catch** weights that differ only between the sampled values.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The script's own `from_pretrained` gets a `quantization_config`. What cannot have one is loaded as the
 script asks, and that is said.
+
+Not covered: `from_single_file`, models that lie by themselves, casts after loading.
 """
 
 from __future__ import annotations

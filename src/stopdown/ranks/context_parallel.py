@@ -4,6 +4,8 @@ Diffusers splits a transformer's tokens over the ranks of a process group, excha
 around each attention (Ulysses), and gathers the result: from outside the call is the same on every rank.
 Here it is put on with the plan that a class lacks, for lengths and numbers of heads that the ranks do not
 divide, and on a CPU, where Diffusers finds no accelerator to count.
+
+Not covered: attention backends that cannot be spread: Diffusers refuses them by name.
 """
 
 from __future__ import annotations

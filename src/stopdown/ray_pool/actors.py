@@ -3,6 +3,8 @@
 Ray starts and places the actors and notices when one dies; the items are given out here, so that an item
 is known by its hash, found finished, tried again up to a limit, and made by the plan of its moment.
 A plan goes through Ray's object store, once to each machine.
+
+Not covered: a cluster that becomes too small later: the items wait for it.
 """
 
 from __future__ import annotations

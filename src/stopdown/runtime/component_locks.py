@@ -3,6 +3,8 @@
 A repair folds exponents into weights and hooks modules; another thread would meet it half done. So it
 waits until the calls that other threads make of the module are over, and new ones wait for it.
 A module has one lock, however many guards it has.
+
+Not covered: calls of a part of the module by itself.
 """
 
 from __future__ import annotations

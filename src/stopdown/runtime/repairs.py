@@ -4,6 +4,8 @@ A repair is an entry of a plan (`ComponentPlan`): of a component, or of a module
 Exponents come from the ranges of the calls that failed, all of them together, measured in fp32 on the
 component as it was found: a plan's part is taken off for that. What these calls do not touch (an
 encoder, when decoding failed) keeps the plan's exponents.
+
+Not covered: values that the weights lost when they were cast to fp16 while loading.
 """
 
 from __future__ import annotations

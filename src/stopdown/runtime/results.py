@@ -1,4 +1,9 @@
-"""What a pipeline returned: whether it is finite, and the videos and pictures in it."""
+"""What a pipeline returned: whether it is finite, and the videos and pictures in it.
+
+**Catches** NaN and Inf in tensors and arrays, latents too.
+**Does not catch** pictures that were rounded to bytes already: NaN is black there, which is found in the
+frames.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A run: a checkpoint loaded by a plan, placed, called under the guard; its file and its record.
 
 `generate` makes one or several with the same loaded pipeline, `batch` many, and `compare` its cells.
+
+Not covered: errors of a model's own code: they are raised as they are.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number that is in
 the code. If the norm is stored times a power of two, the number has to be multiplied with the same.
+
+Not covered: numbers in code that is no module's call: `vae.decode` itself.
 """
 
 from __future__ import annotations

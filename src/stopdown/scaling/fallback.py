@@ -4,6 +4,9 @@ No exponents can be found when the code cannot be traced, and some code does not
 what a linear or convolution is given and gives back can be seen by hooks while it runs in fp32. Those
 whose weights, inputs and outputs stay within fp16 run in fp16 between casts; the others, and everything
 between them (sums, norms, products of two values), stay in fp32. That is tried before it is believed.
+
+Not covered: matrices that a module multiplies without calling the submodule that holds them: they stay in
+fp32.
 """
 
 from __future__ import annotations

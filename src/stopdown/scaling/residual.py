@@ -10,6 +10,9 @@ norms and rotations, a position bias) stays in fp16, because its operands must a
 
 An fp32 module can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
 in fp32, and a cast back where it ends.
+
+Not covered: products that a model makes of stream values without a linear or convolution of a module:
+their operands, and all that is summed into them, stay in fp16.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ other:
 - `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
 - `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
   headroom, then as much in fp32 as it takes.
+
+Not covered: larger ranges in other calls (the result is calibrated, not certified), and what a fused
+kernel keeps to itself.
 """
 
 from __future__ import annotations
