@@ -160,7 +160,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tries.begin()
     from stopdown.app.cli import main
+    from stopdown.frames.media import _CODECS
 
+    _CODECS["mp4"][1]["threads"] = (
+        "1"  # a child has none of the encoder's threads, and waits for them
+    )
     try:
         main(sys.argv[5:])
     finally:

@@ -162,7 +162,9 @@ def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
         context.color_range = 1
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            packed = picture.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)
+            packed = picture.reformat(
+                format="yuv420p", dst_colorspace=Colorspace.ITU709, threads=1
+            )  # a pool of threads for each frame takes longer than the frame
             container.mux(stream.encode(packed))
         container.mux(stream.encode(None))
 
