@@ -10,7 +10,8 @@ from torch import nn
 
 from stopdown import rescale_
 from stopdown.errors import CaptureError, ScalingError
-from stopdown.scaling import find_scaling, measure_call, search
+from stopdown.scaling import find_scaling, measure_call, search, solver
+from stopdown.scaling.problem import state_problem
 from stopdown.scaling.search import PostponedError, Relaxation, Strategy, take_first
 
 
@@ -172,3 +173,22 @@ def test_what_nothing_keeps_in_range_is_known_after_one_relaxation(
     assert count_solutions(monkeypatch, hopeless=None) < count_solutions(
         monkeypatch, hopeless=False
     )
+
+
+@pytest.mark.parametrize("fp32_modules", [False, True])
+def test_a_search_ends_by_branches_and_not_by_the_clock(
+    fp32_modules: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is ten times slower finds the same exponents."""
+    given = list[dict[str, Any]]()
+    solve = solver.milp
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        given.append(dict(kwargs.get("options", {})))
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(solver, "milp", count)
+    module = Exponential().eval().requires_grad_(False)
+    problem = state_problem(module, [measure_call(module, (torch.full((2, 8), 4.0),))])
+    assert solver.solve_problem(problem, hard_top_bits=1.0, fp32_modules=fp32_modules) is not None
+    assert [x["node_limit"] <= 300 and x["time_limit"] >= 600 for x in given] == [True]
