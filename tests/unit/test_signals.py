@@ -155,6 +155,18 @@ def test_an_interrupt_that_a_library_dropped_comes_again(
         wait()
 
 
+def test_an_interrupt_that_another_error_hid_is_raised_once(write_module: WriteModule) -> None:
+    """A library drops it and fails at once: the end of the block raises it, and nothing comes after."""
+    with pytest.raises(Stopped), SignalTrap(leave=pytest.fail):  # noqa: PT012 - it is raised at the end
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("what was made of it")
+    gc.collect()
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert handler == signal.SIG_DFL
+
+
 def test_a_script_may_drop_an_interrupt(write_module: WriteModule) -> None:
     """Under `stopdown run` a script that ends by itself after Ctrl-C does so."""
     with SignalTrap():

@@ -70,7 +70,7 @@ class SignalTrap:
         self._before: dict[int, Any] = {}
         self._waiting: signal.Signals | None = None
         self._since = self._worked = 0.0
-        self._is_reminder = False
+        self._is_reminder = self._is_over = False
         self._raised: weakref.ref[BaseException] | None = None
 
     def __enter__(self) -> Self:
@@ -86,6 +86,7 @@ class SignalTrap:
 
     def __exit__(self, *_: object) -> None:
         self._raised = None
+        self._is_over = True
         if not self._before:
             return
         del self._outermost
@@ -93,7 +94,7 @@ class SignalTrap:
             sys.unraisablehook = self._hook
         for number in self._before:
             self._give_back(number)
-        if self._waiting:  # the import was the last that was done
+        if self._waiting:  # an import was the last that was done, or another error hid this one
             self._raise(self._waiting)
 
     def end_by_default(self) -> None:
@@ -157,7 +158,7 @@ class SignalTrap:
 
     def _make_error(self, number: signal.Signals) -> BaseException:
         error = _Interrupted() if number == signal.SIGINT else Stopped(number)
-        if self.leave is not None:
+        if self.leave is not None and not self._is_over:
             self._raised = weakref.ref(error, lambda _: self._raise_again())
         return error
 
