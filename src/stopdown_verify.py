@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 LARGEST, STORED, TOLERANCE = 65504, 2.0**-25, 1 + Fraction(1, 2**9)
 UP = 1 + 2.0**-30  # more than float64 loses in a sum of 2**20 terms
 ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-50, "int": 0.0}
-LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 0.0}
+LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 1.0}
 WEIGHT, SUM, NORM = (
     2.0**-11,
     2.0**-23,
@@ -286,11 +286,15 @@ def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Each element is one at the same place of the other dimensions, a mean of such, or 0."""
+    """Each element is one at the same place of the other dimensions, a mean of such, or 0.
+
+    Only where all of a row is taken together is it no longer than the longest row.
+    """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
     sizes = [n["shape"][d] if d in dims else size for d, size in enumerate(x.shape)]
     demand(tuple(sizes) == shape, "the shape does not follow")
-    return bound(shape, top(x.peak, dims), math.inf if x.rows & {*dims} else x.norm, x.rows)
+    whole = any(n.get(key) for key in ("rows", "mean", "repeats")) and not x.rows & {*dims}
+    return bound(shape, top(x.peak, dims), x.norm if whole else math.inf, x.rows)
 
 
 def rule_either(c: Graph, n: Node, xs: list[Value]) -> Value:

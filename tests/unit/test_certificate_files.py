@@ -313,6 +313,30 @@ def test_rule_of_attention_agrees_with_rationals(tokens, norm):
     agree(found.norm, [norm])
 
 
+def test_norm_of_mixed_elements_holds_only_where_rows_are_whole():
+    """Each channel may take its element from another row, as a maximum does: a row can become longer."""
+    rows = np.array([[3.0, 0.0], [0.0, 3.0]])  # each of norm 3, the maximum over both of norm 4.2
+    x = replace(stopdown_verify.bound((1, 2, 2), 3.0, 3.0, (2,)), exponents=0)
+    node = {"shape": [1, 1, 2], "dims": [1]}
+    found = stopdown_verify.rule_mix(None, node, [x])
+    assert found.norm >= np.linalg.norm(rows.max(0))
+    for key in ("rows", "mean", "repeats"):
+        found = stopdown_verify.rule_mix(None, {**node, key: True}, [x])
+        assert 3.0 <= found.norm < 3.001
+
+
+def test_whole_numbers_are_off_by_what_a_cast_cuts_off():
+    """Steps of 0.9 that are cast to whole numbers are 0, and the known value has to say so."""
+    nodes = [
+        node("t", "times", [], [1], name="t", first=0.9, last=0.9, count=1, radius=0.0, dtype="fp32"),
+        node("i", "same", ["t"], [1], function="cast", dtype="int"),
+    ]  # fmt: skip
+    graph = stopdown_verify.Graph({"nodes": nodes, "outputs": []}, {}, True)
+    graph.check()
+    center, radius, _ = graph.values["i"].exact
+    assert abs(0.0 - center.item()) <= radius.item()
+
+
 # certificates of plans
 
 

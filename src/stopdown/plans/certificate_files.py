@@ -480,12 +480,12 @@ class _Exporter:
         before, name = shape_of(source), self._first(node)
         if len(before) == len(shape):
             dims = [d for d in range(len(shape)) if not last or d < len(shape) - 1]
-            return {"rule": "mix", "from": [name], "dims": dims}
+            return {"rule": "mix", "from": [name], "dims": dims, "rows": last}
         width = before[-1] if last else 1
         rows, made = [math.prod(before) // width, width], [math.prod(shape) // width, width]
         name = self._add(node, {"rule": "view", "from": [name]}, rows)
-        name = self._add(node, {"rule": "mix", "from": [name], "dims": [0]}, made)
-        return {"rule": "view", "from": [name]}
+        mixed = {"rule": "mix", "from": [name], "dims": [0], "rows": last}
+        return {"rule": "view", "from": [self._add(node, mixed, made)]}
 
     def _export_any(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         return self._mix(node)
@@ -507,7 +507,7 @@ class _Exporter:
         if len(before) != len(shape):
             return self._mix(node)
         dims = [d for d in range(len(shape)) if before[d] != shape[d]]
-        return {"rule": "mix", "from": [self._first(node)], "dims": dims}
+        return {"rule": "mix", "from": [self._first(node)], "dims": dims, "rows": True}
 
     def _export_repeat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         before, shape = shape_of(node.args[0]), shape_of(node)
