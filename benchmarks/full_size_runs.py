@@ -160,7 +160,11 @@ _QWEN_IMAGE = (
     "QwenImagePipeline",
     {
         "tokenizer": _T5_TOKENIZER,
-        "text_encoder": ("transformers", "Qwen3Model", {**_TINY_QWEN3, "hidden_size": 3584}),
+        "text_encoder": (
+            "transformers",
+            "Qwen3Model",
+            {**_TINY_QWEN3, "hidden_size": 3584, "vocab_size": 32768},
+        ),
         "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
         "vae": (
             "diffusers",
@@ -347,6 +351,13 @@ def _write_weights(module: torch.nn.Module, folder: Path, stem: str, *, is_large
     for number, group in enumerate(groups):
         file = f"{stem}-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         tensors = {name: draw(name, shape) for name, shape in group.items()}
+        if number == 0:  # an autoencoder's means are 0 and its deviations 1
+            kept = module.state_dict().keys()
+            for name, buffer in module.named_buffers():
+                if name in kept:
+                    make = torch.ones if name.endswith("std") else torch.zeros
+                    tensors[name] = make(buffer.shape)
+            group.update((name, x.shape) for name, x in tensors.items())
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files.update(dict.fromkeys(group, file))
     total = sum(2 * parameter.numel() for parameter in module.parameters())

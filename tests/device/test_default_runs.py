@@ -82,7 +82,8 @@ def test_generate_without_an_option_works_on_a_small_device(
     code, out, err = run("fit", folder, *frames, *size)
     assert code == 0, err
     rows = json.loads(out)["rows"]
-    values = max(row["peak_bytes"] for row in rows if row["strategy"] == "resident") - weights
+    resident = max(row["peak_bytes"] for row in rows if row["strategy"] == "resident")
+    values = resident - weights
     smallest = ROOM * min(row["peak_bytes"] for row in rows)
     needs = max(share * weights + values, smallest) / USABLE_SHARE
     simulated.limit(simulated.used() + int(needs))
@@ -95,5 +96,8 @@ def test_generate_without_an_option_works_on_a_small_device(
         assert record["findings"] == []
         assert {entry["precision"] for entry in record["decisions"]} <= {"fp16", "fp32"}
         assert any("a plan of its own" in entry["reasons"][0] for entry in record["decisions"])
-        assert record["strategy"] != "resident"
+        if (
+            resident > needs * USABLE_SHARE
+        ):  # of a tiny model, the smallest strategy may take as much
+            assert record["strategy"] != "resident"
         monkeypatch.setattr(plan_choice, "certify_plan", None)  # the second run has no use for it
