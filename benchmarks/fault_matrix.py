@@ -39,6 +39,7 @@ from models.fault_cases import (  # noqa: E402 (the path is set above)
     list_all,
     run_case,
 )
+from models.injected_faults import inject  # noqa: E402
 from models.pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
 from stopdown.component_call_names import name_component  # noqa: E402
@@ -147,7 +148,7 @@ def _faulty_from_start(pipe: Any, module: torch.nn.Module, case: Case) -> Any:
     if case.kind == "range":
         overflow_(module)
         return contextlib.nullcontext()
-    return testing.inject(pipe, case.component, step=0, kind=case.kind, lasting=True)
+    return inject(pipe, case.component, step=0, kind=case.kind, lasting=True)
 
 
 def load_rows() -> dict[str, dict[str, Any]]:

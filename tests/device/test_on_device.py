@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
+from models.injected_faults import inject
 from models.pipeline_calls import CALLS, call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory
@@ -54,7 +56,7 @@ def test_a_guarded_run_is_that_of_the_cpu(name: str, simulated: Simulated) -> No
     before = simulated.counts
     call_pipeline(pipe, name)
     between = simulated.counts
-    with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+    with assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
         start = simulated.counts
         np.testing.assert_array_equal(call_pipeline(pipe, name), plain)
         end = simulated.counts
@@ -69,8 +71,8 @@ def test_faults_are_repaired_on_the_device(kind: Any, simulated: Simulated) -> N
     """A fault that passes is computed again, one of range is scaled; nothing leaves the device."""
     pipe = make_there("cogvideox", dtype=torch.float16)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=1, kind=kind, lasting=kind == "clamp"),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=1, kind=kind, lasting=kind == "clamp"),
         guard(pipe, announce=quiet) as handle,
     ):
         pixels = call_pipeline(pipe, "cogvideox")
@@ -107,7 +109,7 @@ def test_a_journal_goes_on_on_the_device(where: str, simulated: Simulated, tmp_p
 def test_an_error_of_the_device_is_no_fault_of_a_call(simulated: Simulated) -> None:
     """An error that comes late is raised as it is, is not repaired, and leaves the pipeline whole."""
     pipe = make_there("sd")
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         simulated.fail_after(400)
         with (
             pytest.raises(torch.AcceleratorError, match="an illegal memory access"),
@@ -144,7 +146,7 @@ def run_offloaded(fit: Fit, placement: Placement, device: str) -> None:
     """A run with weights placed: all of them are on the device, and the picture is that of the CPU."""
     pipe = testing.make_pipeline("sd")
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         Offloader(pipe, find(fit, placement), (), fit.strays, device=device),
     ):
         assert list_devices_of(pipe) == {device}

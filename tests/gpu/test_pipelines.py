@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.injected_faults import inject
 from models.pipeline_calls import CALLS, call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory
@@ -54,8 +56,8 @@ def test_faults_are_repaired(kind: Any, accelerator: Device) -> None:
     """NaN that passes is computed again, what leaves fp16 is scaled."""
     pipe = testing.make_pipeline("sd", dtype=torch.float16).to(accelerator.torch_name)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "unet", step=1, kind=kind),
+        assert_untouched(pipe),
+        inject(pipe, "unet", step=1, kind=kind),
         guard(pipe, announce=quiet) as handle,
     ):
         assert np.isfinite(call_pipeline(pipe, "sd")).all()
@@ -72,7 +74,7 @@ def test_weights_wait_where_they_should(placement: Placement, accelerator: Devic
     fit = predict_run(pipe, arguments, steps=2, fused=fused, device=accelerator.torch_name)
     taken = next(one for one in fit.predictions if one.strategy == Strategy(placement))
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         peak_memory(accelerator) as peak,
         Offloader(pipe, taken, (), fit.strays, device=accelerator.torch_name),
     ):

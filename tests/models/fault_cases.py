@@ -17,7 +17,9 @@ from unittest import mock
 
 import numpy as np
 
+from models.injected_faults import find_first_layer, inject
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.call_interception import find_module
 from stopdown.component_calls.components import find_callees
@@ -89,7 +91,7 @@ class Case:
     """One cell of the matrix.
 
     Attributes:
-        kind: as `testing.inject` has it.
+        kind: as `inject` has it.
         lasting: comes again until something is done; else it is gone when the call is run again.
         moment: which of the component's calls.
         scheduler: class in the place of the pipeline's own; "" for that.
@@ -176,7 +178,7 @@ def run_case(case: Case, *, watching: bool = True) -> Outcome:
     call = {"first": 0, "middle": len(steps) // 2, "last": len(steps) - 1}[case.moment]
     pipe = make_pipeline(case.pipeline, case.precision, case.scheduler)
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         _faulty(pipe, case, call),
         switched_off(not watching),
         guard(pipe, announce=lambda text: None) as handle,
@@ -200,7 +202,7 @@ def run_wide(case: Case, call: int) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def _faulty(pipe: Any, case: Case, call: int) -> Iterator[None]:
-    with testing.inject(
+    with inject(
         pipe,
         case.component,
         step=call,
@@ -220,7 +222,7 @@ def _find_module_path(pipe: Any, case: Case) -> str:
     if case.kind in ("range", "clamp") or not (case.lasting or is_clip):
         return ""
     callee = next(callee for callee in find_callees(pipe) if callee.name == case.component)
-    return testing.find_first_layer(find_module(callee), case.component)
+    return find_first_layer(find_module(callee), case.component)
 
 
 @contextlib.contextmanager
@@ -259,7 +261,7 @@ def check(case: Case, outcome: Outcome) -> None:
         assert path in dict(getattr(pipe, case.component.partition(".")[0]).named_modules())
     elif case.kind == "clamp":
         callee = next(callee for callee in find_callees(pipe) if callee.name == case.component)
-        assert path == testing.find_first_layer(find_module(callee), case.component)
+        assert path == find_first_layer(find_module(callee), case.component)
         assert repair.kind == "clamped"
     else:
         assert path == _find_module_path(pipe, case)

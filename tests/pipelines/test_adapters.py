@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
+from models.snapshots import assert_untouched
 from stopdown.component_calls.call import ComponentCall, cast_floats
 from stopdown.component_calls.components import Callee, find_components
 from stopdown.devices.environment import choose_device
@@ -36,7 +37,7 @@ from stopdown.scaling import folds
 from stopdown.scaling.folds import fold_scaling
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.sources import fingerprint, resolve_source
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 
 def find_entry(plan: Plan) -> ComponentPlan:

@@ -9,7 +9,8 @@ import torch
 
 from models.mixed_dtype_models import make_block, make_call
 from models.programs import make_program, overflow_
-from stopdown import cast_, rescale_, testing
+from models.snapshots import assert_untouched
+from stopdown import cast_, rescale_
 from stopdown.errors import NonFiniteError
 from stopdown.numerics import relative_l2
 from stopdown.runtime.guard import guard
@@ -87,7 +88,7 @@ def test_a_fault_under_autocast_is_one_of_fp16(kind: str) -> None:
     overflow_(block)
     wide = program.run()
     assert not torch.isfinite(run(program)).all()
-    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+    with assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
         found = run(program)
     (repair,) = handle.repairs
     assert (repair.kind, repair.action) == ("range", "rescaled")
@@ -170,7 +171,7 @@ def test_a_fault_of_code_that_enters_autocast_is_one_of_fp16(is_pinned: bool) ->
     """Its weights are fp32 and not called damaged: the layer is named, and the call is repaired."""
     block, (x, t) = make_block(is_pinned=is_pinned), make_call()
     plain, region = block(x, t), Region(block, enabled=True).eval()
-    with testing.assert_untouched(region), guard({"net": region}, announce=quiet) as handle:
+    with assert_untouched(region), guard({"net": region}, announce=quiet) as handle:
         found = region(x, t)
     (repair,) = handle.repairs
     assert (repair.module_path, repair.action) == ("net:part.second", "rescaled")

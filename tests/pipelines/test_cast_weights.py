@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.snapshots import assert_untouched
 from processes.left_guards import leaving_no_guard
-from stopdown import guard, make_plan, testing
+from stopdown import guard, make_plan
 from stopdown.records import Plan, from_json, to_json
 
 SPREAD = 2.0**20
@@ -85,7 +86,7 @@ def test_a_repair_leaves_the_stored_weights_in_their_dtype(
     patcher = make_patcher(stored, hides=hides)
     right = sample(patcher, torch.float32)
     network = patcher.model.diffusion_model
-    with testing.assert_untouched(network), guard(patcher, announce=quiet) as handle:
+    with assert_untouched(network), guard(patcher, announce=quiet) as handle:
         found = sample(patcher)
         assert network.wide.weight.dtype == stored
     (repair,) = handle.repairs
@@ -135,7 +136,7 @@ def test_a_plan_is_made_and_put_on() -> None:
     patcher = make_patcher()
     right = sample(patcher, torch.float32)
     network = patcher.model.diffusion_model
-    with torch.no_grad(), testing.assert_untouched(network):
+    with torch.no_grad(), assert_untouched(network):
         plan = make_plan(patcher, run=lambda: sample(patcher))
         assert [entry.precision for entry in plan.components] == ["fp16"]
         with guard(patcher, from_json(to_json(plan), Plan)) as handle:

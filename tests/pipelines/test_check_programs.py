@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from models.programs import KINDS, FirstStage, Program, UNet, make_faulty, make_program, sample
-from stopdown import apply_plan, check, make_plan, mend, testing
+from models.snapshots import assert_untouched
+from stopdown import apply_plan, check, make_plan, mend
 from stopdown.dtype_rules import check as check_module
 from stopdown.dtype_rules import inspection
 from stopdown.errors import InputError, OptionError
@@ -29,7 +30,7 @@ def test_a_healthy_program_has_no_finding(kind: str) -> None:
     """Its own code runs, its modules are not computed, and nothing of it is changed."""
     program, outputs = make_program(kind, torch.float16), list[Any]()
     program.unet.blocks[0].register_forward_hook(lambda *given: outputs.append(given[-1]))
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         checked = check_module.inspect_pipeline(program.given, device="v100", run=program.run)
     assert checked.findings == []
     assert outputs
@@ -58,7 +59,7 @@ def test_another_dtype_at_a_call_is_found_and_mended(kind: str) -> None:
     assert f"argument x of {program.component} is fp32 (it comes from a randn)" in found.evidence
     assert "stopdown.mend" in found.remedy
     assert "pipe" not in found.remedy
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         with mend(program.given, device="v100", run=program.run) as mended:
             assert mended.remaining == []
             output = program.run()
@@ -78,7 +79,7 @@ def test_with_the_rules_off_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_precision_is_judged_as_if_it_were_loaded_so(kind: str) -> None:
     """Nothing is cast for it; one component by name, and another name is refused with those there are."""
     program = make_program(kind)
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         found = check(
             program.given, precision=f"{program.component}=fp16", device="v100", run=program.run
         )
@@ -107,7 +108,7 @@ def test_a_plan_is_judged_as_if_it_were_on(tmp_path: Path) -> None:
     from stopdown.plans.plan_files import write_plan
 
     write_plan(plan, path)
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         assert check(program.given, precision=path, device="v100", run=program.run) == []
         with apply_plan(program.given, plan):
             assert check(program.given, device="v100", run=program.run) == []
@@ -116,7 +117,7 @@ def test_a_plan_is_judged_as_if_it_were_on(tmp_path: Path) -> None:
 def test_sums_are_looked_at_while_the_program_runs() -> None:
     """A product beyond fp16 is found in a component that is to run in fp16, from its own weights."""
     program = make_faulty("dict")
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         found = check(program.given, device="v100", sums=True, run=program.run)
     assert ("product-overflows", "unet:blocks.1.wide") in list_kinds(found)
     assert not any(place.startswith("vae") for _, place in list_kinds(found))
@@ -145,7 +146,7 @@ def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
     assert check(transformer, device="v100", run=run) == []
     transformer.transformer_blocks[0].norm1.linear.half()
     name = "CogVideoXTransformer3DModel"
-    with testing.assert_untouched(transformer):
+    with assert_untouched(transformer):
         (found,) = check(transformer, device="v100", run=run)
         assert found.module_path == f"{name}:transformer_blocks.0.norm1.linear"
         assert found.kind == "mixed-parameters"

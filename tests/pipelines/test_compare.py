@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.snapshots import assert_untouched
 from stopdown import compare, testing
 from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
@@ -41,7 +42,7 @@ def pipe() -> Any:
 @pytest.fixture(scope="module")
 def made(pipe: Any) -> Comparison:
     """Two prompts under fp32, bf16, naive fp16, clamped fp16 and a plan, two steps each."""
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         names = "fp32,bf16,fp16-plain,clamp,fp16"
         return compare(pipe, PROMPTS, names, request=small(steps=2, seed=5))
 
@@ -211,10 +212,10 @@ def test_a_probe_is_silent_and_gone(pipe: Any) -> None:
     bare = run_by_hand(pipe, "a", 0, torch.float32)
     arguments = build_arguments(pipe, dataclasses.replace(SMALL, prompt="a", steps=2))
     pipe.set_progress_bar_config(disable=True)
-    with testing.assert_untouched(pipe), Probe(pipe) as probe, torch.no_grad():
+    with assert_untouched(pipe), Probe(pipe) as probe, torch.no_grad():
         assert np.array_equal(read_frames(pipe(**arguments)), bare)
     assert len(probe.trace.latents) == 2
-    with testing.assert_untouched(pipe), pytest.raises(ZeroDivisionError), Probe(pipe):
+    with assert_untouched(pipe), pytest.raises(ZeroDivisionError), Probe(pipe):
         raise ZeroDivisionError
 
 

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from models.programs import KINDS, make_faulty, make_program
-from stopdown import compare, testing
+from models.snapshots import assert_untouched
+from stopdown import compare
 from stopdown.comparison import subjects
 from stopdown.comparison.records import Comparison
 from stopdown.errors import InputError, OptionError
@@ -32,7 +33,7 @@ def list_verdicts(made: Comparison) -> dict[str, str]:
 def test_a_program_is_compared_where_it_is(kind: str) -> None:
     """Plain fp16 is broken at its layer, the plan is nearest to fp32, and every bit is as before."""
     program = make_faulty(kind, torch.float32)
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         made = compare(program.given, program.run, NAMES)
     assert [v.error for v in made.variants if v.error] == []
     verdicts = list_verdicts(made)
@@ -66,7 +67,7 @@ def test_a_cast_that_fails_half_way_leaves_nothing(
 
     program.unet.double()  # so that each cast changes it
     monkeypatch.setattr(subjects, "put_precision", fail)
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         made = compare(program.given, lambda: torch.zeros(2), names)
     assert count > 0
     assert any("out of memory" in variant.error for variant in made.variants)
@@ -102,7 +103,7 @@ def test_each_function_is_a_row_and_pictures_are_seen_as_pictures() -> None:
         array = ((decoded + 1) * 127.5).permute(1, 2, 0).byte().numpy()
         return [Image.fromarray(np.ascontiguousarray(array))]
 
-    with testing.assert_untouched(vae):
+    with assert_untouched(vae):
         made = compare({"vae": vae}, [partial(run, "a"), partial(run, "b")], "fp32,bf16")
     assert sorted(said) == ["a", "a", "b", "b"]
     assert [row.line for row in made.rows] == [1, 2]
@@ -160,7 +161,7 @@ def test_it_comes_off_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return program.run()
 
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         made = compare(program.given, fail, "fp32,fp16-plain")
         assert {cell.error for cell in made.rows[0].cells} == {"ZeroDivisionError: of values"}
         with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.snapshots import assert_untouched
 from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.component_calls.step_caches import in_full, is_spread
 from stopdown.errors import OptionError
@@ -17,7 +18,7 @@ from stopdown.ranks.context_parallel import (
     find_plan,
     put_context_parallel,
 )
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 """Sums of the same products in another order, through a few layers and steps, relative to the largest."""

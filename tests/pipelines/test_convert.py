@@ -24,6 +24,7 @@ from test_single_file import rename_unet, rename_vae
 import stopdown
 from models.conversions import assert_right, convert_made, plan_plainly, run_plain
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
@@ -55,7 +56,7 @@ from stopdown.scaling.folds import load_scaled
 from stopdown.sources import folders
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.errors import StopdownWarning
@@ -73,7 +74,7 @@ def test_a_component_cast_by_a_script_is_repaired() -> None:
     decode = by_hand.vae.decode
     by_hand.vae.decode = lambda latents, *args, **kwargs: decode(latents.float(), *args, **kwargs)
     told: list[str] = []
-    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as guarded:
+    with assert_untouched(pipe), guard(pipe, announce=told.append) as guarded:
         pixels = draw(pipe)
     assert (pixels == draw(by_hand)).all()
     (repair,) = guarded.repairs

@@ -15,7 +15,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from models import pipeline_calls
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.errors import NonFiniteError
@@ -81,7 +83,7 @@ def test_compiled_before_it_is_not_compiled_again(compile_: Callable[[Any], None
     compile_(pipe)
     plain = call_pipeline(pipe, COMPILED)
     counters.clear()
-    with testing.assert_untouched(pipe), guard(pipe) as handle:
+    with assert_untouched(pipe), guard(pipe) as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, COMPILED), plain)
     assert (dict(counters["frames"]), dict(counters["graph_break"])) == ({}, {})
     assert {c.component: c.calls for c in handle.record.calls}["transformer"] == 2
@@ -140,7 +142,7 @@ def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
     compile_(pipe)
     with np.errstate(invalid="ignore"):
         assert np.isnan(call_pipeline(pipe, COMPILED)).any()
-        with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+        with assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
             pixels = call_pipeline(pipe, COMPILED)
         (repair,) = handle.repairs
         assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
@@ -261,10 +263,10 @@ def test_under_hooks_it_is_silent_and_finds_faults(put_on: Callable[[Any], None]
     pipe = make_pipeline(HOOKED)
     put_on(pipe)
     plain = call_pipeline(pipe, HOOKED, steps=3)
-    with testing.assert_untouched(pipe), guard(pipe) as handle:
+    with assert_untouched(pipe), guard(pipe) as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
     assert handle.repairs == ()
-    with testing.inject(pipe, "transformer", step=1), guard(pipe, announce=quiet) as handle:
+    with inject(pipe, "transformer", step=1), guard(pipe, announce=quiet) as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
     assert [(r.action, r.step) for r in handle.repairs] == [("replayed", 1)]
 
@@ -279,7 +281,7 @@ def test_without_its_cache_put_back_a_call_is_another(
     pipe = make_pipeline(HOOKED)
     put_on(pipe)
     plain = call_pipeline(pipe, HOOKED, steps=3)
-    with testing.inject(pipe, "transformer", step=1), guard(pipe, announce=quiet):
+    with inject(pipe, "transformer", step=1), guard(pipe, announce=quiet):
         assert not np.array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
 
 
@@ -295,8 +297,8 @@ def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step:
     put_on(pipe)
     call_pipeline(pipe, HOOKED, steps=3)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=step, kind="range"),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=step, kind="range"),
         guard(pipe, announce=quiet) as handle,
     ):
         assert np.isfinite(call_pipeline(pipe, HOOKED, steps=3)).all()
@@ -315,7 +317,7 @@ def test_captured_with_its_cache_on_it_is_not_rescaled(
     pipe = testing.make_pipeline(HOOKED, dtype=torch.float16)
     put_on(pipe)
     with (
-        testing.inject(pipe, "transformer", step=0, kind="range"),
+        inject(pipe, "transformer", step=0, kind="range"),
         guard(pipe, announce=quiet) as handle,
     ):
         call_pipeline(pipe, HOOKED, steps=1)
@@ -331,8 +333,8 @@ def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> 
     plain = call_pipeline(pipe, HOOKED, steps=3)
     module_path = "transformer_blocks.1.ff"
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
         guard(pipe, announce=quiet) as handle,
     ):
         pixels = call_pipeline(pipe, HOOKED, steps=3)
@@ -348,7 +350,7 @@ def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
     pipe = testing.make_pipeline(HOOKED, overflow="transformer", dtype=torch.float16)
     call_pipeline(pipe, HOOKED)
     offload_sequentially(pipe)
-    with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+    with assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
         assert np.isfinite(call_pipeline(pipe, HOOKED)).all()
     return handle
 
@@ -378,7 +380,7 @@ def test_weights_in_fp8_are_not_repaired() -> None:
     cast_layers(pipe)
     module_path = "transformer_blocks.1.ff"
     with (
-        testing.inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
+        inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
         guard(pipe, announce=quiet),
         pytest.raises(NonFiniteError, match=rf"It begins at `transformer:{module_path}` "),
     ):
@@ -401,8 +403,8 @@ def test_gone_after_an_exception_inside_of_the_loop(
 
     module_path = "transformer_blocks.1.ff" if lasting else ""
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0, module_path=module_path, lasting=lasting),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=0, module_path=module_path, lasting=lasting),
         pytest.raises(kind),
         guard(pipe, announce=quiet) as handle,
     ):
@@ -437,8 +439,8 @@ def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("stopdown.runtime.repairs.Calibration.observe", interrupt)
     pipe = make_pipeline(HOOKED)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0, kind="clamp", lasting=True),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=0, kind="clamp", lasting=True),
         pytest.raises(KeyboardInterrupt),
         guard(pipe, announce=quiet),
     ):
@@ -488,9 +490,9 @@ def test_nested_with_a_fault(first: int) -> None:
     """Of two guards the inner one repairs, the outer one sees nothing; they go in either order."""
     pipe = make_pipeline(HOOKED)
     plain = call_pipeline(pipe, HOOKED)
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         guards: list[Guard] = [guard(pipe, announce=quiet), guard(pipe, announce=quiet)]
-        with testing.inject(pipe, "transformer", step=1, module_path="transformer_blocks.1.ff"):
+        with inject(pipe, "transformer", step=1, module_path="transformer_blocks.1.ff"):
             np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
         assert sorted(len(one.repairs) for one in guards) == [0, 1]
         guards.pop(first).remove()

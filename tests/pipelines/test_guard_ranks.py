@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.injected_faults import inject
+from models.snapshots import assert_untouched
 from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import InputError, RankError
 from stopdown.interception.patches import Patches
@@ -20,7 +22,6 @@ from stopdown.ranks.context_parallel import put_context_parallel
 from stopdown.ranks.guidance import put_guidance_parallel
 from stopdown.runtime import culprit
 from stopdown.runtime.guard import guard
-from stopdown.testing import assert_untouched, inject
 
 CALLS = (
     ("text_encoder", 0),

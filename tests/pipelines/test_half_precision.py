@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import stopdown
-from stopdown.testing import assert_untouched, make_pipeline
+from models.snapshots import assert_untouched
+from stopdown.testing import make_pipeline
 
 
 class Loud(nn.Module):

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError
@@ -53,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def run(pipe: Any, folder: Path, name: str = "cogvideox", **options: Any) -> Any:
     """Pixels of a run with a journal, and what the journal was good for; the pipeline is as it was."""
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         Journal(folder, **options) as journal,
         guard(pipe, journal=journal, announce=quiet) as handle,
     ):
@@ -300,7 +301,7 @@ def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: st
     run(make_pipeline("cogvideox"), folder)
     kept = find_calls(folder)
     pipe = make_pipeline("cogvideox", **change)
-    with testing.assert_untouched(pipe), pytest.raises(InputError) as caught:
+    with assert_untouched(pipe), pytest.raises(InputError) as caught:
         guard(pipe, journal=folder)
     assert str(caught.value).startswith(f"The journal {folder} belongs to another run: ")
     assert said in str(caught.value)

@@ -14,6 +14,7 @@ from test_single_file import save_single_file
 
 import stopdown
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.runtime.guard import guard
@@ -51,7 +52,7 @@ def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
         "transformer": "bf16",
     }
     alone = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe), guard(pipe, on_fault="raise") as handle:
+    with assert_untouched(pipe), guard(pipe, on_fault="raise") as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), alone)
     assert np.isfinite(alone).all()
     (transformer,) = (call for call in handle.record.calls if call.component == "transformer")

@@ -9,8 +9,8 @@ import torch
 from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
+from models.snapshots import assert_untouched
 from stopdown import check, mend
-from stopdown.testing import assert_untouched
 
 
 class GroupNorm32(nn.GroupNorm):

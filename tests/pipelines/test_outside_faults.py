@@ -11,7 +11,9 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from models.injected_faults import inject
 from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.interception.patches import Patches
@@ -63,7 +65,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
     pipe = make_pipeline(NAME)
     with (
         spoilt_steps(pipe.scheduler, 1),
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         guard(pipe, on_fault=on_fault, announce=quiet) as handle,
         pytest.raises(NonFiniteError) as caught,
     ):
@@ -248,7 +250,7 @@ def test_outputs_in_slots_are_looked_at() -> None:
     """Tensors of an object without a `__dict__` are found, and a fault in them."""
     assert len(list(iterate_tensors(Slotted(torch.ones(1))))) == 1
     pipe = make_pipeline(NAME)
-    with testing.inject(pipe, "transformer", step=1, lasting=True), Patches() as patches:
+    with inject(pipe, "transformer", step=1, lasting=True), Patches() as patches:
         return_as(pipe, Slotted, patches)
         with (
             guard(pipe, on_fault="raise"),
@@ -266,7 +268,7 @@ def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("stopdown.runtime.call_check.list_readable", look_past)
     pipe = make_pipeline(NAME)
-    with testing.inject(pipe, "transformer", step=1, lasting=True), Patches() as patches:
+    with inject(pipe, "transformer", step=1, lasting=True), Patches() as patches:
         return_as(pipe, Opaque, patches)
         with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
             call_pipeline(pipe, NAME)
@@ -282,8 +284,8 @@ def test_a_component_that_was_replaced_is_watched() -> None:
     pipe, other = testing.make_pipeline(NAME), testing.make_pipeline(NAME)
     call_pipeline(other, NAME)
     with (
-        testing.inject(other, "text_encoder", step=0, lasting=True),
-        testing.assert_untouched(other),
+        inject(other, "text_encoder", step=0, lasting=True),
+        assert_untouched(other),
         guard(pipe, on_fault="raise") as handle,
     ):
         call_pipeline(pipe, NAME)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stopdown
+from models.snapshots import assert_untouched
 from stopdown.errors import NonFiniteError, PlanError, ScalingError
 from stopdown.mapped_weights import find_stored
 from stopdown.pipelines.loader import load_component
@@ -25,7 +26,7 @@ from stopdown.plans.call_recorder import record_calls
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from models.programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
-from stopdown import apply_plan, make_plan, testing
+from models.snapshots import assert_untouched
+from stopdown import apply_plan, make_plan
 from stopdown.component_calls import components
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
 from stopdown.plans import certified
@@ -42,7 +43,7 @@ def test_silent(kind: str, dtype: torch.dtype) -> None:
     """A healthy run gives the same bits, with one read a call, and the calls are counted by name."""
     program = make_program(kind, dtype)
     plain = program.run()
-    with testing.assert_untouched(program.given), guard(program.given) as handle:
+    with assert_untouched(program.given), guard(program.given) as handle:
         assert torch.equal(program.run(), plain)
     counted = {call.component: call.calls for call in handle.record.calls}
     assert counted.pop(program.component) == 3
@@ -56,7 +57,7 @@ def test_silent(kind: str, dtype: torch.dtype) -> None:
 def test_awake(kind: str) -> None:
     """An overflow is found in its layer, repaired by exponents, and the result is near that of fp32."""
     wide, program = make_faulty(kind, torch.float32), make_faulty(kind)
-    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+    with assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
         found = program.run()
     (repair,) = handle.repairs
     assert repair.module_path == f"{program.component}:{program.path}blocks.1.wide"
@@ -82,7 +83,7 @@ def test_a_method_is_guarded(kind: str) -> None:
     dict_given = kind == "dict"
     vae = program.given["vae.decode"][0] if dict_given else program.given.first_stage_model
     overflow_(vae.decoder)
-    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+    with assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
         assert torch.isfinite(program.run()).all()
     (repair,) = handle.repairs
     name = "vae.decode" if dict_given else "first_stage_model.decode"
@@ -94,18 +95,18 @@ def test_a_method_is_guarded(kind: str) -> None:
 def test_gone(kind: str) -> None:
     """After a repair, an error or Ctrl-C nothing is left; between calls a copy is a plain copy."""
     program = make_faulty(kind)
-    with testing.assert_untouched(program.given), guard(program.given, announce=quiet):
+    with assert_untouched(program.given), guard(program.given, announce=quiet):
         program.run()
         copied = copy.deepcopy(program.unet)
         assert copied.forward == types.MethodType(type(copied).forward, copied)
     with (
-        testing.assert_untouched(program.given),
+        assert_untouched(program.given),
         pytest.raises(NonFiniteError, match="It begins at"),
         guard(program.given, on_fault="raise"),
     ):
         program.run()
     with (
-        testing.assert_untouched(program.given),
+        assert_untouched(program.given),
         pytest.raises(KeyboardInterrupt),
         guard(program.given),
     ):
@@ -118,7 +119,7 @@ def test_gone(kind: str) -> None:
 def test_nested(kind: str, first: int) -> None:
     """Of two guards the inner one repairs and the outer one sees nothing; they go in either order."""
     program = make_faulty(kind)
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         guards = [guard(program.given, announce=quiet) for _ in range(2)]
         found = program.run()
         assert torch.isfinite(found).all()
@@ -384,7 +385,7 @@ def test_a_plan_is_made_and_applied(kind: str) -> None:
     """What a run calls is planned by name; applied in fp16 it is finite, near fp32, and comes off."""
     wide, program = make_faulty(kind, torch.float32), make_faulty(kind, torch.float32)
     expected = wide.run()
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         plan = make_plan(program.given, run=program.run)
         named = {entry.component: entry.precision for entry in plan.components}
         assert named[program.component] == "fp16"
@@ -412,7 +413,7 @@ def test_a_plan_is_certified_without_a_measured_run(
     wide, program = make_faulty(kind, torch.float32), make_faulty(kind, torch.float32)
     expected, computed = wide.run(), set[type]()  # a capture gives it fake tensors
     hook = program.unet.out.register_forward_hook(lambda _, __, out: computed.add(type(out)))
-    with testing.assert_untouched(program.given):
+    with assert_untouched(program.given):
         plan = make_plan(program.given, run=program.run, measure=False)
     hook.remove()
     assert (torch.Tensor in computed) is (kind == "dict")

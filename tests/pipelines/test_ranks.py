@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.snapshots import assert_untouched
 from processes.several_ranks import gather_results, run_ranks
 from stopdown.errors import InputError, RankError
 from stopdown.interception.patches import Patches
 from stopdown.ranks.guidance import put_guidance_parallel
 from stopdown.ranks.ranks import Ranks, find_group
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline, make_used_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
@@ -53,7 +55,7 @@ def test_a_guard_puts_a_plan_on_and_takes_it_off() -> None:
     """While it is on, fp16 by the plan; afterwards the pipeline is in fp32, bit for bit."""
     pipe, plan = make_pipeline(), plan_pipeline()
     reference = call_pipeline(pipe, NAME)
-    with testing.assert_untouched(pipe), guard(pipe, plan) as handle:
+    with assert_untouched(pipe), guard(pipe, plan) as handle:
         assert next(pipe.transformer.parameters()).dtype == torch.float16
         pixels = call_pipeline(pipe, NAME)
         assert handle.updated_plan() is None
@@ -68,7 +70,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
     other = dataclasses.replace(plan, components=tuple(entries))
     pipe = make_pipeline()
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         pytest.raises(PlanError, match="transformer has weights other than those"),
     ):
         guard(pipe, other)
@@ -87,9 +89,9 @@ def test_a_repair_on_top_of_a_plan_with_fp32_modules(tmp_path: Any) -> None:
     """Exponents are found relative to the model itself, kept in the file, and serve the next run."""
     pipe = make_pipeline()
     plan = give_fp32_module(plan_pipeline(), "x_embedder")
-    with testing.inject(pipe, "transformer", step=0, kind="clamp", lasting=True):
+    with inject(pipe, "transformer", step=0, kind="clamp", lasting=True):
         reference = call_pipeline(pipe, NAME)
-        with testing.assert_untouched(pipe), guard(pipe, plan, announce=quiet) as handle:
+        with assert_untouched(pipe), guard(pipe, plan, announce=quiet) as handle:
             pixels = call_pipeline(pipe, NAME)
             updated = handle.updated_plan()
         (repair,) = handle.repairs
@@ -98,7 +100,7 @@ def test_a_repair_on_top_of_a_plan_with_fp32_modules(tmp_path: Any) -> None:
         assert updated is not None
         write_plan(updated, tmp_path / "plan.json")
         kept = read_plan(tmp_path / "plan.json")
-        with testing.assert_untouched(pipe), guard(pipe, kept) as again:
+        with assert_untouched(pipe), guard(pipe, kept) as again:
             same = call_pipeline(pipe, NAME)
     assert again.repairs == ()
     np.testing.assert_array_equal(same, pixels)
@@ -126,8 +128,8 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: True)
     pipe, plan = make_pipeline(), plan_pipeline()
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0, module_path=module_path, lasting=True),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=0, module_path=module_path, lasting=True),
         guard(pipe, plan, announce=quiet) as handle,
     ):
         call_pipeline(pipe, NAME)

@@ -14,7 +14,9 @@ import torch
 import stopdown
 from models import pipeline_calls
 from models.drawn_graphs import RandomGraph
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import relative_l2
@@ -39,11 +41,11 @@ def run_faulty(name: str, component: str, **fault: Any) -> tuple[Guard, float]:
     """The guard after a run with a fault, and the distance of its pixels from those of fp32."""
     is_bug = fault["kind"] not in ("range", "clamp")
     wide, pipe = make_pipeline(name, torch.float32), make_pipeline(name)
-    with testing.inject(wide, component, **({"step": 99} if is_bug else fault)):
+    with inject(wide, component, **({"step": 99} if is_bug else fault)):
         reference = call_pipeline(wide, name)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, component, **fault),
+        assert_untouched(pipe),
+        inject(pipe, component, **fault),
         guard(pipe, announce=quiet) as handle,
     ):
         pixels = call_pipeline(pipe, name)
@@ -77,7 +79,7 @@ def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
     for large in (1, 10**8):
         monkeypatch.setattr(fault_handler, "LARGE", large)
         pipe = make_pipeline("cogvideox")
-        fault = testing.inject(pipe, "transformer", step=0, kind="frame", lasting=True)
+        fault = inject(pipe, "transformer", step=0, kind="frame", lasting=True)
         with fault, guard(pipe, announce=told.append):
             call_pipeline(pipe, "cogvideox")
     before, *after = told
@@ -92,7 +94,7 @@ def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
 def test_a_warning_names_the_line_that_called_the_pipeline() -> None:
     """Not a line of Stopdown or PyTorch: whoever reads it finds the call in a file of theirs."""
     pipe = make_pipeline("cogvideox")
-    fault = testing.inject(pipe, "transformer", step=1)
+    fault = inject(pipe, "transformer", step=1)
     with fault, guard(pipe), pytest.warns(StopdownWarning) as caught:
         call_pipeline(pipe, "cogvideox")
     assert [x.filename for x in caught] == [pipeline_calls.__file__]
@@ -220,7 +222,7 @@ def test_a_clamp_of_the_authors_is_seen() -> None:
     """T5 turns Inf in its stream into 64504 and goes on: finite, wrong, and found."""
     wide, pipe = make_pipeline("cogvideox", torch.float32), make_pipeline("cogvideox")
     pixels = []
-    with testing.assert_untouched(wide), testing.assert_untouched(pipe):
+    with assert_untouched(wide), assert_untouched(pipe):
         scales = [scale_stream(wide.text_encoder), scale_stream(pipe.text_encoder)]
         pixels.append(call_pipeline(wide, "cogvideox"))
         plain = call_pipeline(pipe, "cogvideox")
@@ -260,7 +262,7 @@ def test_bad_arguments_are_traced_to_the_component_before() -> None:
     """With `warn` a text encoder's NaN reaches the transformer, which is not blamed for it."""
     pipe = make_pipeline("cogvideox")
     with (
-        testing.inject(pipe, "text_encoder", step=0, kind="row", lasting=True),
+        inject(pipe, "text_encoder", step=0, kind="row", lasting=True),
         guard(pipe, on_fault="warn", announce=quiet) as handle,
     ):
         call_pipeline(pipe, "cogvideox")
@@ -277,7 +279,7 @@ def test_warn_says_it_once(recwarn: pytest.WarningsRecorder) -> None:
     """Each component that gives bad values is told of once, and looked at once."""
     pipe = make_pipeline("cogvideox")
     with (
-        testing.inject(pipe, "transformer", step=0, kind="row", lasting=True),
+        inject(pipe, "transformer", step=0, kind="row", lasting=True),
         guard(pipe, on_fault="warn") as handle,
     ):
         call_pipeline(pipe, "cogvideox", steps=3)
@@ -314,8 +316,8 @@ def test_what_has_no_repair_ends_the_run() -> None:
     """In fp32 there is nothing wider: the run stops, and says what was seen."""
     pipe = make_pipeline("cogvideox", torch.float32)
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=1, lasting=True),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=1, lasting=True),
         guard(pipe, announce=quiet) as handle,
         pytest.raises(NonFiniteError, match=r"at step 2 of 2, in fp32\. It begins at"),
     ):
@@ -331,7 +333,7 @@ def test_block_maxima_come_with_the_same_read() -> None:
     hook = pipe.transformer.transformer_blocks[1].register_forward_hook(
         lambda module, args, output: seen.append(max(float(x.abs().max()) for x in output))
     )
-    with testing.assert_untouched(pipe), guard(pipe, maxima=True) as handle:
+    with assert_untouched(pipe), guard(pipe, maxima=True) as handle:
         call_pipeline(pipe, "cogvideox")
     hook.remove()
     found = [

@@ -16,6 +16,7 @@ from torch import nn
 
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, make_case
+from models.snapshots import assert_untouched
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.numerics import iterate_tensors, relative_l2
@@ -27,7 +28,7 @@ from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling import call_watch, cast_, rescale_
 from stopdown.scaling.call_exponents import CallEnds
 from stopdown.scaling.call_watch import WAITING
-from stopdown.testing import assert_untouched, make_pipeline
+from stopdown.testing import make_pipeline
 
 
 def measure_error(output: Any, reference: Any) -> float:

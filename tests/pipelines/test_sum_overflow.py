@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.findings import is_fault
@@ -40,7 +41,7 @@ def look(pipe: Any, device: str) -> list[Finding]:
 
 def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
     """The failure that was seen on A100 and A30, and not on V100, told before it happens, on a CPU."""
-    with testing.assert_untouched(scored):
+    with assert_untouched(scored):
         (a100,), (a30,), (v100,) = (look(scored, name) for name in ("a100", "a30", "v100"))
     assert {f.module_path for f in (a100, a30, v100)} == {f"unet:{MODULE_PATH}"}
     assert [(f.kind, f.severity) for f in (a100, a30, v100)] == [

@@ -9,6 +9,8 @@ import PIL.Image
 import pytest
 import torch
 
+from models.injected_faults import inject
+from models.snapshots import assert_untouched
 from stopdown import testing
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
@@ -126,7 +128,7 @@ def test_injected_fault_appears_at_its_call_only(kind: Any) -> None:
     """A fault at call 1 of the transformer leaves calls 0 and 2 finite."""
     pipe = testing.make_pipeline("cogvideox")
     finite = []
-    with testing.inject(pipe, "transformer", step=1, kind=kind):
+    with inject(pipe, "transformer", step=1, kind=kind):
         forward = pipe.transformer.forward
         pipe.transformer.forward = watch_calls(forward, finite)
         run(pipe, "cogvideox", steps=3)
@@ -149,7 +151,7 @@ def watch_calls(forward: Any, finite: list[bool]) -> Any:
 def test_injected_fault_in_the_vae_spoils_a_part_of_the_pixels() -> None:
     """A fault in vae.decode is partial: one pixel value in seven."""
     pipe = testing.make_pipeline("cogvideox")
-    with testing.inject(pipe, "vae.decode", step=0):
+    with inject(pipe, "vae.decode", step=0):
         pixels = run(pipe, "cogvideox", steps=1)
     assert np.isnan(pixels).mean() == pytest.approx(1 / 7, abs=0.01)
 
@@ -157,7 +159,7 @@ def test_injected_fault_in_the_vae_spoils_a_part_of_the_pixels() -> None:
 def test_injected_fault_at_a_module_path() -> None:
     """A fault in one block of the transformer reaches its output."""
     pipe = testing.make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=0, module_path="transformer_blocks.0.ff"):
+    with inject(pipe, "transformer", step=0, module_path="transformer_blocks.0.ff"):
         assert np.isnan(run(pipe, "cogvideox", steps=1)).all()
 
 
@@ -166,8 +168,8 @@ def test_injection_comes_off_also_after_an_exception() -> None:
     pipe = testing.make_pipeline("cogvideox")
     with (
         pytest.raises(RuntimeError, match="stopped"),
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=0),
     ):
         raise RuntimeError("stopped")
 
@@ -176,7 +178,7 @@ def test_a_run_leaves_a_pipeline_untouched() -> None:
     """What Diffusers itself notes on a pipeline during a run does not count as a change."""
     for name in ("cogvideox", "svd", "wan"):
         pipe = testing.make_pipeline(name)
-        with testing.assert_untouched(pipe):
+        with assert_untouched(pipe):
             run(pipe, name, steps=1)
 
 
@@ -235,7 +237,7 @@ def train_mode(pipe: Any) -> None:
 def test_a_change_is_named_by_its_path(change: Any, named: str) -> None:
     """Each kind of change makes assert_untouched fail, and its message says where."""
     pipe = testing.make_pipeline("cogvideox")
-    with pytest.raises(AssertionError) as caught, testing.assert_untouched(pipe):
+    with pytest.raises(AssertionError) as caught, assert_untouched(pipe):
         change(pipe)
     assert named in str(caught.value)
 

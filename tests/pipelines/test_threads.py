@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from processes.guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from stopdown import testing
 from stopdown.errors import InputError, NonFiniteError
@@ -50,7 +51,7 @@ def test_two_pipelines_in_two_threads(overflows: tuple[str | None, str | None]) 
     together = Barrier(2)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for _, pipe in made:
-            stack.enter_context(testing.assert_untouched(pipe))
+            stack.enter_context(assert_untouched(pipe))
         jobs = [pool.submit(run_guarded, name, pipe, together) for name, pipe in made]
         beside = [job.result(timeout=240) for job in jobs]
     for (pixels, repairs), (expected, expected_repairs), overflow in zip(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.interception import accumulation
@@ -208,7 +209,7 @@ def test_a_plan_repairs_it_for_its_component_alone(unet_call: Any, half: Any) ->
     _, call, reference = unet_call
     plan = make_plan(half, "unet", Accumulation(fp16_accumulation=False))
     assert from_json(to_json(plan), Plan) == plan
-    with summing_in_fp16(), testing.assert_untouched(half), apply_plan(half, plan):
+    with summing_in_fp16(), assert_untouched(half), apply_plan(half, plan):
         assert (run_half(half, call) - reference).abs().max() < 0.1
         assert torch.backends.cuda.matmul.allow_fp16_accumulation
     with summing_in_fp16():
@@ -242,7 +243,7 @@ def test_a_guard_repairs_it_too(unet_call: Any) -> None:
         block.half()
         with (
             summing_in_fp16(),
-            testing.assert_untouched({"block": block}),
+            assert_untouched({"block": block}),
             guard({"block": block}, announce=lambda text: None) as handle,
         ):
             found = block(states.half(), encoder_hidden_states=text.half())

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 
-from stopdown import testing
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.component_calls.call_interception import put_cast
 from stopdown.component_calls.components import Callee
 from stopdown.interception.arguments import hook_arguments, put_back, replace_tensors
@@ -143,9 +143,9 @@ def test_fp32_layers_of_an_autoencoder_that_remembers(make: Any) -> None:
     parts = [(p, x) for p, x in module.decoder.named_modules() if p and list(x.children())]
     paths = [p for p, x in parts if not isinstance(x, nn.ModuleList)]  # which are never called
     for path in paths:
-        before = testing.take_snapshot(module)
+        before = take_snapshot(module)
         with cast_(module, NARROW, Scaling(fp32_modules=(f"decoder.{path}",))):
             frames = module.decode(latents.half()).sample
-        assert testing.compare_snapshot(before, module) == []
+        assert compare_snapshot(before, module) == []
         assert frames.shape == reference.shape
         assert (frames.float() - reference).abs().max() < 0.05 * reference.abs().max()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline, make_pipeline
-from stopdown import testing
+from models.snapshots import assert_untouched
 from stopdown.component_calls.components import Callee
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError, OptionError
@@ -51,7 +52,7 @@ def test_silent(name: str, precision: str) -> None:
     """A guarded run equals the plain one in every bit, and the pipeline is as it was."""
     pipe = make_pipeline(name, dtype=FORMATS[precision].torch_dtype)
     plain = call_pipeline(pipe, name)
-    with testing.assert_untouched(pipe), check_calls(pipe) as handle:
+    with assert_untouched(pipe), check_calls(pipe) as handle:
         guarded = call_pipeline(pipe, name)
     assert np.isfinite(plain).all()
     np.testing.assert_array_equal(guarded, plain)
@@ -71,7 +72,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
         pipe.encode_prompt(
             "a"
         )  # Transformers puts hooks of its own on encoders that are first called
-    with testing.assert_untouched(pipe), testing.inject(pipe, component, step=calls, kind=kind):
+    with assert_untouched(pipe), inject(pipe, component, step=calls, kind=kind):
         error = run_checked(pipe, name)
     word = {"nan": "NaN", "inf": "Inf"}[kind]
     assert error.what.startswith(f"`{component}` gave ")
@@ -102,7 +103,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
 def test_alert_at_every_component_call(name: str, component: str) -> None:
     """A fault in an encoder or decoder is found there; these have no step."""
     pipe = make_pipeline(name)
-    with testing.inject(pipe, component, step=0):
+    with inject(pipe, component, step=0):
         error = run_checked(pipe, name)
     assert error.what.startswith(f"`{component}` gave ")
     assert error.what.endswith(" values, in fp32.")
@@ -118,7 +119,7 @@ def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
     monkeypatch.setattr("stopdown.runtime.run_check.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=1), check_calls(pipe):
+    with inject(pipe, "transformer", step=1), check_calls(pipe):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
@@ -126,7 +127,7 @@ def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_scheduler_never_sees_the_fault() -> None:
     """The run stops at the component: the step after it is not made."""
     pipe = make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=1), check_calls(pipe) as handle:
+    with inject(pipe, "transformer", step=1), check_calls(pipe) as handle:
         with pytest.raises(NonFiniteError):
             call_pipeline(pipe, "cogvideox", steps=3)
         assert handle.steps.done == 1
@@ -177,7 +178,7 @@ def test_nested(first: str) -> None:
     """Two guards at once see the same calls; taken off in either order they leave nothing."""
     pipe = make_pipeline("cogvideox")
     plain = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         guards = {"inner": check_calls(pipe), "outer": check_calls(pipe)}
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
         guards.pop(first).remove()
@@ -193,11 +194,11 @@ def test_gone_after_an_exception() -> None:
     pipe = make_pipeline("svd")
     with (
         pytest.raises(KeyboardInterrupt),
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         check_calls(pipe) as handle,
     ):
         raise KeyboardInterrupt
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         handle.remove()
 
 
@@ -210,7 +211,7 @@ def test_gone_when_it_cannot_be_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no scheduler")
 
     monkeypatch.setattr(StepCounter, "follow", fail)
-    with testing.assert_untouched(pipe), pytest.raises(RuntimeError, match="no scheduler"):
+    with assert_untouched(pipe), pytest.raises(RuntimeError, match="no scheduler"):
         check_calls(pipe)
 
 
@@ -238,7 +239,7 @@ def test_calls_are_counted_and_timed() -> None:
 def test_steps_are_those_of_the_run() -> None:
     """A run from a video skips steps, a second run counts anew: the message says what was run."""
     pipe = make_pipeline("cogvideox-video")
-    with testing.inject(pipe, "transformer", step=3), check_calls(pipe):
+    with inject(pipe, "transformer", step=3), check_calls(pipe):
         call_pipeline(pipe, "cogvideox-video", steps=3)
         with pytest.raises(NonFiniteError, match="at step 2 of 2, in fp32"):
             call_pipeline(pipe, "cogvideox-video", steps=3)

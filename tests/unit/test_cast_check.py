@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import OptionError, ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling.folds import Rescaling, check_casts
-from stopdown.testing import compare_snapshot, take_snapshot
 
 NEEDS = {
     "multiplies": (Scaling(multiplies={"out": 2}), "1 multiply"),

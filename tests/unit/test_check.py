@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.snapshots import assert_untouched
 from stopdown import check, mend
 from stopdown.devices import device_profiles as profiles
 from stopdown.dtype_rules.check import find_source, inspect_pipeline
@@ -19,7 +20,7 @@ from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.sources import resolve_source
-from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
+from stopdown.testing import make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from test_repaired_plans import write_bare_plan

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_
-from stopdown.testing import compare_snapshot, take_snapshot
 
 
 class Leaving(nn.Module):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline, make_pipeline
-from stopdown import testing
+from models.snapshots import assert_untouched
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownWarning
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
@@ -29,7 +30,7 @@ def test_silent(precision: str) -> None:
     """A guarded run equals the plain one in every bit; one value is read for each call."""
     pipe = make_pipeline("cogvideox", dtype=FORMATS[precision].torch_dtype)
     plain = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe), guard(pipe) as handle:
+    with assert_untouched(pipe), guard(pipe) as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
     assert handle.repairs == ()
     assert handle.record.host_reads == sum(call.calls for call in handle.record.calls)
@@ -48,7 +49,7 @@ def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
     """The module path is named, one call is run again, and the pixels are near those of fp32."""
     reference = call_pipeline(make_pipeline("cogvideox", overflow=component), "cogvideox")
     pipe = make_pipeline("cogvideox", overflow=component, dtype=torch.float16)
-    with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+    with assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
         pixels = call_pipeline(pipe, "cogvideox")
     assert np.sqrt(np.mean((pixels - reference) ** 2)) < 0.01
     (repair,) = handle.repairs
@@ -86,8 +87,8 @@ def test_a_fault_that_does_not_come_again_is_said_to() -> None:
     pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
     plain = call_pipeline(pipe, "cogvideox")
     with (
-        testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=1),
+        assert_untouched(pipe),
+        inject(pipe, "transformer", step=1),
         guard(pipe, announce=quiet) as handle,
     ):
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
@@ -100,7 +101,7 @@ def test_raise_stops_with_the_module_path() -> None:
     """With `raise` nothing is repaired, and the message says where it began."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
     with (
-        testing.assert_untouched(pipe),
+        assert_untouched(pipe),
         guard(pipe, on_fault="raise"),
         pytest.raises(NonFiniteError, match=r"It begins at `transformer:patch_embed\."),
     ):
@@ -119,12 +120,12 @@ def test_warn_goes_on() -> None:
 def test_gone_after_an_exception_and_nested() -> None:
     """Whatever ends the block and in whichever order, the pipeline is as it was."""
     pipe = make_pipeline("cogvideox")
-    with testing.assert_untouched(pipe):
+    with assert_untouched(pipe):
         first, second = guard(pipe), guard(pipe)
         first.remove()
         second.remove()
         second.remove()
-    with pytest.raises(KeyboardInterrupt), testing.assert_untouched(pipe), guard(pipe):
+    with pytest.raises(KeyboardInterrupt), assert_untouched(pipe), guard(pipe):
         raise KeyboardInterrupt
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from models.pipeline_calls import call_pipeline, make_pipeline
-from stopdown import guard, make_plan, rescale_, testing
+from models.snapshots import assert_untouched
+from stopdown import guard, make_plan, rescale_
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits
 from stopdown.errors import StopdownWarning
 from stopdown.numerics import relative_l2
@@ -24,7 +25,7 @@ def test_an_input_beyond_its_limit_is_found() -> None:
     pipe, told = make_pipeline("cogvideox"), []
     with guard(pipe) as plain:
         expected = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
+    with assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
         handle.limit_inputs(
             "transformer", {"forward.hidden_states": 0.5, "forward.timestep": 1000.5}
         )
@@ -88,7 +89,7 @@ def test_a_longer_call_is_not_certified() -> None:
         "forward.encoder_hidden_states": ((4, 16),),
         "forward.hidden_states": ((99, 99, 99, 99),),
     }
-    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
+    with assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
         handle.limit_inputs("transformer", {}, sizes)
         call_pipeline(pipe, "cogvideox")
     (sentence,) = handle.record.uncertified

@@ -18,6 +18,7 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models import pipeline_calls
+from models.snapshots import assert_untouched
 from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.request_options import read_allowed
@@ -56,7 +57,7 @@ from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.scaling.trial import WideProducts
 from stopdown.sources.sources import resolve_source
-from stopdown.testing import PIPELINE_NAMES, assert_untouched, make_pipeline, save_pipeline
+from stopdown.testing import PIPELINE_NAMES, make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
 

@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import OptionError, ScalingError, StopdownWarning
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, measurement, rescale_, search
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules
-from stopdown.testing import compare_snapshot, take_snapshot
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
 

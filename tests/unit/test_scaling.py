@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from models.rescaling_models import make_example, run_calls
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks
@@ -26,7 +27,7 @@ from stopdown.scaling import problem as problems
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.scaling.measurement import measure_call
 from stopdown.scaling.problem import Measured, Problem, Statements, state_problem
-from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
+from stopdown.testing import make_pipeline
 
 WIDTH = 16
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline
+from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, intercept
@@ -253,7 +255,7 @@ def test_pictures_that_are_black_by_themselves_are_no_fault_of_the_session() -> 
     with acting(find_callee(pipe, "vae.decode"), None, darken):
         call_pipeline(pipe, "cogvideox")
         plain, _ = torch.get_rng_state(), torch.set_rng_state(state)
-        with testing.assert_untouched(pipe):
+        with assert_untouched(pipe):
             handle = run(pipe)
     assert [x.kind for x in handle.record.findings] == ["black-frames"]
     assert torch.equal(torch.get_rng_state(), plain)
@@ -262,7 +264,7 @@ def test_pictures_that_are_black_by_themselves_are_no_fault_of_the_session() -> 
 def test_switched_off_nothing_is_named(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the examination the same fault is a race or memory."""
     monkeypatch.setattr(fault_handler, "examine_fault", lambda *_: None)
-    with testing.inject(pipe, "transformer", step=1):
+    with inject(pipe, "transformer", step=1):
         (repair,) = run(pipe).repairs
     assert repair.session == ""
     assert repair.evidence.endswith("a race, or memory.")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import ScalingError, TrialError
 from stopdown.graph.capture import capture_call
 from stopdown.records import ComponentPlan, Trial
 from stopdown.scaling import folds, rescale_, scale_calls, trial
 from stopdown.scaling.trial import WideProducts
-from stopdown.testing import compare_snapshot, take_snapshot
 
 Change = Callable[[torch.Tensor], Any]
 
