@@ -36,7 +36,6 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     code, out, err = run(
         *("compare", folder, "--prompts", "prompts.txt", *SIZES),
         *("--precision", "fp32", "--precision", "transformer=bf16,vae.decode=fp32"),
-        *("--min-ssim", "0.5"),
         *("-o", "page.html"),
     )
     assert code == 1, err
@@ -50,8 +49,6 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     made = from_json(Path("page.html.json").read_bytes(), Comparison)
     decided = {d.component: d.precision for d in made.variants[1].decisions}
     assert (decided["transformer"], decided["vae.decode"]) == ("bf16", "fp32")
-    assert made.thresholds.ssim == 0.5
-    assert made.thresholds.source.startswith("ssim: as asked.")
     assert "--precisions fp32 --precisions transformer=bf16,vae.decode=fp32" in made.command
     assert made.request["steps"] == 1
 
@@ -156,11 +153,11 @@ def test_the_command_repeats_the_request() -> None:
         ("fp32,bf16", "plan.json"),
         Path("a.html"),
         steps=4,
-        min_psnr=30.0,
+        seed=7,
     )
     assert describe_command("compare", options, always=("precisions",)) == (
         "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
-        "--precisions fp32,bf16 --precisions plan.json -o a.html --min-psnr 30.0 --steps 4"
+        "--precisions fp32,bf16 --precisions plan.json -o a.html --seed 7 --steps 4"
     )
 
 

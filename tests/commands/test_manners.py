@@ -1,4 +1,4 @@
-"""How the command line behaves: help, progress, defaults of a user's own, completion, what it writes."""
+"""How the command line behaves: help, progress, completion, what it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ import stopdown
 from docs.documentation import parse_command
 from models.lora_cases import write_lora
 from stopdown.app import commands
-from stopdown.app.defaults_file import read_defaults
 from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
 from stopdown.app.generate_command import GenerateOptions, list_runs
@@ -339,45 +338,6 @@ def names_a_flag(text: str) -> bool:
         re.search(r"(?<![\w-])--[a-z]", re.sub(r"(stopdown|pip|hf|ray|torchrun) [^.;,]*", "", text))
         is not None
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# Defaults of a user's own
-
-
-def test_a_file_gives_defaults(run: Any, here: Path) -> None:
-    """`stopdown.toml` above the folder counts, a table of a command wins, and what is typed over both."""
-    (here.parent / "stopdown.toml").write_text('device = "tpu"\n[generate]\ndevice = "npu"\n')
-    assert "The device 'npu' is unknown." in run("generate", "shapes", "a")[2]
-    assert "The device 'tpu' is unknown." in run("plan", "shapes")[2]
-    assert "The device 'vpu' is unknown." in run("plan", "shapes", "--device", "vpu")[2]
-    _, _, err = run("plan", "shapes", "-v")
-    assert err.startswith(f"stopdown: {here.parent / 'stopdown.toml'} gives defaults.\n")
-    assert run("plan", "-h")[0] == 0
-
-
-def test_a_project_gives_defaults(run: Any, here: Path) -> None:
-    """`[tool.stopdown]` of a pyproject.toml is read, one of another program is not."""
-    (here / "pyproject.toml").write_text('[tool.stopdown.generate]\non-fault = "no"\n')
-    assert "'no' is not one of 'repair', 'raise'" in run("generate", "shapes", "a")[2]
-    (here / "pyproject.toml").write_text("not TOML")
-    assert read_defaults({"generate": ["device"]})[0] is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("devise = 1", "sets devise, which is no option of any command. .* Did you mean device?"),
-        ("[generate]\nprompt = 1", "sets prompt, which is no option of stopdown generate."),
-        ("[generate", "cannot be read as TOML: .* Correct it, or remove it."),
-    ],
-)
-def test_a_wrong_file_of_defaults_is_named(text: str, message: str, run: Any, here: Path) -> None:
-    """A misspelt key is refused by its name, and not passed over."""
-    (here / "stopdown.toml").write_text(text)
-    code, _, err = run("generate", "shapes", "a")
-    assert code == 2
-    assert re.search(message, err)
 
 
 # ---------------------------------------------------------------------------------------------

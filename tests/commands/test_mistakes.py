@@ -71,7 +71,6 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --memory ٨GiB", 2, "--memory '٨GiB' is not an amount of memory."),
     ("generate shapes a --device cuda:١", 2, "The device 'cuda:١' is unknown."),
     ("batch shapes --prompts notes.txt -o out --tries 1_0", 2, "--tries 1_0 is not a whole number."),
-    ("compare shapes --max-flicker nan", 2, "--max-flicker nan is not a number."),
     ("generate shapes a --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
     ("generate shapes a --width -8", 2, "--width -8 is less than 1. Use --width 1 or more."),
     ("generate shapes a --fps 0", 2, "--fps 0 is not above 0 and at most 1000. Use --fps 8."),
@@ -93,7 +92,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("plan shapes --height 100", 2, "The model cannot make --height 100. .* use --height 96."),
     ("compare shapes --width 100", 2, "The model cannot make --width 100. .* use --width 96."),
     ("generate shapes a --frames 10", 2, "The model cannot make --frames 10. .*--frames 9."),
-    ("generate shapes a --journal-limit nan", 2, "--journal-limit nan is not a number."),
+    ("generate shapes a --fps nan", 2, "--fps nan is not a number."),
     # precisions, plans, devices
     ("generate shapes a --precision fp61", 2, "The precision 'fp61' is unknown. Known values are fp32, "),
     ("compare shapes --precision fp61", 2, "The precision 'fp61' is unknown. .*autocast, clamp"),

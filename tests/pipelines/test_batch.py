@@ -265,7 +265,6 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
             ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
             "'webp' is not one of 'mp4', 'webm', 'gif', 'png'",
         ),
-        (("--prompts", "prompts.txt", "-o", "out", "--cpus-per-worker", "1"), "without --ray."),
         (("--prompts", "prompts.txt", "-o", "out", "--precision", "fp61"), "fp61"),
         (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
     ],

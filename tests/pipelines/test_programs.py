@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import types
 import weakref
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 from models.programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
 from models.snapshots import assert_untouched
 from stopdown import apply_plan, make_plan
-from stopdown.component_calls import components
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
 from stopdown.plans import certified
 from stopdown.records import Plan, from_json, to_json
@@ -336,37 +334,6 @@ def test_compiled_code_is_guarded_as_a_whole() -> None:
         with guard({"unet": compiled}) as handle:
             assert torch.equal(compiled(x, times), plain)
     assert [(call.component, call.calls) for call in handle.record.calls] == [("unet", 1)]
-
-
-def test_another_package_brings_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point of an installed package is asked before the adapters that are here."""
-    (tmp_path / "their_adapter.py").write_text(
-        "from stopdown.component_calls.components import Adapter, Callee\n"
-        "def list_calls(program):\n"
-        "    return (Callee('denoiser', program.unet, 'forward', 'denoise'),)\n"
-        "ADAPTER = Adapter('theirs', lambda program: hasattr(program, 'their_mark'),\n"
-        "                  lambda program: {'denoiser': program.unet}, list_calls)\n"
-    )
-    about = tmp_path / "theirs-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[stopdown.adapters]\ntheirs = their_adapter:ADAPTER\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    components._load_adapters.cache_clear()
-    program = make_program("module")
-
-    class Theirs:
-        their_mark, unet = True, program.unet
-
-    try:
-        with guard(Theirs()) as handle:
-            program.run()
-    finally:
-        components._load_adapters.cache_clear()
-        sys.modules.pop("their_adapter", None)
-    assert [(call.component, call.stage) for call in handle.record.calls] == [
-        ("denoiser", "denoise")
-    ]
 
 
 def test_decoding_outside_of_the_named_method_is_not_found() -> None:

@@ -109,10 +109,6 @@ class BatchOptions(RunOptions, ModelOptions):
             "connects to a cluster."
         ),
     ] = None
-    cpus_per_worker: Annotated[
-        int | None,
-        typer.Option(help="With --ray: CPUs of each worker. By default all CPUs of a node."),
-    ] = None
     seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = field(
         default=0, kw_only=True
     )
@@ -145,9 +141,6 @@ class BatchOptions(RunOptions, ModelOptions):
             "step they had reached."
         ),
     ] = None
-    journal_limit: Annotated[
-        float, typer.Option(help="Largest size of the journal of one item in GiB.")
-    ] = 4.0
     tries: Annotated[int, typer.Option(help="How often an item is tried if its worker dies.")] = (
         TRIES
     )
@@ -196,8 +189,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
         cluster = None
         if options.ray:
             connect = require_offer("connect_ray", "--ray")
-            asked_of = options.ray, options.workers, options.cpus_per_worker
-            cluster = stack.enter_context(connect(*asked_of))
+            cluster = stack.enter_context(connect(options.ray, options.workers))
             display.announce(cluster.described)
         record = _run(options, asked, store, cluster, earlier, display, plain, begun)
         is_whole = all(x.status != "failed" for x in record.items)
@@ -291,15 +283,14 @@ def _read_settings(options: BatchOptions) -> Settings:
         settings,
         suffix=f".{options.format}" if options.format else "",
         journal=str(options.journal.absolute()) if options.journal else None,
-        journal_bytes=int(options.journal_limit * 2**30),
         allow=read_allowed(options.allow),
     )
 
 
 _OF_THE_RUN = (
     *SHOWN,
-    *("prompts", "output", "workers", "ray", "cpus_per_worker"),
-    *("journal", "journal_limit", "tries", "strict"),
+    *("prompts", "output", "workers", "ray"),
+    *("journal", "tries", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
 
@@ -346,12 +337,11 @@ def _check_options(options: BatchOptions) -> None:
     refuse_unknown_device(options.device)
     read_limit(options.memory)
     check_rate(options.fps)
-    for name in ("workers", "cpus_per_worker", "tries"):
+    for name in ("workers", "tries"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            flag = name.replace("_", "-")
             raise OptionError(
-                f"--{flag} {value} is not above 0.", remedy=f"Use --{flag} 1 or more."
+                f"--{name} {value} is not above 0.", remedy=f"Use --{name} 1 or more."
             )
     check_pairs(options)
 

@@ -7,7 +7,8 @@ Typer needs, and `main`, which does the work and gives the exit code.
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,6 @@ from stopdown.app import (
     check_command,
     compare_command,
     convert_command,
-    defaults_file,
     doctor_command,
     explain_command,
     fit_command,
@@ -81,12 +81,14 @@ def run(words: list[str]) -> int:
     """Run the command that the words of a command line name: its exit code."""
     streams.fill_streams()
     _refuse_bytes(words)
+    if find_command(words) and not {"-h", "--help", "--version"} & set(words):
+        _refuse_lost_folder()
     is_script = find_command(words) == "run"  # its standard output is its own
     is_json = "--json" in words
     checked = contextlib.nullcontext() if is_script else streams.checked_stdout(is_json=is_json)
     with checked:
         try:
-            app(args=words, prog_name="stopdown", default_map=_read_defaults(words))
+            app(args=words, prog_name="stopdown")
         except SystemExit as left:
             if left.code == _INTERRUPTED:  # what Typer makes of Ctrl-C
                 raise KeyboardInterrupt from left
@@ -100,19 +102,16 @@ _INTERRUPTED = 130
 """The code that Typer leaves with after Ctrl-C."""
 
 
-def _read_defaults(words: list[str]) -> dict[str, dict[str, Any]]:
-    """Defaults of a file, by command; none for help, which a file that is refused must not hide."""
-    if {"-h", "--help", "--version"} & set(words) or not find_command(words):
-        return {}
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group
-    options = {
-        name: {entry.name for entry in command.params if entry.param_type_name == "option"}
-        for name, command in commands.items()
-    }
-    path, defaults = defaults_file.read_defaults(options)
-    if {"-v", "--verbose"} & set(words) and defaults.get(find_command(words)):
-        typer.echo(f"stopdown: {path} gives defaults.", err=True)
-    return defaults
+def _refuse_lost_folder() -> None:
+    """Refuse a working folder that was deleted or moved."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise OptionError(
+            f"The folder in which this command was started no longer exists: {error.strerror}.",
+            expected="It was deleted or moved after the shell had entered it.",
+            remedy="Go to a folder that exists: cd ~",
+        ) from error
 
 
 def _refuse_bytes(words: list[str]) -> None:

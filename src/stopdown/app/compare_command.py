@@ -27,7 +27,7 @@ from stopdown.app.request_options import find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.batch.prompts import LONGEST, find_text_fault
 from stopdown.comparison.precision_lists import parse_precisions
-from stopdown.comparison.records import BadLine, Comparison, Thresholds
+from stopdown.comparison.records import BadLine, Comparison
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_small_file
 from stopdown.files.outputs import (
@@ -101,26 +101,6 @@ class CompareOptions(RunOptions, ModelOptions):
             )
         ),
     ] = None
-    min_psnr: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Least PSNR in dB of the verdict same picture. By default {Thresholds.psnr_db:g}."
-        ),
-    ] = None
-    min_ssim: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Least SSIM of the verdict same picture. By default {Thresholds.ssim:g}."
-        ),
-    ] = None
-    max_flip: Annotated[
-        float | None,
-        typer.Option(help="Largest mean FLIP of the verdict same picture. By default no limit."),
-    ] = None
-    max_flicker: Annotated[
-        float | None,
-        typer.Option(help="Largest flicker of the verdict same picture. By default no limit."),
-    ] = None
 
 
 def main(options: CompareOptions) -> int:
@@ -185,7 +165,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
                 numbered,
                 options.precisions,
                 request=request,
-                thresholds=_read_thresholds(options),
                 folder=folder,
                 progress=display.progress,
             )
@@ -232,22 +211,6 @@ describe_no_comparison = functools.partial(describe_other, "comparison")
 def find_cells(output: Path) -> Path:
     """Where the cells of a comparison are kept until it is done."""
     return output.with_name(f".{output.name}.cells")
-
-
-def _read_thresholds(options: CompareOptions) -> Thresholds:
-    limits = Thresholds()
-    given = {
-        "psnr_db": options.min_psnr,
-        "ssim": options.min_ssim,
-        "flip": options.max_flip,
-        "flicker": options.max_flicker,
-    }
-    asked = {name: value for name, value in given.items() if value is not None}
-    if not asked:
-        return limits
-    source = f"{', '.join(sorted(asked))}: as asked. Others: {limits.source}"
-    limits = dataclasses.replace(limits, source=source)
-    return dataclasses.replace(limits, **asked)  # type: ignore[arg-type]  # numbers, by their names
 
 
 MOST_LINES = 10_000

@@ -33,8 +33,7 @@ class CommandOptions:
         typer.Option(
             "-v",
             "--verbose",
-            help="Also show which file set defaults, where the model was found, and the traceback of "
-            "an error.",
+            help="Also show where the model was found, and the traceback of an error.",
         ),
     ] = False
     json: Annotated[

@@ -117,13 +117,6 @@ class GenerateOptions(RunOptions, ModelOptions):
             "command continues where it stopped. The folder is emptied when the run is done."
         ),
     ] = None
-    journal_limit: Annotated[
-        float,
-        typer.Option(
-            help="Largest size of the journal in GiB; beyond it the run "
-            "continues without the journal."
-        ),
-    ] = 4.0
     memory: Annotated[
         str | None,
         typer.Option(
@@ -386,9 +379,8 @@ def _open_journal(
 
     run = {name: getattr(options, name) for name in _RUN_IDENTITY}
     run["checkpoint"] = fingerprint(source)
-    limit = int(options.journal_limit * 2**30)
     folder, announce = options.journal, display.announce
-    opening = functools.partial(Journal, folder, run, limit_bytes=limit, announce=announce)
+    opening = functools.partial(Journal, folder, run, announce=announce)
     with consensus.open_journal(opening) as journal:
         yield journal
 

@@ -80,13 +80,6 @@ PAIRS = (
         value="none",
     ),
     Pair(
-        "cpus_per_worker",
-        "ray",
-        "It says how many CPUs each worker takes on a Ray cluster.",
-        "Add --ray local, or use --workers.",
-        needed=True,
-    ),
-    Pair(
         "output",
         "fix",
         "It names the folder for the repaired model.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stopdown.records import Plan
-from stopdown.runtime.journal import LIMIT_BYTES
 from stopdown.runtime.repair_order import OnFault
 
 
@@ -20,7 +19,6 @@ class Settings:
         fps: frames per second of the files.
         suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
         journal: folder of the journals of items that are being made; None keeps none.
-        journal_bytes: size at which one of them ends.
         lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
         scheduler: in the place of the model's own.
         memory: what each item is to stay within, `8GiB`; None and `auto` take all that the device has,
@@ -38,7 +36,6 @@ class Settings:
     suffix: str = ""
     on_fault: OnFault = "repair"
     journal: str | None = None
-    journal_bytes: int = LIMIT_BYTES
     variant: str | None = None
     lora: tuple[str, ...] = ()
     scheduler: str | None = None

@@ -130,7 +130,6 @@ class Worker:
                     Journal(
                         folder,
                         {"item": task.item},
-                        limit_bytes=settings.journal_bytes,
                         announce=notes.append,
                     )
                 )

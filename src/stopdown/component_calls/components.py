@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, cast_tensor
 from stopdown.number_formats import name_dtype
-
-ENTRY_POINTS = "stopdown.adapters"
-"""Group of entry points by which other packages bring adapters."""
 
 DIFFUSERS_KEEPS = (
     "*timestep*",
@@ -91,8 +87,7 @@ def _read_names(owner: type, method: str) -> tuple[str, ...]:
 class Adapter:
     """What is known of one family of programs.
 
-    Another package adds one by an entry point of the group `stopdown.adapters`, whose value is an
-    `Adapter`. These are asked before Diffusers' own, and the general one is asked last.
+    Diffusers' own is asked first, and the general one last.
 
     Attributes:
         name: of the family.
@@ -123,13 +118,7 @@ class Adapter:
 
 
 def find_adapter(program: Any) -> Adapter:
-    return next(one for one in (*_load_adapters(), *_OWN_ADAPTERS) if one.recognises(program))
-
-
-@functools.cache
-def _load_adapters() -> tuple[Adapter, ...]:
-    """Those that other packages bring."""
-    return tuple(entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+    return next(one for one in _ADAPTERS if one.recognises(program))
 
 
 def find_components(program: Any) -> dict[str, torch.nn.Module]:
@@ -363,7 +352,7 @@ GENERAL = Adapter(
 )
 """Any program: its modules are found by walking its attributes, their calls as they happen."""
 
-_OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
+_ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
 
 
 def find_stage(component: str) -> str:

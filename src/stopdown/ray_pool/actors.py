@@ -37,13 +37,12 @@ Ray to notice that a machine is gone."""
 
 
 @contextmanager
-def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> Iterator[Cluster]:
+def connect(address: str, workers: int | None) -> Iterator[Cluster]:
     """A Ray cluster for the time of the block.
 
     Args:
         address: `local` starts one on this machine; `auto` and `host:port` are those of `ray.init`.
         workers: how many; None for as many as the cluster has GPUs, or room for on its CPUs.
-        cpus_per_worker: None for all CPUs of a machine, shared by the workers that were asked for.
     """
     require_package("ray", "ray", "`ray`", otherwise=", or leave `ray` out")
     import ray
@@ -62,7 +61,7 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
         raise _describe_absence(address, error) from error
     try:
         _check_nodes(ray)
-        yield _measure(ray, address, workers, cpus_per_worker)
+        yield _measure(ray, address, workers)
     finally:
         ray.shutdown()
 
@@ -85,17 +84,15 @@ def _describe_absence(address: str, error: Exception) -> InputError:
     )
 
 
-def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int | None) -> Cluster:
+def _measure(ray: Any, address: str, workers: int | None) -> Cluster:
     """What each worker takes of a cluster, and how many there are."""
     total = ray.cluster_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus = sorted(int(x["CPU"]) for x in nodes if x.get("CPU"))
     gpus, all_cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
-    each = cpus_per_worker or (
-        1 if gpus else max(1, (sum(cpus) // workers if workers else cpus[0]))
-    )
-    if not gpus and not cpus_per_worker and cpus:
-        each = min(each, cpus[-1])
+    each = 1
+    if not gpus and cpus:
+        each = min(max(1, sum(cpus) // workers if workers else cpus[0]), cpus[-1])
     fitting = gpus or sum(number // each for number in cpus)
     count = workers or fitting
     if not 0 < count <= fitting:
@@ -103,7 +100,7 @@ def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int |
             f"{count} workers were requested, but the Ray cluster has room for {fitting}: "
             f"{gpus} GPUs and {all_cpus} CPUs on {len(nodes)} machines.",
             expected=f"Each takes {'a GPU' if gpus else f'{each} CPUs of one machine'}.",
-            remedy="Use fewer `workers`, or fewer `cpus_per_worker`.",
+            remedy="Use fewer `workers`.",
         )
     resources = {"num_cpus": each, **({"num_gpus": 1} if gpus else {})}
     what = "one GPU" if gpus else f"{each} CPU{'s' * (each != 1)}"
