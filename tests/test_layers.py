@@ -24,8 +24,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
+    ("number_formats",),
     ("extensions", "files"),
-    ("argument_types", "component_call_names", "number_formats", "records"),
+    ("argument_types", "component_call_names", "records"),
     ("devices",),
     ("interception", "numerics"),
     ("fold_names", "frames"),

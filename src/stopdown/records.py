@@ -18,6 +18,7 @@ import msgspec
 
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.number_formats import format_bytes
 from stopdown.record_display import Displayed, Summary
 
 SCHEMA = 1
@@ -273,6 +274,9 @@ class MemoryForecast(Displayed):
         host_limit_bytes: what they may take; 0 on a CPU.
         seconds: estimated for the run; None when the device's speed is not known.
         command: what makes that run, or one of the smaller size; "" when nothing fits.
+        download_bytes: files of a model on the Hub that are not on this computer yet.
+        decisions: the precision of each component or call, of the chosen way to compute, with its reasons;
+            without exponents.
     """
 
     source: str
@@ -296,6 +300,8 @@ class MemoryForecast(Displayed):
     host_limit_bytes: int = 0
     seconds: float | None = None
     command: str = ""
+    download_bytes: int = 0
+    decisions: tuple[ComponentPlan, ...] = ()
     kind: str = "memory"
     schema: int = field(default=SCHEMA)
 
@@ -352,6 +358,15 @@ class JournalUse(Displayed):
     bytes: int
     notes: tuple[str, ...] = ()
     components: Mapping[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """How many calls were answered and written, of which components, and the remarks."""
+        known, made = (f"{n} call{'s' * (n != 1)}" for n in (self.answered, self.written))
+        whose = ", ".join(f"{count} of {name}" for name, count in self.components.items())
+        known += f" ({whose})" * bool(whose)
+        notes = "".join(f" {note}" for note in self.notes)
+        size = format_bytes(self.bytes)
+        return f"{known} answered from {self.folder}, {made} written ({size}).{notes}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -470,6 +485,7 @@ class RunRecord(Displayed):
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
         parallel: how calls were spread over several processes; "" for one alone.
         memory: how it was to stay within the device's memory, and what was predicted; None without a limit.
+        forecast: what was shown before its weights were downloaded; None where they were here.
     """
 
     source: str
@@ -502,8 +518,76 @@ class RunRecord(Displayed):
     preview: str = ""
     parallel: str = ""
     memory: MemoryPlan | None = None
+    forecast: MemoryForecast | None = None
     kind: str = "run"
     schema: int = field(default=SCHEMA)
+
+    def summarise(self) -> Summary:
+        """The card that `generate` prints."""
+        headings = ("component", "stored", "ran in", "calls", "seconds", "NaN/Inf")
+        stored = {decision.component: decision.stored or "?" for decision in self.decisions}
+        rows = tuple(
+            (
+                call.component,
+                stored.get(call.component, "?"),
+                " + ".join(call.precisions),
+                str(call.calls),
+                f"{call.elapsed_s:.1f}",
+                str(call.non_finite),
+            )
+            for call in self.calls
+        )
+        notes = [*self.list_reasons(), *self.list_costs()]
+        notes += [("", line) for line in self.list_limits()]
+        notes += [("repaired", line) for line in self.list_repairs()]
+        notes += [("journal", self.journal.describe())] if self.journal else []
+        notes += [(found.kind, f"{found.evidence} {found.remedy}") for found in self.findings]
+        return Summary(headings, rows, tuple(notes))
+
+    def list_reasons(self) -> list[tuple[str, str]]:
+        """Each reason once, after the components that it holds for."""
+        called = {call.component for call in self.calls}
+        grouped: dict[str, list[str]] = {}
+        for decision in self.decisions:
+            if decision.component in called:
+                grouped.setdefault(decision.reason, []).append(decision.component)
+        return [(", ".join(names), reason) for reason, names in grouped.items()]
+
+    def list_costs(self) -> list[tuple[str, str]]:
+        """Seconds by stage, the highest memory, and how steps were spread over processes."""
+        shown = [name for name in _STAGES if name in self.stages_s]
+        times = ", ".join(f"{name} {self.stages_s[name]:.1f}" for name in shown)
+        said = f"{self.elapsed_s:.1f} s ({times}; of these Stopdown's own {self.own_s:.3f})"
+        costs = [
+            ("time", said),
+            ("memory", f"{format_bytes(self.peak_bytes)} ({self.peak_source})"),
+        ]
+        return [*costs, ("spread", self.parallel)] if self.parallel else costs
+
+    def list_limits(self) -> list[str]:
+        """How the run stayed within its memory, and which calls were run again for it; empty without a
+        limit.
+        """
+        if not self.strategy:
+            return []
+        limit = self.request.get("memory") or "auto"
+        limit = "the device's memory" if limit == "auto" else limit
+        lines = [f"predicted to fit in {limit}: {self.strategy}"]
+        lines += [self.reduced.reason] if self.reduced else []
+        return lines + [
+            f"{one.component} ran out of memory with {one.before}; run again with {one.after}"
+            for one in self.steps_down
+        ]
+
+    def list_repairs(self) -> list[str]:
+        """Where, what was done, what it cost, and why."""
+        return [
+            f"{x.module_path}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. {x.reason}"
+            for x in self.repairs
+        ]
+
+
+_STAGES = ("prepare", "load", "place", "encode", "denoise", "decode", "other", "write")
 
 
 @dataclass(frozen=True, repr=False)

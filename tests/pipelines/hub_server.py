@@ -146,14 +146,16 @@ class _Handler(BaseHTTPRequestHandler):
         content = path.read_bytes()
         etag = self.server_hub.etags.get(name, f'"{hashlib.sha256(content).hexdigest()}"')
         content = self.server_hub.forged.get(name, content)
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-        body = content[start:]
-        self.send_response(206 if start else 200)
+        first, _, last = (self.headers.get("Range") or "bytes=0-")[6:].partition("-")
+        start, is_part = int(first), bool(last) or first != "0"
+        end = min(int(last) + 1, len(content)) if last else len(content)
+        body = content[start:end]
+        self.send_response(206 if is_part else 200)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", etag)
         self.send_header("X-Repo-Commit", COMMIT)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        if is_part:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self.end_headers()
         if not with_body:
             return

@@ -345,3 +345,139 @@ def test_remote_code_on_the_hub_is_refused_before_any_weight_comes(
     message = client(hub.endpoint, "maker/custom")["error"]
     assert "requires a pipeline class of its own, which is code that comes with" in message
     assert hub.downloaded() == {"model_index.json"}
+
+
+RUN = """
+import json, shutil, sys
+from pathlib import Path
+from types import SimpleNamespace
+from stopdown.app.display import Display
+from stopdown.app.fit_command import FitOptions, fit
+from stopdown.app.generate_command import GenerateOptions, generate
+from stopdown.errors import StopdownError
+home, given, free = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+if free:
+    shutil.disk_usage = lambda path: SimpleNamespace(total=free, used=0, free=free)
+list_here = lambda: sorted(path.name for path in home.rglob("*.safetensors"))
+shown = []
+class Recorder(Display):
+    def inform(self, text):
+        shown.append([text, list_here()])
+try:
+    if "prompt" in given:
+        made = generate(GenerateOptions(**given), Recorder()).forecast
+    else:
+        made = fit(FitOptions(**given), Recorder())
+    answer = {"answer": made.answer, "download": made.download_bytes, "peak": made.peak_bytes,
+              "precisions": made.precisions, "reasons": [x.reason for x in made.decisions]}
+except StopdownError as error:
+    answer = {"error": str(error)}
+print(json.dumps(answer | {"shown": shown, "here": list_here()}))
+"""
+
+
+@pytest.fixture
+def run(hub: HubServer, tmp_path: Path) -> Any:
+    """A function that gives options to `generate`, or to `fit` without a prompt, in a fresh process."""
+
+    def start(free: int = 0, **given: Any) -> dict[str, Any]:
+        home = tmp_path / "home"
+        environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "STOPDOWN_CACHE": str(tmp_path / "cache"),
+        }
+        command = [sys.executable, "-c", RUN, str(home), json.dumps(given), str(free)]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    return start
+
+
+ASKED = {"source": "maker/tiny", "prompt": "a cat", "steps": 1, "frames": 9, "device": "cpu"}
+
+
+def _list_weight_requests(hub: HubServer) -> list[str | None]:
+    """The Range of each request for a file of weights, in order."""
+    return [ranged for _, path, ranged in hub.requests if path.endswith(".safetensors")]
+
+
+def _count_weights(saved: Path) -> int:
+    names = (
+        "text_encoder/model",
+        *(f"{x}/diffusion_pytorch_model" for x in ("transformer", "vae")),
+    )
+    return sum((saved / f"{name}.safetensors").stat().st_size for name in names)
+
+
+def test_the_card_comes_before_the_weights(hub: HubServer, run: Any, saved: Path) -> None:
+    """`generate` says what runs how, and what it takes, while of the weights only headers were asked for.
+
+    The record keeps it. What comes next is the download and the run.
+    """
+    made = run(**ASKED)
+    [(text, here)] = made["shown"]
+    assert here == []
+    assert len(made["here"]) == 3
+    answer, *choices = text.splitlines()
+    assert answer == made["answer"]
+    assert answer.startswith("Fits: yes, ")
+    assert " to download" in answer
+    assert made["download"] == _count_weights(saved)
+    assert choices
+    assert all(choice.startswith("- ") for choice in choices)
+    assert any("The weights are stored in bf16." in choice for choice in choices)
+    ranges = _list_weight_requests(hub)
+    first = ranges.index(None)
+    assert first == 3
+    assert all(x and x.startswith("bytes=0-") and not x.endswith("-") for x in ranges[:first])
+
+
+def test_what_cannot_fit_is_refused_without_its_weights(hub: HubServer, run: Any) -> None:
+    """No strategy stays within 100 KiB: nothing but headers of the weights was asked for."""
+    made = run(**ASKED, memory="100KiB")
+    assert made["error"].startswith("maker/tiny does not fit on ")
+    assert "and its weights were not downloaded. Fits: no. The smallest strategy, " in made["error"]
+    assert made["here"] == []
+    ranges = _list_weight_requests(hub)
+    assert len(ranges) == 3
+    assert all(x and x.startswith("bytes=0-") and not x.endswith("-") for x in ranges)
+
+
+def test_without_a_limit_nothing_is_refused(run: Any) -> None:
+    """With `--memory none` the card says what the run takes, and the run is made."""
+    made = run(**ASKED, memory="none")
+    [(text, here)] = made["shown"]
+    assert text.startswith("Without a limit of memory: ")
+    assert here == []
+    assert len(made["here"]) == 3
+
+
+def test_a_full_disk_is_told_before_the_download(hub: HubServer, run: Any, saved: Path) -> None:
+    """One byte less than the weights is too little, and none of them is asked for."""
+    made = run(**ASKED, free=_count_weights(saved) - 1)
+    assert made["error"].startswith("The download of maker/tiny needs ")
+    assert made["error"].endswith("set HF_HOME to a folder on a larger disk.")
+    assert made["here"] == []
+    assert None not in _list_weight_requests(hub)
+    assert run(**ASKED, free=2**40)["download"] == _count_weights(saved)
+
+
+def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
+    hub: HubServer, run: Any, saved: Path
+) -> None:
+    """On a T4 both run rescaled in fp16, since headers say bf16 wherever they are read."""
+    there = run(source="maker/tiny", device="t4")
+    here = run(source=str(saved), device="t4")
+    assert {*there["precisions"].values()} == {"fp16"}
+    for name in ("precisions", "peak", "reasons"):
+        assert there[name] == here[name]
+    assert there["download"] == _count_weights(saved)
+    assert here["download"] == 0
+    assert None not in _list_weight_requests(hub)

@@ -114,3 +114,6 @@ def test_a_smaller_picture_only_when_allowed(folder: Path, tmp_path: Path) -> No
     with pytest.raises(StopdownError) as caught:
         generate_small(folder, tmp_path / "b.png", "500KiB")
     assert 'Add allow="smaller"' in str(caught.value)
+    assert str(caught.value).startswith(
+        "No strategy stays within 500 KiB on cpu in fp32: the smallest"
+    )

@@ -11,8 +11,10 @@ import torch
 from rich.console import Console
 
 from stopdown.app.display import Display
-from stopdown.app.fit_command import FitOptions, _explain, fit, print_fit
+from stopdown.app.fit_command import FitOptions, fit, print_fit
+from stopdown.app.forecasts import _explain
 from stopdown.component_calls.components import find_components
+from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import Support
 from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import Fit
@@ -247,6 +249,23 @@ def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> 
     made = forecast(folder, memory=limit, host_memory="1KiB")
     assert made.host_bytes == 0
     assert " KiB of weights in files, " in made.answer
+
+
+def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
+    """A T4 has less than 15 GiB; that is said once, and the forecast goes by what it has."""
+    said: list[str] = []
+
+    class Recorder(Display):
+        def announce(self, text: str) -> None:
+            said.append(text)
+
+    given: dict[str, Any] = {"source": str(folder), "device": "t4"}
+    made = fit(FitOptions(**given, memory="15GiB"), Recorder())
+    assert made.limit_bytes == find_profile("t4").memory_bytes < 15 * 2**30
+    [text] = said
+    assert "less than the 15.0 GiB of --memory" in text
+    assert fit(FitOptions(**given, memory="1GiB"), Recorder()).limit_bytes == 2**30
+    assert len(said) == 1
 
 
 def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:

@@ -11,9 +11,11 @@ import pytest
 import stopdown
 from models.comparisons import make_comparison
 from stopdown import records
+from stopdown.app.cards import print_card
+from stopdown.app.progress import open_console
 from stopdown.comparison import records as comparison_records
 from stopdown.record_display import Displayed, Summary
-from stopdown.records import ComponentPlan, Finding, Plan, RunRecord, Scaling
+from stopdown.records import CallSummary, ComponentPlan, Finding, Plan, RunRecord, Scaling
 
 RECORDS = [
     value
@@ -107,6 +109,46 @@ def test_what_a_model_says_is_no_markup() -> None:
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
     assert "x &amp; y" in shown
+
+
+def test_a_run_shows_what_the_command_shows() -> None:
+    """In a notebook a run is its card: a row for each component, then reasons, costs and findings."""
+    record = RunRecord(
+        source="shapes",
+        fingerprint="0" * 64,
+        pipeline="ShapesPipeline",
+        request={"prompt": "a cat"},
+        device="cpu",
+        device_reason="",
+        machine={"torch": "2"},
+        decisions=(
+            ComponentPlan("vae.decode", precision="fp32", stored="bf16", reasons=("Exact.",)),
+        ),
+        calls=(CallSummary("vae.decode", "decode", 2, 1.25, ("fp32",), 0),),
+        stages_s={"load": 0.5, "decode": 1.25},
+        peak_bytes=2**20,
+        peak_source="counted",
+        own_s=0.002,
+        findings=(Finding("black", "", "Frame 0 is black.", "Look."),),
+        output="a.png",
+        elapsed_s=2.0,
+    )
+    assert str(record) == (
+        "component   stored  ran in  calls  seconds  NaN/Inf\n"
+        "vae.decode  bf16    fp32    2      1.2      0\n\n"
+        "vae.decode: Exact.\n\n"
+        "time: 2.0 s (load 0.5, decode 1.2; of these Stopdown's own 0.002)\n\n"
+        "memory: 1.0 MiB (counted)\n\n"
+        "black: Frame 0 is black. Look."
+    )
+    shown = record._repr_html_()
+    assert "<b>memory</b>: 1.0 MiB (counted)</p>" in shown
+    assert "torch" not in shown
+    console = open_console()
+    with console.capture() as drawn:
+        print_card(record, console)
+    for said in ("Exact.", "memory  1.0 MiB (counted)", "black: Frame 0 is black."):
+        assert said in drawn.get()
 
 
 def test_a_run_is_named_first() -> None:

@@ -31,6 +31,9 @@ class Display:
     def announce(self, text: str) -> None:
         """Something that a person must hear now: a repair."""
 
+    def inform(self, text: str) -> None:
+        """What a person wants to know before something long begins."""
+
     def detail(self, text: str) -> None:
         """Details, for verbose output."""
 

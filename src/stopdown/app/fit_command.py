@@ -8,44 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import FitRunOptions, ModelOptions, SourceArgument
-from stopdown.app.registration import describe_command
+from stopdown.app.forecasts import fit_source
 from stopdown.app.request_options import find_source, read_request
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
-from stopdown.devices.device_profiles import Profile, find_target, is_profile
-from stopdown.doctor import has_fused_attention
+from stopdown.devices.device_profiles import Profile, find_target
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes, parse_bytes
-from stopdown.pipelines.allowed_sizes import read_configs
-from stopdown.pipelines.requests import (
-    MEDIA,
-    Request,
-    build_arguments,
-    find_steps,
-    list_needed_fields,
-)
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path
-from stopdown.records import MemoryForecast, MemoryRow, Plan, Reduction
-from stopdown.sources.sources import Source
+from stopdown.records import MemoryForecast, MemoryRow
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from stopdown.memory.forecast import Fit
-    from stopdown.memory.speed import Speed
-    from stopdown.memory.strategies import Prediction
-    from stopdown.pipelines.dry_run import Answers
 
 
 @dataclass(frozen=True)
@@ -113,302 +96,31 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     plan = read_plan(path) if path is not None else None
     found = find_source(options, display, with_weights=False)
     load_libraries(display)
-    from stopdown.pipelines.drawn_inputs import complete_request
     from stopdown.pipelines.loader import complete_source
-    from stopdown.plans.precision_and_memory import (
-        build_way,
-        choose_way,
-        count_bits,
-        describe_remark,
-        find_ways,
-        list_rows,
-        read_formats,
-    )
-    from stopdown.sources.library_messages import quiet_libraries
 
-    profile = find_target(options.device or "auto")[1]
-    limit = _read_limit(options.memory, profile)
-    with quiet_libraries():
-        source = complete_source(found)
-        first, *others = find_ways(source, profile.supports, options.precision, plan)
-        pipe = build_way(source, first)
-        needed, request = list_needed_fields(type(pipe)), complete_request(pipe, read)
-        answers: Answers = {}
-        try_way = functools.partial(
-            _try_way, source, profile=profile, options=options, display=display, answers=answers
-        )
-        tried = [try_way(first, request=request)]
-        chosen, reduced = choose_way(tried, limit), None
-        if options.verbose or chosen is None:
-            tried += [try_way(way, request=request) for way in others]
-            chosen = choose_way(tried, limit)
-        sizes = _describe(read)
-        if chosen is None:
-            nearest = _shrink(tried[0], source, profile, options, request, display, limit)
-            if nearest is not None:
-                reduced, sizes = nearest[0], _describe(nearest[1])
-    way, prediction = chosen or (first, None)
-    made = MemoryForecast(
-        source=options.source,
-        device=f"{profile.name} ({profile.title})",
-        precisions=read_formats(way),
-        request={**_describe(read), "steps": request.steps or find_steps(pipe, {})},
-        limit_bytes=limit,
-        rows=list_rows(tried),
-        chosen=prediction.strategy.name if prediction is not None else "",
-        reasons=_explain(tried, chosen, limit, profile),
-        reduced=reduced,
-        elapsed_s=round(time.perf_counter() - begun, 3),
-        precision=way.chosen if prediction is not None else "",
-        flag=way.precision,
-        bits={x.plan.chosen: count_bits(x.plan) for x in tried},
-        remarks={x.plan.chosen: said for x in tried if (said := describe_remark(x.plan))},
-        fits=prediction is not None,
-        peak_bytes=prediction.peak_bytes if prediction is not None else 0,
-        host_bytes=_count_host(prediction, profile, host_limit),
-        host_limit_bytes=0 if profile.kind == "cpu" else host_limit,
-        seconds=prediction.seconds if prediction is not None else None,
-    )
-    answer = _answer(made, prediction) if prediction else _refuse(made, tried)
-    can_run = made.fits or reduced is not None
-    command = _name_command(made, options, needed, sizes) if can_run else ""
-    return dataclasses.replace(made, answer=answer, command=command)
+    limit = _read_limit(options.memory, find_target(options.device or "auto")[1], display)
+    source = complete_source(found)
+    made = fit_source(options, source, read, display, limit, host_limit, plan)
+    return dataclasses.replace(made, elapsed_s=round(time.perf_counter() - begun, 3))
 
 
-def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int) -> int:
-    """Bytes of weights that wait in host memory; 0 if they wait in files, or if the device is the CPU."""
-    if prediction is None or profile.kind == "cpu" or prediction.stored_bytes > host_limit:
-        return 0
-    return prediction.stored_bytes
-
-
-def _answer(made: MemoryForecast, prediction: Prediction) -> str:
-    """`Fits: yes, component + tiling, 13.0 of 15 GiB on the device, …`."""
-    parts = [
-        made.chosen.replace("+", " + "),
-        f"{_compare_bytes(made.peak_bytes, made.limit_bytes)} on the device",
-    ]
-    if made.host_bytes:
-        parts.append(f"{format_bytes(made.host_bytes)} of host memory")
-    elif made.host_limit_bytes and prediction.stored_bytes:
-        parts.append(f"{format_bytes(prediction.stored_bytes)} of weights in files")
-    if made.seconds is not None:
-        parts.append(f"about {_format_time(made.seconds)}")
-    return f"Fits: yes, {', '.join(parts)}"
-
-
-def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
-    """`Fits: no. The smallest strategy, …`, with the nearest size that fits."""
-    way, least = _find_smallest(tried)
-    no = (
-        f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.chosen}, "
-        f"needs {format_bytes(least.peak_bytes)}, and the limit is {format_bytes(made.limit_bytes)}."
-    )
-    if made.reduced is None:
-        return f"{no} Smaller pictures and fewer frames were tried, and none fits."
-    return f"{no} The nearest size that fits is {made.reduced.made}."
-
-
-def _name_command(
-    made: MemoryForecast, options: FitOptions, needed: Sequence[str], sizes: Mapping[str, Any]
-) -> str:
-    """What to type for the run that was chosen, with the inputs that it needs in capitals."""
-    asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
-    own = dataclasses.replace(
-        options,
-        device=None,
-        host_memory="auto",
-        memory=name_limit(made.limit_bytes),
-        precision=made.flag,
-        **asked,
-    )
-    command, source = describe_command("generate", own), shlex.quote(made.source)
-    inputs = ["PROMPT"] if "prompt" in needed else []
-    inputs += [f"--{name.replace('_', '-')} {name.upper()}" for name in MEDIA if name in needed]
-    return command.replace(f" {source}", " ".join([f" {source}", *inputs]), 1)
-
-
-def _compare_bytes(count: int, limit: int) -> str:
-    """`13.0 of 15.0 GiB`; each with its unit when they differ."""
-    first, second = format_bytes(count).split(), format_bytes(limit).split()
-    return " ".join([first[0], *first[1:] * (first[1] != second[1]), "of", *second])
-
-
-def _format_time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _find_smallest(tried: Sequence[Fit]) -> tuple[Plan, Prediction]:
-    from stopdown.memory.forecast import find_smallest
-
-    smallest = [(one.plan, find_smallest(one)) for one in tried]
-    return min(smallest, key=lambda pair: pair[1].peak_bytes)
-
-
-def _read_limit(text: str, profile: Profile) -> int:
+def _read_limit(text: str, profile: Profile, display: Display) -> int:
+    """Bytes that a run may take: what was given, and no more than the device has."""
     if text != "auto":
-        return parse_bytes(text)
+        given, there = parse_bytes(text), profile.memory_bytes
+        if profile.kind == "cpu" or not there or given <= there:
+            return given
+        display.announce(
+            f"{profile.title} has {format_bytes(there)}, less than the {format_bytes(given)} of --memory, "
+            "so that is the limit."
+        )
+        return there
     if not profile.memory_bytes:
         raise OptionError(
             f"How much memory {profile.title} has is not known.",
             remedy="Say how much: --memory 8GiB.",
         )
     return profile.memory_bytes
-
-
-def _try_way(
-    source: Source,
-    way: Plan,
-    *,
-    profile: Profile,
-    options: FitOptions,
-    request: Request,
-    display: Display,
-    answers: Answers,
-) -> Fit:
-    """What every strategy takes in one precision, those that cost the least time first."""
-    from stopdown.memory.forecast import predict_all, sort_by_time
-    from stopdown.plans.precision_and_memory import (
-        build_way,
-        find_fp32_share,
-        read_formats,
-        weigh_speed,
-    )
-
-    formats = set(read_formats(way).values())
-    pipe = build_way(source, way)
-    arguments = build_arguments(pipe, request)
-    fit = predict_all(
-        pipe,
-        arguments,
-        steps=find_steps(pipe, arguments),
-        fused=has_fused_attention(profile, formats),
-        on_cpu=profile.kind == "cpu",
-        answers=answers,
-        progress=lambda done, total: display.progress("predict", f"in {way.chosen}", done, total),
-    )
-    device = options.device or "auto"
-    wide = _find_speed(device, {"fp32"}) if find_fp32_share(way) else None
-    speed = weigh_speed(way, _find_speed(device, formats), wide)
-    return dataclasses.replace(sort_by_time(fit, speed), plan=way)
-
-
-def _find_speed(name: str, formats: set[str]) -> Speed | None:
-    """Timed on a device of this machine, else what its profile says."""
-    from stopdown.memory.speed import find_speed, measure_speed
-
-    device, profile = find_target(name)
-    return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
-
-
-def _explain(
-    tried: Sequence[Fit],
-    chosen: tuple[Plan, Prediction] | None,
-    limit: int,
-    profile: Profile,
-) -> tuple[str, ...]:
-    """Why this one and not another, as whole sentences."""
-    from stopdown.memory.forecast import USABLE_SHARE
-    from stopdown.memory.smaller_calls import CHUNKS_DIFFER
-
-    usable = f"{USABLE_SHARE:.0%} of {format_bytes(limit)}"
-    reasons = [_explain_choice(tried, chosen, usable)]
-    if chosen is not None:
-        reasons += [CHUNKS_DIFFER] if chosen[1].strategy.frames else []
-        others = (one for one in tried if one.plan is not chosen[0])
-        reasons += [_explain_other(one, tried, limit) for one in others]
-    if profile.kind != "cpu":
-        reasons.append("The device's kernels and its allocator take some memory in addition.")
-    if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
-        prediction = chosen[1]
-        reasons.append(
-            "CPU and GPU share the memory of a Mac: with the weights that are not in use, the run takes "
-            f"{format_bytes(prediction.peak_bytes + prediction.stored_bytes)}."
-        )
-    said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
-    return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
-
-
-def _explain_choice(
-    tried: Sequence[Fit],
-    chosen: tuple[Plan, Prediction] | None,
-    usable: str,
-) -> str:
-    if chosen is not None:
-        way, prediction = chosen
-        return (
-            f"{way.chosen} with {prediction.strategy.name} is predicted to take "
-            f"{format_bytes(prediction.peak_bytes)}, and is the fastest that stays within "
-            f"{usable}."
-        )
-    way, least = _find_smallest(tried)
-    return (
-        f"No strategy stays within {usable}: the smallest, {way.chosen} with {least.strategy.name}, is "
-        f"predicted to take {format_bytes(least.peak_bytes)}."
-    )
-
-
-def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
-    """What another way would have come to."""
-    from stopdown.memory.forecast import choose
-    from stopdown.plans.precision_and_memory import list_rows
-
-    found = choose(one, limit)
-    if found is None:
-        return f"{one.plan.chosen}: nothing fits."
-    row = next(
-        row
-        for row in list_rows(tried)
-        if row.precision == one.plan.chosen and row.strategy == found.strategy.name
-    )
-    time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
-    return f"{one.plan.chosen}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
-
-
-def _shrink(
-    first: Fit,
-    source: Source,
-    profile: Profile,
-    options: FitOptions,
-    request: Request,
-    display: Display,
-    limit: int,
-) -> tuple[Reduction, Request] | None:
-    """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.plans.precision_and_memory import build_way
-    from stopdown.runtime.memory_limits import find_size, find_smaller
-
-    size = find_size(build_way(source, first.plan), request, first)
-    if size is None:
-        return None
-
-    def predict(smaller: Request) -> Fit:
-        return _try_way(
-            source,
-            first.plan,
-            profile=profile,
-            options=options,
-            request=smaller,
-            display=display,
-            answers={},
-        )
-
-    found = find_smaller(request, size, read_configs(source.described), predict, limit)
-    if found is None:
-        return None
-    smaller, _, reduced, made = found
-    reason = f"No strategy stays within {format_bytes(limit)} at {size}; at {made} one does."
-    return dataclasses.replace(reduced, reason=reason), smaller
-
-
-_SIZES = ("frames", "height", "width")
-
-
-def _describe(request: Request) -> dict[str, Any]:
-    """Sizes and guidance that were asked for, or that were made smaller."""
-    return {name: v for name in (*_SIZES, "guidance") if (v := getattr(request, name)) is not None}
 
 
 def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) -> None:
@@ -455,13 +167,6 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Consol
         is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
         table.add_row(*_describe_row(row), style="bold" if is_chosen else "")
     console.print(table)
-
-
-def name_limit(count: int) -> str:
-    """An amount that `--memory` takes: `16GiB` where that is it, and else no smaller."""
-    whole = count % 2**30 == 0
-    size, unit = (2**30, "GiB") if whole else (2**20, "MiB") if count >= 2**24 else (2**10, "KiB")
-    return f"{math.ceil(count / size)}{unit}"
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:

@@ -47,9 +47,9 @@ from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
-from stopdown.records import Plan, RunRecord, describe_no_run
+from stopdown.records import MemoryForecast, Plan, RunRecord, describe_no_run
 from stopdown.runtime.consensus import ALONE, Consensus
-from stopdown.sources.sources import Source, fingerprint
+from stopdown.sources.sources import Source, find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
     from stopdown.pipelines.class_selection import Selection
@@ -212,11 +212,13 @@ class Kept:
 
     Attributes:
         plan: that it runs by; None also where a run taught it something that the next one is loaded by.
+        forecast: what was shown before its weights were downloaded.
     """
 
     chosen: Selection | None = None
     plan: Plan | None = None
     runner: Runner | None = None
+    forecast: MemoryForecast | None = None
 
 
 def generate(
@@ -247,7 +249,7 @@ def generate(
     source = (
         kept.chosen.source
         if kept.chosen
-        else consensus.follow(lambda: find_source(options, display))
+        else consensus.follow(lambda: _find_source(options, request, display, kept))
     )
     if kept.chosen is None:
         refuse_missing_prompt(source.pipeline_class, source.components, request)
@@ -266,6 +268,20 @@ def generate(
         if journal is not None:
             journal.clear()
     return record
+
+
+def _find_source(
+    options: GenerateOptions, request: Request, display: Display, kept: Kept
+) -> Source:
+    """The model, downloaded if need be: what the run will take is shown before its weights come."""
+    if find_kind(options.source) == "hub":
+        found = find_source(options, display, with_weights=False)
+        refuse_missing_prompt(found.pipeline_class, found.components, request)
+        if not is_complete(found):
+            from stopdown.app.download_card import show_before_download
+
+            kept.forecast = show_before_download(options, found, request, display)
+    return find_source(options, display)
 
 
 @dataclass(frozen=True)
@@ -340,7 +356,7 @@ def _generate(
     kept, consensus = run.kept, run.consensus
     runner, writes = kept.runner, consensus.number == 0
     assert runner is not None
-    fields = {"request": _describe_options(options)}
+    fields = {"request": _describe_options(options), "forecast": kept.forecast}
     try:
         record, made = runner.make(
             plan,

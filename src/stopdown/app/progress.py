@@ -169,6 +169,10 @@ class Lines(Display):
     def announce(self, text: str) -> None:
         print_prose(self._console, text, self._style)
 
+    def inform(self, text: str) -> None:
+        if not self._quiet:
+            print_prose(self._console, text)
+
     def detail(self, text: str) -> None:
         if self._verbose:
             print_prose(self._console, text)

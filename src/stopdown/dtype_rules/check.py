@@ -324,8 +324,7 @@ def _check_source(
     arguments: Mapping[str, Any] | None,
 ) -> Checked:
     place, profile = _find_place(device or "auto")
-    headers, files = _read_headers(source), list_files(source)
-    stored = read_stored(source, headers)
+    files, stored = list_files(source), read_stored(source)
     if isinstance(asked, Plan):
         check_source(asked, source, with_weights=any(files.values()))
         skeleton = build_skeleton(source, {}, keep_fp32=False)
@@ -351,7 +350,9 @@ def _check_source(
         ]
         chosen = options.chosen
     said = {name: read_rescaled(*x) for name, x in files.items()}
-    found += parameters.check_rescaled_files(said | hub.find_rescaled(headers))
+    found += parameters.check_rescaled_files(
+        said | hub.find_rescaled(sources.read_remote_headers(source))
+    )
     return _join(found, parts, profile, chosen, stored)
 
 
@@ -359,10 +360,6 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
     """The precision that `auto` takes for a source on a device, whether by a plan, and a sentence."""
     profile = find_target(device or "auto")[1]
     facts = gather_facts(source)
-    if source.kind == "hub":  # its weights are not here
-        stored = read_stored(source, _read_headers(source))
-        known = {name: {entry: 1} for name, entry in stored.items()}
-        facts = [dataclasses.replace(x, stored=known.get(x.name, {})) for x in facts]
     if not all(fact.stored for fact in facts):
         return "auto", False, "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
@@ -486,14 +483,6 @@ def _join(
     return Checked(findings, seen, profile, chosen)
 
 
-def _read_headers(source: Source) -> hub.Headers:
-    """Of the weights of a Hub id, which stay there; none of anything else."""
-    if source.kind != "hub":
-        return ()
-    names = [name for name, (_, kind) in source.components.items() if sources.has_weights(kind)]
-    return hub.read_remote_headers(source.name, source.revision, names, source.variant)
-
-
 def make_place(profile: Profile) -> Place:
     """Where a profile's operations run, as the rules ask for it."""
     version = (read_version("torch") or "0").partition("+")[0].split(".")
@@ -501,16 +490,12 @@ def make_place(profile: Profile) -> Place:
     return Place(profile.kind, profile.number, profile.macos, numbers, profile.onednn_formats)
 
 
-def read_stored(source: Source, headers: hub.Headers = ()) -> dict[str, str]:
+def read_stored(source: Source) -> dict[str, str]:
     """Component → format of most of its bytes, from the headers of its weights.
 
-    Those of a Hub id are given. A folder with configs only says nothing, a single file nothing by
-    component.
+    A folder with configs only says nothing, a single file nothing by component.
     """
-    if source.kind == "hub":
-        tables = hub.count_dtypes(headers)
-    else:
-        tables = sources.read_stored_dtypes(source) if source.kind != "file" else {}
+    tables = sources.read_stored_dtypes(source) if source.kind != "file" else {}
     found = {}
     for name, sizes in tables.items():
         floats = {entry: size for entry, size in sizes.items() if find_format(entry)}

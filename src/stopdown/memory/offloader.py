@@ -39,7 +39,7 @@ from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Placement, Prediction, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
-from stopdown.number_formats import format_bytes
+from stopdown.number_formats import format_bytes, list_all, name_dtype
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 from stopdown.scaling.call_watch import WAITING
@@ -179,7 +179,7 @@ def make_offloader(
     """Choose the strategy that costs the least time within a limit."""
     chosen = choose(fit, limit_bytes)
     if chosen is None:
-        raise _describe_misfit(fit, limit_bytes)
+        raise _describe_misfit(fit, limit_bytes, f"on {device} in {_list_formats(pipe)}")
     return Offloader(
         pipe,
         chosen,
@@ -194,10 +194,21 @@ def make_offloader(
 _BETWEEN = "between the calls of components, where the pipeline holds its result in full size"
 
 
-def _describe_misfit(fit: Fit, limit_bytes: int) -> StopdownError:
+def _list_formats(pipe: Any) -> str:
+    """The formats that weights of a pipeline are in, the one with most bytes first."""
+    sizes: dict[str, int] = {}
+    for module in find_components(pipe).values():
+        for tensor in module.parameters():
+            if tensor.is_floating_point():
+                name = name_dtype(tensor.dtype)
+                sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return list_all(sorted(sizes, key=lambda name: -sizes[name]))
+
+
+def _describe_misfit(fit: Fit, limit_bytes: int, where: str) -> StopdownError:
     least = find_smallest(fit)
     return StopdownError(
-        f"No strategy stays within {format_bytes(limit_bytes)}: the smallest strategy, "
+        f"No strategy stays within {format_bytes(limit_bytes)} {where}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)} "
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
         expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",

@@ -27,17 +27,22 @@ from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.plans.applier import apply_without_weights, check_source
-from stopdown.plans.planned_loader import decide, gather_facts, widest_by_component
+from stopdown.plans.planned_loader import (
+    decide,
+    describe_entry,
+    gather_facts,
+    widest_by_component,
+)
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import ComponentPlan, MemoryRow, Plan, Scaling
-from stopdown.sources.sources import Source
+from stopdown.sources.sources import Source, list_weight_files
 
 
 def find_ways(
     source: Source, supports: Mapping[str, Support], asked: str, plan: Plan | None = None
 ) -> list[Plan]:
     if plan is not None:
-        check_source(plan, source)
+        check_source(plan, source, with_weights=all(list_weight_files(source).values()))
     return list_ways(gather_facts(source), supports, asked, plan)
 
 
@@ -56,11 +61,16 @@ def list_ways(
     fp32 = _make_plan("fp32", "fp32", dict.fromkeys(names, "fp32"))
     if plan is not None:
         return [dataclasses.replace(plan, precision=asked, chosen=f"by {asked}"), fp32]
-    makes_plan = bool(explain_plan(facts, supports))  # generate's auto makes one by itself then
+    why = explain_plan(facts, supports)
+    makes_plan = bool(why)  # generate's auto makes one by itself then
     request = parse_request(asked)
     is_auto = request.get("") == "auto"
     flag = "auto" if makes_plan and is_auto else "fp16"
-    rescaled = _make_plan("rescaled fp16", flag, dict.fromkeys(names, "fp16"), Scaling())
+    reason = (
+        "Its exponents come from a certificate of its weights, with the residual stream in fp32, because "
+        f"{why if flag == 'auto' else 'fp16 was requested'}."
+    )
+    rescaled = _make_plan("rescaled fp16", flag, dict.fromkeys(names, "fp16"), Scaling(), reason)
     if request.get("") == "fp16":
         return [rescaled]
     decided = decide(list(facts), supports, asked)
@@ -77,16 +87,38 @@ def list_ways(
 
 
 def _make_plan(
-    name: str, flag: str, formats: Mapping[str, str], scaling: Scaling | None = None
+    name: str,
+    flag: str,
+    formats: Mapping[str, str],
+    scaling: Scaling | None = None,
+    reason: str = "fp32 is the reference.",
 ) -> Plan:
     """Return a plan that exists only to be compared: with `scaling`, weights get exponents."""
-    entries = (ComponentPlan(x, precision=y, scaling=scaling) for x, y in formats.items())
+    entries = (
+        ComponentPlan(x, precision=y, scaling=scaling, reasons=(reason,))
+        for x, y in formats.items()
+    )
     return Plan("", precision=flag, chosen=name, components=tuple(entries))
 
 
 def read_formats(plan: Plan) -> dict[str, str]:
     """Return the format of each component: the wider one of its calls."""
     return widest_by_component(tuple(x for x in plan.components if x.precision in FORMATS))
+
+
+def describe_choices(plan: Plan) -> tuple[ComponentPlan, ...]:
+    """Return the precision of each component or call with its reasons, without exponents."""
+    return tuple(
+        ComponentPlan(
+            entry.component,
+            precision=entry.precision,
+            stored=entry.stored,
+            reasons=entry.reasons
+            if entry.scaling is None or not plan.seal
+            else (describe_entry(entry, plan.precision),),
+        )
+        for entry in plan.components
+    )
 
 
 def count_bits(plan: Plan) -> int:

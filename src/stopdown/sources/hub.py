@@ -14,20 +14,22 @@ that goes on sending for ever.
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import logging
 import math
 import re
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stopdown.errors import SourceError, StopdownError
-from stopdown.number_formats import find_format
+from stopdown.number_formats import find_format, format_bytes
 from stopdown.sources.headers import RESCALED_ENTRY, choose_weights
 from stopdown.sources.source_problems import make_error
 
@@ -71,6 +73,9 @@ def download_snapshot(
     Args:
         folders: component → whether it has weights.
         with_weights: without them only configurations and tokenizers come.
+
+    Raises:
+        SourceError: the disk has too little room for what is missing, or the Hub does not give it.
     """
     import huggingface_hub
 
@@ -78,8 +83,14 @@ def download_snapshot(
     files = _list_files(repo, commit)
     if files is None:
         return index.parent
-    chosen = choose_files(files, folders, repo=repo, variant=variant, with_weights=with_weights)
+    chosen = choose_files(
+        list(files), folders, repo=repo, variant=variant, with_weights=with_weights
+    )
     absent = [index.parent / name for name in chosen if not (index.parent / name).exists()]
+    needed, free = _count_missing(files, chosen, index.parent), shutil.disk_usage(index.parent).free
+    if needed > free:
+        said = {"needed": format_bytes(needed), "free": format_bytes(free)}
+        raise make_error("no-room", repo=repo, folder=index.parent.parent.parent, **said)
     with _asking(repo, None):
         huggingface_hub.snapshot_download(
             repo,
@@ -89,6 +100,32 @@ def download_snapshot(
         )
     _check_files(absent, repo)
     return index.parent
+
+
+def count_missing_bytes(
+    index: Path, repo: str, folders: dict[str, bool], *, variant: str = ""
+) -> int:
+    """Bytes that `download_snapshot` has yet to download; 0 when the Hub cannot be asked."""
+    files = _list_files(repo, index.parent.name)
+    if files is None:
+        return 0
+    chosen = choose_files(list(files), folders, repo=repo, variant=variant)
+    return _count_missing(files, chosen, index.parent)
+
+
+def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Path) -> int:
+    """Bytes of these files that are not in the cache: not whole, not of another commit, and not begun."""
+    blobs = snapshot.parent.parent / "blobs"
+    missing = 0
+    for name in names:
+        file = files.get(name)
+        if file is None or (snapshot / name).exists():
+            continue
+        blob = file.lfs.sha256 if file.lfs is not None else file.blob_id
+        if not (blobs / blob).exists():
+            missing += file.size
+    begun = sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
+    return max(missing - begun, 0)
 
 
 def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
@@ -261,15 +298,18 @@ Headers = Sequence[tuple[str, Any]]
 """Component and header of each of its files, as `huggingface_hub` reads it."""
 
 
-def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str = "") -> Headers:
+@functools.lru_cache(maxsize=4)
+def read_remote_headers(
+    repo: str, commit: str, folders: tuple[str, ...], variant: str = ""
+) -> Headers:
     """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
 
-    Each header is fetched by an HTTP range.
+    Each header is fetched by an HTTP range, once in a process: a commit does not change.
     """
     import huggingface_hub
 
     headers = []
-    files = _list_files(repo, commit) or []
+    files: Mapping[str, Any] = _list_files(repo, commit) or {}
     for folder in folders:
         inside = [
             PurePosixPath(name) for name in files if str(PurePosixPath(name).parent) == folder
@@ -390,15 +430,16 @@ def _read_endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
-def _list_files(repo: str, commit: str) -> list[str] | None:
-    """Every file of a repository at a commit; None when the Hub cannot be asked."""
+def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
+    """Every file of a repository at a commit with its size and hash; None when the Hub cannot be asked."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return None
     try:
         with _careful_client():
-            return list(huggingface_hub.HfApi().list_repo_files(repo, revision=commit))
+            tree = huggingface_hub.HfApi().list_repo_tree(repo, revision=commit, recursive=True)
+            return {x.path: x for x in tree if isinstance(x, huggingface_hub.hf_api.RepoFile)}
     except StopdownError:
         raise
     except Exception as error:

@@ -151,7 +151,8 @@ def resolve_source(
     if variant is None:
         return found
     found = replace(found, variant=variant)
-    if any(list_weight_files(found).values()) and not _has_variant(found):
+    is_here = with_weights or found.kind != "hub"
+    if is_here and any(list_weight_files(found).values()) and not _has_variant(found):
         raise make_error("no-variant", name=text_of(source), variant=variant)
     return found
 
@@ -207,14 +208,46 @@ def _resolve(
         index = hub.download_index(text, revision=revision)
         found = replace(_read_folder(text, index.parent, "hub"), variant=variant)
         refuse(text, list(_find_refusals(found)))
-        if not any(_find_damages(found)) and _has_variant(found):
-            return found  # whole in the cache already, at this commit
-        folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
+        if is_complete(found):
+            return found  # in the cache already, at this commit
         hub.download_snapshot(
-            index, text, folders, variant=variant, with_weights=with_weights, progress=progress
+            index,
+            text,
+            _list_folders(found),
+            variant=variant,
+            with_weights=with_weights,
+            progress=progress,
         )
         return found
     raise _describe_unknown(text)
+
+
+def is_complete(source: Source) -> bool:
+    """Whether everything that a Diffusers folder or Hub id is loaded from is on this computer."""
+    return not any(_find_damages(source)) and _has_variant(source)
+
+
+def count_download(source: Source) -> int:
+    """Bytes of a Hub id that are not on this computer yet; 0 for any other source, and offline."""
+    if source.kind != "hub" or is_complete(source):
+        return 0
+    index = source.path / "model_index.json"
+    return hub.count_missing_bytes(
+        index, source.name, _list_folders(source), variant=source.variant
+    )
+
+
+def read_remote_headers(source: Source) -> hub.Headers:
+    """Headers of the weights of a Hub id, which stay there; none of any other source, and offline."""
+    if source.kind != "hub":
+        return ()
+    names = tuple(name for name, has in _list_folders(source).items() if has)
+    return hub.read_remote_headers(source.name, source.revision, names, source.variant)
+
+
+def _list_folders(source: Source) -> dict[str, bool]:
+    """Component to whether it has weights."""
+    return {name: has_weights(class_name) for name, (_, class_name) in source.components.items()}
 
 
 KINDS = {
@@ -571,10 +604,14 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
 def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
     """Component → dtype → bytes stored in it, from the headers of the weights alone.
 
-    A single file is one component, `checkpoint`.
+    A single file is one component, `checkpoint`. Of a Hub id whose weights are not here yet, the headers
+    are read there.
     """
+    found = list_weight_files(source)
+    if source.kind == "hub" and not all(found.values()):
+        return hub.count_dtypes(read_remote_headers(source))
     stored: dict[str, dict[str, int]] = {}
-    for name, files in list_weight_files(source).items():
+    for name, files in found.items():
         counts: Counter[str] = Counter()
         for path in files:
             refuse(source.name, list(_check_weight_file(path, name)))
