@@ -644,7 +644,7 @@ def test_a_misfit_says_what_takes_most(component: str, said: str) -> None:
     least = Prediction(Strategy(), 24 * 2**20, component, 0, 0)
     fit = SimpleNamespace(predictions=(least,), strays=())
     with pytest.raises(StopdownError) as caught:
-        raise offloader._describe_misfit(fit, 12 * 2**20)  # type: ignore[arg-type]
+        raise offloader._describe_misfit(fit, 12 * 2**20, "on cpu in fp32")  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
