@@ -82,8 +82,20 @@ IN_A_PROCESS = [next(run for run in RUNS if run[0].split()[1] == "doctor")]
 """It runs as it is installed, as `generate` does in `test_packaging.py`; the others in this process."""
 
 
-LONG = ("stopdown convert shapes shapes-fp16",)  # tests/pipelines/test_convert{,_forms}.py
+LONG = (
+    "stopdown convert shapes shapes-fp16",  # tests/pipelines/test_convert{,_forms}.py
+    "stopdown compare shapes",  # tests/commands/test_compare_cli.py
+    "stopdown batch shapes --prompts prompts.jsonl",  # tests/pipelines/test_batch.py
+    'stopdown generate shapes "a yellow square',  # with a journal: tests/pipelines/test_journal.py
+)
 """Commands of ten seconds or more that do what the tests behind them do with tiny models: slow."""
+
+
+SHORTER = {"--steps 20": "--steps 2"}
+"""What a page types for a clip that people look at, and what is enough to see that the command runs."""
+
+LONG_PAGES = ("from-pretrained.md", "report.md")
+"""Pages whose Python does what test_quantization_config.py and test_compare.py do: slow."""
 
 
 def mark_long(run: tuple[str, int]) -> Any:
@@ -109,12 +121,19 @@ def test_commands_run(
     for needed, code in list_needed(command):
         if not Path(needed.rpartition(" -o ")[2].split()[0]).exists() and code == 0:
             check_command(needed, code, run)
+    for words, fewer in SHORTER.items():
+        command = command.replace(words, fewer)
     check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
 @pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning")  # how a guard reports a repair
 @pytest.mark.parametrize(
-    "page", [x for x in PAGES if "zh" not in x.parts], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x.name in LONG_PAGES else (), id=x.name)
+        for x in PAGES
+        if "zh" not in x.parts
+    ],
 )
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a page runs as it stands; those of Chinese pages are the same."""

@@ -190,6 +190,7 @@ def test_ray_is_named_where_it_is_missing(
         batch(options, Display())
 
 
+@pytest.mark.slow
 def test_ray_makes_the_same(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     """Two workers of a local Ray: each item once, with the bytes of one process; again: nothing."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'stopdown[ray]'")

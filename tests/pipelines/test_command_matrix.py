@@ -54,7 +54,7 @@ COMMANDS = (
 REFUSED: dict[tuple[str, str], str] = {}
 """Cells that are refused, with the reason."""
 
-CHEAP = [("svd", "fit"), ("svd", "load"), ("cogvideox-video", "fit"), ("wan", "check")]
+CHEAP = [("svd", "fit"), ("cogvideox-video", "fit"), ("wan", "check")]
 
 ALL = [(name, command) for name in PIPELINE_NAMES for command in COMMANDS]
 

@@ -297,7 +297,7 @@ def test_overflow_in_fp16_stops_the_run(
         ("cogvideox", "text_encoder"),
         ("cogvideox", "vae"),
         pytest.param("cogview3plus+large", "transformer", marks=pytest.mark.slow),
-        ("svd", "unet"),
+        pytest.param("svd", "unet", marks=pytest.mark.slow),
         pytest.param("sd", "unet", marks=pytest.mark.slow),
         pytest.param("wan", "transformer", marks=pytest.mark.slow),
     ],

@@ -179,19 +179,21 @@ import stopdown
 from stopdown.plans import plan_choice
 certified, certify = [], plan_choice.certify_plan
 plan_choice.certify_plan = lambda *x, **y: certified.append(1) or certify(*x, **y)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    config = stopdown.quantization(sys.argv[1])
-    known = len(certified)
-    options = {"dtype": torch.float16, "quantization_config": config}
-    pipe = DiffusionPipeline.from_pretrained(sys.argv[1], **options)
-    options["quantization_config"] = stopdown.StopdownConfig()
-    alone = CogVideoXTransformer3DModel.from_pretrained(
-        sys.argv[1], subfolder="transformer", **options
-    )
-said = sorted({str(x.message) for x in caught if "stopdown.json" in str(x.message)})
-sources = [x.hf_quantizer.applied_plan.source for x in (pipe.transformer, pipe.vae, alone)]
-print(json.dumps([sources, known, said]))
+for name in sys.argv[1:]:
+    certified.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = stopdown.quantization(name)
+        known = len(certified)
+        options = {"dtype": torch.float16, "quantization_config": config}
+        pipe = DiffusionPipeline.from_pretrained(name, **options)
+        options["quantization_config"] = stopdown.StopdownConfig()
+        alone = CogVideoXTransformer3DModel.from_pretrained(
+            name, subfolder="transformer", **options
+        )
+    said = sorted({str(x.message) for x in caught if "stopdown.json" in str(x.message)})
+    sources = [x.hf_quantizer.applied_plan.source for x in (pipe.transformer, pipe.vae, alone)]
+    print(json.dumps([sources, known, said]))
 """
 
 
@@ -201,18 +203,16 @@ def published(saved: Path) -> Plan:
     return dataclasses.replace(stopdown.make_plan(saved), source="published")
 
 
-@pytest.mark.parametrize("belongs", [True, False])
-def test_a_plan_in_a_repository_is_found(
-    saved: Path, published: Plan, tmp_path: Path, belongs: bool
-) -> None:
+def test_a_plan_in_a_repository_is_found(saved: Path, published: Plan, tmp_path: Path) -> None:
     """`stopdown.json` beside the model is taken, and nothing is certified, if the weights are its own.
 
     One that was made for other weights is named and not used, neither for a pipeline nor for one model.
     """
-    repo = shutil.copytree(saved, tmp_path / "tiny")
-    other = published if belongs else dataclasses.replace(published, fingerprint="0" * 64)
-    write_plan(seal_plan(other), repo / "stopdown.json")
-    with HubServer({"maker/tiny": repo}) as server:
+    repos = {name: shutil.copytree(saved, tmp_path / name) for name in ("own", "other")}
+    other = dataclasses.replace(published, fingerprint="0" * 64)
+    for name, plan in (("own", published), ("other", other)):
+        write_plan(seal_plan(plan), repos[name] / "stopdown.json")
+    with HubServer({f"maker/{name}": repo for name, repo in repos.items()}) as server:
         environment = {
             **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
             "HF_ENDPOINT": server.endpoint,
@@ -220,16 +220,18 @@ def test_a_plan_in_a_repository_is_found(
             "HF_HUB_DISABLE_XET": "1",
             "STOPDOWN_CACHE": str(tmp_path / "cache"),
         }
-        command = [sys.executable, "-c", LOAD, "maker/tiny"]
+        command = [sys.executable, "-c", LOAD, "maker/own", "maker/other"]
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "stopdown.json" in server.downloaded()
-    sources, certified, said = json.loads(done.stdout.splitlines()[-1])
-    assert certified == (0 if belongs else 1)
-    assert all((x == "published") is belongs for x in sources)
-    assert bool(said) is not belongs
+    own, made = map(json.loads, done.stdout.splitlines()[-2:])
+    assert own == [["published"] * 3, 0, []]
+    sources, certified, said = made
+    assert certified == 1
+    assert "published" not in sources
+    assert said
     assert all("is not used, and a plan is made instead" in x and "fingerprint" in x for x in said)
 
 

@@ -370,11 +370,11 @@ def test_what_repairs_make_goes_with_them() -> None:
         "encoder_hidden_states": torch.randn(1, 7, pipe.unet.config.cross_attention_dim),
     }
     counts = []
-    for _ in range(4):
+    for _ in range(3):
         stopdown.rescale_(pipe.unet, (), call).undo()
         with guard({"unet": pipe.unet.half()}, announce=lambda text: None) as handle:
             pipe.unet(**{k: x.half() if x.is_floating_point() else x for k, x in call.items()})
             assert [x.action for x in handle.repairs] == ["rescaled"]
         pipe.unet.float()
         counts.append(count_kept())
-    assert counts[1] == counts[2] == counts[3]
+    assert counts[1] == counts[2]

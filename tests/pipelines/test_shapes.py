@@ -46,7 +46,13 @@ def run_plain(pipe: Any, steps: int) -> np.ndarray[Any, Any]:
     return np.stack([np.asarray(frame) for frame in video])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_plain_diffusers_follows_the_prompt(
     load_plain: Callable[[torch.dtype], Any], dtype: torch.dtype
 ) -> None:

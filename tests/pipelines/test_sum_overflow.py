@@ -40,12 +40,11 @@ def look(pipe: Any, device: str) -> list[Finding]:
 
 
 def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
-    """The failure that was seen on A100 and A30, and not on V100, told before it happens, on a CPU."""
+    """The failure that was seen on an A100, and not on a V100, told before it happens, on a CPU."""
     with assert_untouched(scored):
-        (a100,), (a30,), (v100,) = (look(scored, name) for name in ("a100", "a30", "v100"))
-    assert {f.module_path for f in (a100, a30, v100)} == {f"unet:{MODULE_PATH}"}
-    assert [(f.kind, f.severity) for f in (a100, a30, v100)] == [
-        ("sum-overflows", "wrong"),
+        (a100,), (v100,) = (look(scored, name) for name in ("a100", "v100"))
+    assert {f.module_path for f in (a100, v100)} == {f"unet:{MODULE_PATH}"}
+    assert [(f.kind, f.severity) for f in (a100, v100)] == [
         ("sum-overflows", "wrong"),
         ("sum-may-overflow", "note"),
     ]

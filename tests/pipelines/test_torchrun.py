@@ -27,10 +27,8 @@ def start_two(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("way", "named"),
-    [("auto", "context"), pytest.param("guidance", "guidance", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "named"), [("auto", "context"), ("guidance", "guidance")])
 def test_two_processes_make_the_video_of_one(way: str, named: str, tmp_path: Path) -> None:
     """The frames of one process, within a level of rounding; one card, one record, nothing left over."""
     source = testing.save_pipeline("cogvideox", tmp_path / "model")
