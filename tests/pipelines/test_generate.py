@@ -120,7 +120,13 @@ CLASSES = {
 """The class that serves each run."""
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in ("cogvideox-image", "sd", "flux") else ())
+        for x in CLASSES
+    ],
+)
 @pytest.mark.usefixtures("each_device")
 def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, name: str) -> None:
     """Every family writes the very pixels of plain Diffusers, and the record names its class."""

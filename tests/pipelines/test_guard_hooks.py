@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -288,8 +289,16 @@ def test_without_its_cache_put_back_a_call_is_another(
 ALL_CACHES = (*CACHES, cache_faster, cache_magnitudes, cache_taylor, cache_taylor_lite)
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("put_on", ALL_CACHES)
+def list_cached() -> list[Any]:
+    """Each cache at its first and at a later step; three of them in the default suite."""
+    default = ((cache_first_block, 0), (broadcast_attention, 1), (cache_faster, 1))
+    return [
+        pytest.param(*one, marks=() if one in default else pytest.mark.slow)
+        for one in itertools.product(ALL_CACHES, (0, 1))
+    ]
+
+
+@pytest.mark.parametrize(("put_on", "step"), list_cached())
 @pytest.mark.usefixtures("each_device")
 def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step: int) -> None:
     """Exponents are found beneath the cache, for the call that failed: no component ends in bf16."""

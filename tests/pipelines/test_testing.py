@@ -61,6 +61,7 @@ def run(pipe: Any, name: str, *, steps: int = 1) -> np.ndarray:
     return np.asarray(output[0])
 
 
+@pytest.mark.slow  # each runs in the three precisions in the test of overflow below, too
 @pytest.mark.parametrize("name", testing.PIPELINE_NAMES)
 def test_every_tiny_pipeline_runs_in_each_precision(name: str) -> None:
     """Each recipe gives finite, uneven pixels, and fp16 is nearer to fp32 than bf16 is."""

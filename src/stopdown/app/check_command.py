@@ -29,12 +29,12 @@ from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
 from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
+from stopdown.sources.source_problems import refuse_problems
 from stopdown.sources.sources import (
     Source,
     describe_damage,
     find_kind,
     find_missing,
-    refuse,
     refuse_ignored,
     resolve_source,
     verify_source,
@@ -169,7 +169,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
     try:
         file = open_weight_file(path)
     except (DamagedFileError, OSError) as error:
-        refuse(options.source, [describe_damage(path, error)])
+        refuse_problems(options.source, [describe_damage(path, error)])
         raise
     found = inspect_file(file, options.source, options.device, shown.progress)
     return replace(
@@ -187,7 +187,7 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
 
     found = _resolve(options, with_weights=False)
     if found.kind in ("bundled", "folder"):
-        refuse(found.name, find_missing(found))
+        refuse_problems(found.name, find_missing(found))
     load_libraries(display or Display())
     from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
 

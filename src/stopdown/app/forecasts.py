@@ -249,7 +249,7 @@ def _explain(
     limit: int,
     profile: Profile,
 ) -> tuple[str, ...]:
-    """Why this one and not another, as whole sentences."""
+    """Give the reasons for a forecast's precision and strategy, and against the others, as sentences."""
     from stopdown.memory.forecast import USABLE_SHARE
     from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 

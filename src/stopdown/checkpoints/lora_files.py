@@ -256,7 +256,7 @@ def _read_file(
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:
     """The tensors in names that the model has: as they are, or as Diffusers names them for its class."""
     index = _index(weights)
-    is_known = all(find_layer(stem, index) for stem in _group(tensors)[0])
+    is_known = all(find_layer(stem, index) for stem in _group_by_layer(tensors)[0])
     if is_known or weights.folder is None:
         return tensors
     return name_lora_as_diffusers(weights.folder, tensors) or tensors
@@ -274,7 +274,7 @@ def _scale_all(
     path: Path, tensors: Tensors, weights: Weights
 ) -> tuple[dict[str, torch.Tensor], Counter[str]]:
     """Every tensor as it is written, and how many of each component were scaled."""
-    groups, others = _group(tensors)
+    groups, others = _group_by_layer(tensors)
     index = _index(weights)
     written, changed = dict(tensors), Counter[str]()
     strange, problems = list(others), []
@@ -305,8 +305,8 @@ def _scale_all(
     return written, changed
 
 
-def _group(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Layer as the file names it, role, name of the tensor; and names that say nothing."""
+def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Group the names in a LoRA file: layer to role (up, down, alpha) to name; and names of no role."""
     groups: dict[str, dict[str, str]] = {}
     others = []
     for name in tensors:

@@ -110,7 +110,7 @@ def clear_caches(module: torch.nn.Module) -> None:
 
 
 def _find_states(module: torch.nn.Module) -> Iterator[Any]:
-    """Objects whose attributes are what is kept: hooks' managers and states."""
+    """Yield what holds the state of step caches in a module: Diffusers' hooks, managers and states."""
     seen: set[int] = set()
     for hook in _find_hooks(module):
         for value in vars(hook).values():

@@ -1,4 +1,4 @@
-"""What is at fault around the operations: formats of the device, schedules, needs of single models."""
+"""Findings beside the operations: formats of the device, schedules, single models, fp16 without a plan."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _read_joint(node: Node) -> Blocks | None:
 
 
 def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
-    """Dimension of a concatenation, and each of its inputs with the indices that it fills."""
+    """Return the dimension of a `cat`, and each input with the block of indices that it fills."""
     given = arguments(node)
     dim = int(given.get("dim", 0)) % max(len(shape_of(node)), 1)
     places, done = [], 0

@@ -49,7 +49,7 @@ class Speed:
 
 
 def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
-    """What a profile's sources say, for the slowest of these formats; None when they do not say."""
+    """Return a profile's stated speed in the slowest of some formats; None if it lacks one of them."""
     facts = {name: profile.formats.get(name) for name in formats}
     rates = {name: x.tflops for name, x in facts.items() if x is not None and x.tflops is not None}
     if not rates or len(rates) < len(facts):

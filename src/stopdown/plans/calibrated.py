@@ -311,6 +311,7 @@ def _plan_pipeline(
     options: tuple[str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
+    """Run the requests in fp32, record the calls of each component, and plan every component from them."""
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)

@@ -31,7 +31,7 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class CastCheck:
-    """A hook before the calls of a module that knows in what its parameters were left."""
+    """A hook before each call of a module that notices if its parameters were cast since."""
 
     def __init__(self, module: torch.nn.Module, needs: str) -> None:
         self.module, self.needs = module, needs
@@ -39,7 +39,7 @@ class CastCheck:
         self.accept()
 
     def accept(self) -> None:
-        """What the parameters are in now is right."""
+        """Take the dtypes that the parameters have now as the right ones."""
         self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
 
     def put_on(self, patches: Patches) -> None:

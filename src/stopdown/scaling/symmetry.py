@@ -54,7 +54,7 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
 
 
 def tie_columns(problem: Problem) -> Problem | None:
-    """The same problem with one exponent for all columns of a weight; None where none has several."""
+    """Return a problem where columns of a weight share one exponent; None if no weight has several."""
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
         bare, place = split_name(name)

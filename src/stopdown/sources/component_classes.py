@@ -71,7 +71,7 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
 
 @contextmanager
 def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
-    """Whatever Diffusers and Transformers raise while they build from a model's files, as a SourceError.
+    """Turn what a component's class raises while it is built from a model's files into a SourceError.
 
     Args:
         has_weights: False where only configurations are read.

@@ -40,3 +40,20 @@ def make_problem(name: str, /, **values: Any) -> Problem:
 
 def make_error(name: str, /, **values: Any) -> SourceError:
     return make_problem(name, **values).as_error()
+
+
+def refuse_problems(name: str, problems: list[Problem]) -> None:
+    """Raise one SourceError for all problems of a source, worst first; nothing without one."""
+    if not problems:
+        return
+    problems = sorted(problems, key=lambda problem: problem.rank)
+    if len(problems) == 1:
+        raise problems[0].as_error()
+    listed = [f"({number}) {problem.what}" for number, problem in enumerate(problems, start=1)]
+    expected = dict.fromkeys(problem.expected for problem in problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    raise SourceError(
+        f"The model {name} has {len(problems)} problems. {' '.join(listed)}",
+        expected=" ".join(expected),
+        remedy=" ".join(remedies),
+    )

@@ -50,7 +50,14 @@ from stopdown.sources.headers import (
     read_shard_index,
 )
 from stopdown.sources.hub import Progress
-from stopdown.sources.source_problems import MISSING, PICKLED, Problem, make_error, make_problem
+from stopdown.sources.source_problems import (
+    MISSING,
+    PICKLED,
+    Problem,
+    make_error,
+    make_problem,
+    refuse_problems,
+)
 
 BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
 OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
@@ -207,7 +214,7 @@ def _resolve(
     if isinstance(source, str) and is_hub_id(text):
         index = hub.download_index(text, revision=revision)
         found = replace(_read_folder(text, index.parent, "hub"), variant=variant)
-        refuse(text, list(_find_refusals(found)))
+        refuse_problems(text, list(_find_refusals(found)))
         if is_complete(found):
             return found  # in the cache already, at this commit
         hub.download_snapshot(
@@ -373,7 +380,7 @@ def verify_source(source: Source) -> None:
         problems = list(_check_weight_file(source.path, "the file"))
     else:
         problems = [*_find_refusals(source), *_find_damages(source)]
-    refuse(source.name, problems)
+    refuse_problems(source.name, problems)
 
 
 def verify_descriptions(source: Source) -> None:
@@ -381,24 +388,7 @@ def verify_descriptions(source: Source) -> None:
     found = list(_find_refusals(source)) if source.kind != "component" else []
     for name, (_, class_name) in source.components.items():
         found += _check_configurations(source.path / name, class_name, may_lack=True)
-    refuse(source.name, found)
-
-
-def refuse(name: str, problems: list[Problem]) -> None:
-    """Raise one SourceError for all problems of a source, worst first; nothing without one."""
-    if not problems:
-        return
-    problems = sorted(problems, key=lambda problem: problem.rank)
-    if len(problems) == 1:
-        raise problems[0].as_error()
-    listed = [f"({number}) {problem.what}" for number, problem in enumerate(problems, start=1)]
-    expected = dict.fromkeys(problem.expected for problem in problems)
-    remedies = dict.fromkeys(problem.remedy for problem in problems)
-    raise SourceError(
-        f"The model {name} has {len(problems)} problems. {' '.join(listed)}",
-        expected=" ".join(expected),
-        remedy=" ".join(remedies),
-    )
+    refuse_problems(source.name, found)
 
 
 def _find_refusals(source: Source) -> Iterator[Problem]:
@@ -614,7 +604,7 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
     for name, files in found.items():
         counts: Counter[str] = Counter()
         for path in files:
-            refuse(source.name, list(_check_weight_file(path, name)))
+            refuse_problems(source.name, list(_check_weight_file(path, name)))
             for tensor in _read_tensors(path).values():
                 counts[tensor.dtype] += tensor.size_bytes
         stored[name] = dict(counts)
