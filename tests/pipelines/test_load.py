@@ -17,6 +17,7 @@ from models.pipeline_calls import call_pipeline
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.plans.precision import parse_request, write_request
+from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 from stopdown.sources.library_messages import quiet_libraries
 
@@ -177,11 +178,20 @@ def test_a_pipeline_is_loaded_without_a_guard(save_tiny: SaveTiny) -> None:
     np.testing.assert_array_equal(*(call_pipeline(pipe, "sd") for pipe in pipes))
 
 
-@pytest.mark.parametrize("by_path", [True, False])
-def test_a_pipeline_is_loaded_by_a_plan(save_tiny: SaveTiny, tmp_path: Path, by_path: bool) -> None:
-    """Given as itself or as the path of its file; what is done to a guarded pipeline goes on."""
+@pytest.fixture(scope="module")
+def planned(save_tiny: SaveTiny) -> tuple[Path, Plan]:
+    """A tiny Stable Diffusion and its plan."""
     folder = save_tiny("sd")
-    plan = stopdown.make_plan(folder, request=stopdown.Request(steps=1, height=32, width=32))
+    request = stopdown.Request(steps=1, height=32, width=32)
+    return folder, stopdown.make_plan(folder, request=request)
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_pipeline_is_loaded_by_a_plan(
+    planned: tuple[Path, Plan], tmp_path: Path, by_path: bool
+) -> None:
+    """Given as itself or as the path of its file; what is done to a guarded pipeline goes on."""
+    folder, plan = planned
     given = stopdown.write_plan(plan, tmp_path / "plan.json") if by_path else plan
     pipe = stopdown.load(folder, precision=given, device="cpu")
     pipe.set_progress_bar_config(disable=True)

@@ -212,7 +212,7 @@ def test_a_stored_weight_that_stays_as_it_is_takes_no_memory() -> None:
     assert StoredWeight(values, torch.float32).read().data_ptr() == values.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["cogvideox", "sd"])
+@pytest.mark.parametrize("name", ["cogvideox", pytest.param("sd", marks=pytest.mark.slow)])
 def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
     planned: tuple[Source, Plan], save_tiny: Callable[..., Path], name: str
 ) -> None:
