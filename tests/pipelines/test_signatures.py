@@ -551,3 +551,41 @@ def test_rescale_watches_other_signatures() -> None:
         cast_(module, torch.float16, rescaling)
         assert measure_error(run(module, hidden, torch.float16), both) < 2e-3
         rescaling.undo()
+
+
+class Modulated(nn.Module):
+    """Blocks whose norms are scaled by halves of a linear's result; what that linear gives overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.modulations = nn.ModuleList(nn.Linear(8, 64) for _ in range(3))
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        x = self.enter(x).unflatten(1, grid).flatten(1, 2)
+        for block, modulation in zip(self.blocks, self.modulations, strict=True):
+            scale, shift = modulation(time).unsqueeze(1).chunk(2, dim=-1)
+            x = x + block(self.norm(x) * (1 + scale) + shift)
+        return self.leave(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_a_stream_in_fp32_under_other_numbers() -> None:
+    """A call that differs in a number alone keeps exponents whose stream has multiplies before its parts.
+
+    Without the casts of the stream such a linear's result is in parts that nothing multiplies, so every
+    picture of another size ran in fp32.
+    """
+    torch.manual_seed(2)
+    module = Modulated().eval().requires_grad_(False)
+    module.modulations[1].weight.mul_(2.0**18)
+    given = {"x": torch.randn(1, 12, 16), "time": torch.randn(1, 8)}
+    first, other = {**given, "grid": (3, 4)}, {**given, "grid": (2, 6)}
+    wanted = run(module, other)
+    bf16 = measure_error(run(copy.deepcopy(module).bfloat16(), other, torch.bfloat16), wanted)
+    rescaling = rescale_(module, (), first, residual="fp32")
+    assert rescaling.residual == "fp32"
+    assert "modulations.1" in rescaling.scaling.multiplies
+    cast_(module, torch.float16, rescaling)
+    assert measure_error(run(module, other, torch.float16), wanted) < bf16 / 2

@@ -65,11 +65,16 @@ def find_ends(
 
     Args:
         module: as it was before exponents were folded in; its weights may be on `meta`.
+        capture: of the call, with the residual stream of the scaling.
 
     Cost: the equations of one graph; no value is read.
     """
     problem = state_problem(
-        module, [Measured(capture, split_values(capture), {})], multiplies=True, has_free_ends=True
+        module,
+        [Measured(capture, split_values(capture), {})],
+        multiplies=True,
+        stream=scaling.stream,
+        has_free_ends=True,
     )
     found = _Exponents(problem.system)
     if not _fix_all(found, problem, module, scaling, capture):

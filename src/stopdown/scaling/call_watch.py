@@ -49,7 +49,7 @@ from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
-from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.graph.capture import name_parameters
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
@@ -58,6 +58,7 @@ from stopdown.records import Scaling
 from stopdown.scaling.adapters import unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
 from stopdown.scaling.folds import cast_, widen_outputs
+from stopdown.scaling.measurement import Captures
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
 
@@ -361,7 +362,7 @@ class CallWatch:
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
         call = skeleton if method == "forward" else getattr(skeleton, method)
         try:
-            capture = capture_call(call, args, kwargs, dtype=torch.float16)
+            capture = Captures(torch.float16).take((call, args, kwargs), self.scaling.stream)
             return find_ends(skeleton, self.scaling, capture, args, kwargs)
         except Exception:  # whatever a model's code does: nothing is known of such calls
             return None

@@ -33,7 +33,7 @@ from stopdown.graph.nodes import (
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.range_measurement import Range, Ranges, find_saturating, log2_of
 from stopdown.number_formats import NEAR_FP16_END
-from stopdown.records import Operands
+from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.exponent_rules import Operation, state_equations
 from stopdown.scaling.fold_bounds import FoldBound, read_bounds
 from stopdown.scaling.linear_system import ZERO, System
@@ -189,8 +189,7 @@ def state_problem(
     calls: Sequence[Measured],
     *,
     multiplies: bool = False,
-    widened: frozenset[str] = frozenset(),
-    closed: frozenset[str] = frozenset(),
+    stream: ResidualStream | None = None,
     wide_outputs: frozenset[int] = frozenset(),
     narrow: Collection[str] = (),
     has_free_ends: bool = False,
@@ -199,8 +198,8 @@ def state_problem(
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
-        widened: modules at whose output one is allowed in any case.
-        closed: those of them that cast their output to fp16, behind the multiply.
+        stream: under which the calls were captured; where it casts an output, a multiply is allowed in
+            any case.
         wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
         narrow: classes of modules inside which fp32 values must fit into fp16 as well.
         has_free_ends: of one call, let each floating argument and output have an exponent.
@@ -209,7 +208,9 @@ def state_problem(
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
     problem.operands = merge_operands(*(call.capture.operands for call in calls))
     problem.guests = _find_guests(module, calls)
-    problem.widened = widened
+    casts = stream or ResidualStream((), ())
+    closed = frozenset(casts.cast_output_down)  # these cast to fp16 behind the multiply
+    problem.widened = closed.union(casts.cast_output_up)
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
     if has_free_ends:

@@ -219,12 +219,9 @@ def find_scaling(
         PostponedError: no exponents do without modules in fp32.
         ScalingError: no exponents keep the calls in range.
     """
-    casts = stream or ResidualStream((), ())
     state = cache(partial(
         (statements or Statements()).state, module, calls,
-        widened=frozenset((*casts.cast_output_up, *casts.cast_output_down)),
-        closed=frozenset(casts.cast_output_down),
-        wide_outputs=find_wide_outputs(calls),
+        stream=stream, wide_outputs=find_wide_outputs(calls),
     ))  # fmt: skip
 
     @cache
