@@ -17,8 +17,10 @@ from torch import nn
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, make_case
 from models.snapshots import assert_untouched
+from stopdown import make_plan
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.memory.offloader import predict_run
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
@@ -589,3 +591,28 @@ def test_a_stream_in_fp32_under_other_numbers() -> None:
     assert "modulations.1" in rescaling.scaling.multiplies
     cast_(module, torch.float16, rescaling)
     assert measure_error(run(module, other, torch.float16), wanted) < bf16 / 2
+
+
+def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast of calls that exponents do not hold for runs, and takes none of them off the weights."""
+    monkeypatch.setattr(call_watch, "find_ends", lambda *args: None)
+    pipe = make_pipeline("sd", overflow="unet")
+    given: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 1}
+    plan = make_plan(pipe, prompts=[given])
+    with apply_plan(pipe, plan):
+        before = {name: x.clone() for name, x in pipe.unet.named_parameters()}
+        scaled = {**given, "cross_attention_kwargs": {"scale": 0.5}}
+        assert predict_run(pipe, scaled, steps=1, fused=True).predictions
+        assert all(torch.equal(x, before[name]) for name, x in pipe.unet.named_parameters())
+
+
+def test_a_difference_has_lists_whole() -> None:
+    """Numbers of a list are not arguments of their own."""
+    torch.manual_seed(2)
+    module = Modulated().eval().requires_grad_(False)
+    given = {"x": torch.randn(1, 12, 16), "time": torch.randn(1, 8)}
+    known = rescale_(module, (), {**given, "grid": (3, 4)}).scaling
+    said = call_watch._describe_difference(
+        "forward(grid=[2, 6], time[2d], x[3d])", known, "forward"
+    )
+    assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"

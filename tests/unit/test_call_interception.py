@@ -88,7 +88,7 @@ def test_a_copy_has_its_layers_in_their_order() -> None:
     with Patches() as patches:
         for rank in (Rank.JOURNAL, Rank.COMPONENT, Rank.GUARD):
             put_layer(component, "forward", make_layer(rank.name, calls), patches, rank)
-        copy_layers(component, copied, None)
+        copy_layers(component, copied, Rank.EXPONENTS)
     put_layer(copied, "forward", make_layer("plan", calls), Patches(), Rank.PLAN)
     copied(torch.ones(1, 2), torch.ones(1))
     assert calls == ["JOURNAL", "GUARD", "plan", "COMPONENT"]

@@ -232,13 +232,13 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank | None) -> None:
-    """Put the layers of one module on a copy of it, in their order; those `below` a rank alone."""
+def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
+    """Put the layers of one module on a copy of it, in their order: those `below` a rank."""
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
         for rank, callee, layer in stack.layers if stack is not None else ():
-            if below is None or rank < below:
+            if rank < below:
                 put_layer(target, name, layer, patches, rank, callee)
 
 

@@ -194,12 +194,13 @@ class _Memo:
     """What copies of one pipeline share.
 
     Attributes:
-        below: only layers below this rank are copied; None for all.
+        below: only layers below this rank are copied. That of exponents would change the weights of the
+            original for a call that they do not hold for.
         keeps_device: fake parameters are where the real ones are, and not on the CPU.
         copies: what `copy.deepcopy` knows.
     """
 
-    below: Rank | None = None
+    below: Rank = Rank.EXPONENTS
     keeps_device: bool = False
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     copies: dict[int, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -610,7 +611,8 @@ def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
 
 
 def _list_parts(signature: str) -> set[str]:
-    return {*signature.partition("(")[2].removesuffix(")").split(", ")} - {""}
+    inner = signature.partition("(")[2].removesuffix(")")
+    return {*re.split(r", (?![^\[]*\])", inner)} - {""}  # not inside of a list
 
 
 def watch_calls(
