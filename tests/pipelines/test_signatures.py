@@ -616,3 +616,21 @@ def test_a_difference_has_lists_whole() -> None:
         "forward(grid=[2, 6], time[2d], x[3d])", known, "forward"
     )
     assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"
+
+
+@pytest.mark.parametrize("put", [apply_plan, rescale_])
+def test_a_deep_copy_refuses_other_signatures(put: Any) -> None:
+    """Nothing takes exponents off a copy, so calls that they do not hold for are refused there."""
+    module, first = make_encoder()
+    wanted = run(module, first)
+    if put is apply_plan:
+        handle: Any = apply_plan({"part": module}, plan_module(module, first))
+    else:
+        handle = rescale_(module, (), first)
+        cast_(module, torch.float16, handle)
+    copied = copy.deepcopy(copy.deepcopy(module))
+    handle.undo()
+    assert measure_error(run(copied, first, torch.float16), wanted) < 2e-3
+    with pytest.raises(ScalingError, match=r"A copy of .* was called with hidden=True"):
+        run(copied, {**first, "hidden": True}, torch.float16)
+    assert measure_error(run(module, first), wanted) == 0.0

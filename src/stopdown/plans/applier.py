@@ -47,7 +47,7 @@ from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.call_watch import WatchOptions, watch_calls
+from stopdown.scaling.call_watch import Copying, WatchOptions, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
     has_more_than_folds,
@@ -191,21 +191,13 @@ def apply_precision(
         put(patches)
 
 
-@dataclasses.dataclass
-class _Pickling:
-    """In the place of a module's `__reduce_ex__`: it is copied as before, and not pickled.
+class _Pickling(Copying):
+    """In the place of a module's `__reduce_ex__`: it is copied, and not pickled."""
 
-    A deep copy has the exponents and casts of the module, and one of these of its own.
-    """
-
-    module: torch.nn.Module
-
-    def __call__(self, protocol: Any) -> Any:
-        kind = type(self.module)
-        if sys._getframe(1).f_globals.get("__name__") == "copy":
-            return kind.__reduce_ex__(self.module, protocol)
+    def pickle(self, protocol: Any) -> Any:
         raise PlanError(
-            f"{kind.__name__} cannot be pickled under a plan or a repair, as torch.save(module) does.",
+            f"{type(self.module).__name__} cannot be pickled under a plan or a repair, as "
+            "torch.save(module) does.",
             expected="Its hooks and the exponents of its weights belong together.",
             remedy=_SAVING,
         )

@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,6 +132,7 @@ class CallWatch:
         self._casts = casts
         self._name = options.name or type(module).__name__
         self._verdicts: dict[str, CallEnds | None] = dict.fromkeys(scaling.signatures, _PLAIN)
+        self._copied: dict[str, CallEnds | None] = {}
         self._own, self._on, self._off = Patches(), Patches(), Patches()
         self._slots = set[str]()
         self._turn = threading.Condition(threading.RLock())
@@ -146,6 +149,8 @@ class CallWatch:
         patches.defer(self._remove)
         self._switch_on()
         self._own.set_attribute(self.module, _WATCH, self)
+        if "__reduce_ex__" not in vars(self.module):
+            self._own.set_attribute(self.module, "__reduce_ex__", Copying(self.module))
         self.follow()
         callee = Callee("", self.module, "forward", "decode", GENERAL_KEEPS)
         put_layer(self.module, "forward", self._enter_whole, self._own, Rank.EXPONENTS, callee)
@@ -178,6 +183,29 @@ class CallWatch:
 
     def __deepcopy__(self, memo: object) -> CallWatch:
         return self
+
+    def check_copy(
+        self, copied: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse a call of a deep copy that its exponents do not hold for: they cannot be taken off there.
+
+        A pre-hook of the copy; a copy without weights is of a forecast, and runs every call.
+        """
+        if not any(has_values(x) for x in copied.parameters()):
+            return
+        signature = sign_call(copied, "forward", args, kwargs)
+        if signature not in self._copied:
+            self._copied[signature] = self._verdicts.get(signature) or self._trace(
+                "forward", args, kwargs
+            )
+        ends = self._copied[signature]
+        if ends is None or not ends.is_plain:
+            what = _describe_difference(signature, self.scaling, "forward")
+            raise ScalingError(
+                f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
+                expected="A copy of a planned or repaired module keeps its exponents for good.",
+                remedy=f"Copy it without the plan. {self._options.remedy}",
+            )
 
     @property
     def has_call_here(self) -> bool:
@@ -596,6 +624,45 @@ def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     narrow = tensor.to(dtype)
     return narrow if bool((narrow.isfinite() | ~tensor.isfinite()).all()) else tensor
+
+
+@dataclass
+class Copying:
+    """In the place of a module's `__reduce_ex__`: deep copies of it check their calls.
+
+    A deep copy has the exponents and casts of the module, and one of these of its own.
+    """
+
+    module: torch.nn.Module
+
+    def __call__(self, protocol: Any) -> Any:
+        kind = type(self.module)
+        if sys._getframe(1).f_globals.get("__name__") != "copy":
+            return self.pickle(protocol)
+        make, args, state, *rest = kind.__reduce_ex__(self.module, protocol)
+        watch: CallWatch | None = vars(self.module).get(_WATCH)
+        hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+        if watch is not None and _WATCH not in state[hooks]:
+            state = {
+                **state,
+                hooks: OrderedDict({_WATCH: _CopyCheck(watch), **state[hooks]}),
+                with_kwargs: OrderedDict({_WATCH: True, **state[with_kwargs]}),
+            }
+        return (make, args, state, *rest)
+
+    def pickle(self, protocol: Any) -> Any:
+        return type(self.module).__reduce_ex__(self.module, protocol)
+
+
+@dataclass(frozen=True)
+class _CopyCheck:
+    watch: CallWatch
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self.watch.check_copy(module, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> _CopyCheck:
+        return self
 
 
 def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
