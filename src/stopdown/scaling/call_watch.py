@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -639,7 +639,8 @@ class Copying:
         kind = type(self.module)
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             return self.pickle(protocol)
-        make, args, state, *rest = kind.__reduce_ex__(self.module, protocol)
+        made: tuple[Any, ...] = cast(Any, kind.__reduce_ex__(self.module, protocol))
+        make, args, state, *rest = made
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
         if watch is not None and _WATCH not in state[hooks]:
