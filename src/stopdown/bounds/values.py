@@ -81,7 +81,10 @@ class AffineRow:
         rows = torch.linalg.qr(self.table[picked].double().T).Q.T.to(self.table.dtype)
         coefficients = self.table @ rows.T
         pairs = zip(*(x.split(TIMESTEPS_AT_ONCE) for x in (self.table, coefficients)), strict=True)
-        left = find_largest_rows(part - factors @ rows for part, factors in pairs).double()
+        held = torch.empty(TIMESTEPS_AT_ONCE, rows.shape[1], dtype=rows.dtype)
+        left = find_largest_rows(
+            torch.mm(factors, rows, out=held[: len(part)]).sub_(part) for part, factors in pairs
+        ).double()
         coefficients, rows = coefficients.double(), rows.double()
         magnitudes = coefficients.abs().amax(0) @ rows.abs() + self.largest
         return coefficients, rows, left + (BASIS + 4) * 2.0**-24 * magnitudes
