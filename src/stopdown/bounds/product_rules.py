@@ -16,6 +16,7 @@ from torch.fx import Node
 from stopdown.bounds.affine_rows import AffineRow, bound_image, list_columns
 from stopdown.bounds.known_values import Operands, UnboundedError
 from stopdown.bounds.row_sums import (
+    ENTRIES,
     WEIGHT_ROUNDING,
     RowSums,
     choose_scale,
@@ -169,22 +170,40 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
     The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
     places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
     """
-    width, total = outer.shape[1] // heads, torch.zeros(outer.shape[0]).double()
-    scale = choose_scale(find_largest(outer))
+    width, scale = outer.shape[1] // heads, choose_scale(find_largest(outer))
     loss = (width + 4) * 2.0**-24
-    for rows, columns in zip(inner.chunk(heads), outer.chunk(heads, dim=1), strict=True):
-        values, out = rows.double(), columns.to(torch.float32, copy=True).mul_(scale)
+    roots, sizes = _factor_heads(inner, heads)
+    total = torch.empty(outer.shape[0]).double()
+    if not math.isfinite(float(sizes.sum())):
+        return total.fill_(math.inf)
+    parts = outer.split(max(1, ENTRIES // outer.shape[1]))
+    held = torch.empty(parts[0].shape, dtype=torch.float32)
+    turned = torch.empty(heads, len(parts[0]), width, dtype=torch.float32)
+    start = 0
+    for part in parts:
+        rows = held[: len(part)].copy_(part).mul_(scale).view(len(part), heads, width)
+        by_head = rows.transpose(0, 1)
+        made = torch.bmm(by_head, roots, out=turned[:, : len(part)])
+        found, own = (torch.linalg.vector_norm(x, dim=2).double() for x in (made, by_head))
+        lengths = found * (1 + loss) + loss * (own + 2.0**-40)
+        total[start : start + len(part)] = (sizes / scale) @ lengths
+        start += len(part)
+    return total
+
+
+def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`L_h` of each head over a size, `[heads, width, width]` in fp32, and the sizes; inf if not finite."""
+    roots, sizes = list[torch.Tensor](), list[float]()
+    values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
+    for rows in inner.chunk(heads):
+        values.copy_(rows)
         gram = values @ values.T
         size = max(float(gram.trace()) ** 0.5, 1e-300)
         gram.div_(size).div_(size).diagonal().add_(sum(rows.shape) * 2.0**-49)
         root, info = torch.linalg.cholesky_ex(gram)
-        if int(info):  # not finite
-            return total + math.inf
-        turned = out @ root.float()
-        lengths = torch.stack([torch.linalg.vector_norm(x, dim=1) for x in (turned, out)])
-        found, own = lengths.double()
-        total += (found * (1 + loss) + loss * (own + 2.0**-40)) * (size / scale)
-    return total
+        roots.append(root.float())
+        sizes.append(math.inf if int(info) else size)
+    return torch.stack(roots), torch.tensor(sizes, dtype=torch.float64)
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:
