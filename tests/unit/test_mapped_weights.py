@@ -121,6 +121,7 @@ def test_tied_weights_are_one_tensor_when_they_are_mapped(
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
+@pytest.mark.slow  # two measured plans
 @pytest.mark.usefixtures("few_bytes")
 def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(planned: tuple[Source, Plan]) -> None:
     """Exponents, headroom and trial are the same; folding and casting leave every weight in a file."""
