@@ -11,7 +11,8 @@ Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices
 The copies in fp32 that this takes are in what is predicted and what is measured.
 
 A certificate with an fp32 residual is what `auto` makes and keeps. *measure* is `plan --measure`: a run by
-that certificate, and then exponents from what the component's calls had. *plan* measures a run in fp32.
+that certificate, and then exponents from what the component's calls had, or from bounds where those cost
+nothing: a mixed certificate. *plan* measures a run in fp32.
 
     python benchmarks/full_size_runs.py CogVideoX-2B
     python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
@@ -646,6 +647,7 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         "multiplies": len(entry.in_force.multiplies),
         "fp32_modules": list(entry.in_force.fp32_modules), "certified": entry.in_force.certified,
         "bounded": entry.in_force.bounded, "values": entry.in_force.values,
+        "measured_bits": entry.in_force.measured_bits,
         "reasons": entry.reasons, "stages_s": stages,
     }  # fmt: skip
 
@@ -829,6 +831,8 @@ def format_run(stage: str, row: dict[str, Any]) -> str:
 def format_plan(stage: str, row: dict[str, Any]) -> str:
     modules = row["fp32_modules"]
     values = f"{row['bounded']} of {row['values']} certified" if row["values"] else "measured"
+    if row["values"] and row.get("measured_bits") is not None:
+        values += f", the others measured with {row['measured_bits']:.1f} bits of headroom"
     names = {OLD: "measured in fp32", MEASURED: "measured by the certificate"}
     name = names.get(stage, stage.replace("certify", "certificate"))
     cells = [

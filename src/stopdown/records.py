@@ -697,7 +697,9 @@ class Scaling(Displayed):
         operands: what is cast, or stays fp32, because the component's code mixes dtypes.
         values: how many fp16 values and weights there are; 0 where bounds were not asked for.
         bounded: how many of them rest on bounds.
-        uncertain: places of those whose ranges were measured and not bounded.
+        uncertain: places of those that no bound keeps in range, so that they rest on what was measured.
+        measured_bits: bits between the largest that was measured of those and the format's maximum; None
+            where there are none, or nothing was measured.
         limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
         sizes: `method.argument` to the sizes, the batch left out, up to which bounds hold: one of them
             has to be as large in every dimension.
@@ -728,6 +730,7 @@ class Scaling(Displayed):
     values: int = 0
     bounded: int = 0
     uncertain: tuple[str, ...] = ()
+    measured_bits: float | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     range_note: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -23,15 +24,18 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.range_measurement import Range
+from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling import find_scaling, measure_call, search
 from stopdown.scaling.certificate import (
     bound_kinds,
+    bound_sums,
     describe_share,
     find_uncertain,
     leave_unmeasured,
     mix_ranges,
+    state_bounds,
 )
 from stopdown.scaling.problem import Limit, Measured, Problem
 from stopdown.scaling.search import (
@@ -94,15 +98,19 @@ class Odd(nn.Module):
 
 
 def test_what_has_no_bound_is_named() -> None:
-    """An operation without a rule is calibrated with four bits of headroom, and so it is said."""
+    """An operation without a rule rests on what was measured, and its headroom is said."""
     module = Odd().eval().requires_grad_(False)
-    rescaling = rescale_(module, (torch.randn(2, 8),), ranges="bound")
+    given = torch.randn(2, 8)
+    largest = torch.lgamma(module.first(given).abs() + 2).abs().max().item()
+    shown = math.floor(10 * math.log2(65504 / largest)) / 10
+    rescaling = rescale_(module, (given,), ranges="bound")
     assert not rescaling.certified
     assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
     assert rescaling.scaling.range_note.endswith(
         "for |hidden_states| up to 64, hidden_states of length up to 8; "
-        "the rest were measured and have 4 bits of headroom."
+        f"the rest were measured and have at least {shown:g} bits of headroom."
     )
+    assert rescaling.scaling.measured_bits == pytest.approx(math.log2(65504 / largest), abs=0.01)
 
 
 def test_auto_takes_bounds_that_cost_nothing() -> None:
@@ -137,15 +145,54 @@ def test_auto_passes_over_bounds_that_cost_bits() -> None:
     assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
 
 
-def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each bound would cost something, the result claims none and no headroom over measured."""
+def test_bounds_that_fit_measured_exponents_certify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bounds would cost something, exponents are the measured ones; bounds that fit them count."""
     monkeypatch.setattr(search, "is_free", lambda *_, **__: False)
-    module, calls = make_example("T5")
-    rescaling = rescale_(module, calls=calls, ranges="auto")
-    assert not rescaling.certified
-    assert rescaling.scaling.values == 0
-    assert rescaling.scaling.range_note.startswith("No bound is taken")
-    rescaling.undo()
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    nn.init.constant_(module[0].weight, 5000.0)  # for inputs up to 64 up to 2.6e6
+    nn.init.constant_(module[1].weight, 2.0**-10)
+    given = torch.full((2, 8), 0.01)
+    measured = rescale_(module, (given,))
+    measured.undo()
+    found = rescale_(module, (given,), ranges="auto").scaling
+    assert found.exponents == measured.scaling.exponents == {"0.weight": -1, "1.weight": 1}
+    assert found.uncertain == ("Sequential:0 (linear)",)
+    assert found.bounded == found.values - 1 > 0
+    assert found.measured_bits == pytest.approx(math.log2(65504 / 200), abs=0.01)
+    assert found.range_note.endswith(
+        "; the rest were measured and have at least 8.3 bits of headroom."
+    )
+
+
+def test_a_bound_counts_with_the_exponent_that_is_chosen() -> None:
+    """A measured value is certified if its bound, times its power of two, is within fp16: exactly."""
+    seen = Range(1.0, 0.5, 0.1)
+    largest = FP16.largest * 8.0
+    bounds = (largest, math.nextafter(largest, math.inf), math.inf)
+    limits = [
+        Limit(0, replace(seen, bound=x), torch.float16, f"a.{n} (linear)", terms=4)
+        for n, x in enumerate(bounds)
+    ]
+    assert [x.place for x in find_uncertain(limits, lambda unknown: -3)] == [
+        "a.1 (linear)",
+        "a.2 (linear)",
+    ]
+    assert find_uncertain(limits[:1], lambda unknown: -2) == limits[:1]
+    assert find_uncertain(limits[:2], lambda unknown: -4) == []
+    sums = bound_sums([replace(x, place=f"M:{x.place}") for x in limits], lambda unknown: -3)
+    assert [x.largest for x in sums.values()] == [FP16.largest, None, None]
+
+
+def test_what_is_beyond_its_bound_has_none() -> None:
+    """A bound below what was measured states nothing of the value."""
+    seen, low, high = Range(4.0, 1.0, 0.1), Range(2.0, 1.0, 0.1, certain=True), math.inf
+    for bits in (0.0, 40.0):
+        (mixed,) = mix_ranges({"x": (seen,)}, {"x": (low,)}, bits)["x"]
+        assert (mixed.certain, mixed.largest) == (False, high)
+    (stated,) = state_bounds({"x": (seen,)}, {"x": (low,)})["x"]
+    assert stated == seen
+    (stated,) = state_bounds({"x": (seen,)}, {"x": (replace(low, amax=8.0),)})["x"]
+    assert (stated.amax, stated.largest, stated.certain) == (4.0, 8.0, False)
 
 
 @pytest.mark.slow
@@ -193,13 +240,10 @@ def test_tiny_stored_values_are_not_certified() -> None:
         problem.limits.append(Limit(unknown, held, torch.float16, name, weight))
     limits = problem.list_fp16_limits(())
     assert len(limits) == 5
-    assert find_uncertain(limits, lambda unknown: 0) == ()
-    assert find_uncertain(limits, lambda unknown: -13) == ("a (add)", "b.weight")
-    assert find_uncertain(limits, lambda unknown: -20) == (
-        "a (add)",
-        "b.weight",
-        "d.weight",
-    )
+    found = {n: [x.place for x in find_uncertain(limits, lambda _, n=n: n)] for n in (0, -13, -20)}
+    assert found[0] == []
+    assert found[-13] == ["a (add)", "b.weight"]
+    assert found[-20] == ["a (add)", "b.weight", "d.weight"]
 
 
 class Modulated(nn.Module):
@@ -364,7 +408,7 @@ def test_exponents_from_bounds_are_looked_at() -> None:
     for ranges in ("bound", "auto"):
         scaling = scale_by_bounds(module, kinds, ranges, find_vanishing)
         assert not scaling.exponents
-        assert scaling.range_note.startswith("No bound is taken")
+        assert (scaling.values, scaling.range_note) == (0, "No value is in fp16.")
     load = dict(module.named_parameters()).__getitem__
     with pytest.raises(ScalingError, match="weight would vanish in fp16"):
         scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)

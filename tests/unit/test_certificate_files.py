@@ -444,3 +444,32 @@ def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
             assert climb(checked, rng, 3, best) == []
         nearest = max(best[x.name] / bounds[x.name] for x in nodes if bounds[x.name])
     assert nearest > 0.5
+
+
+def test_what_rests_on_measurement_is_not_covered(tmp_path):
+    """With measured exponents the file is accepted, and lists exactly what no bound keeps in range."""
+    import torch
+    from safetensors.torch import save_model
+
+    module = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    )
+    module.requires_grad_(False)
+    torch.nn.init.constant_(module[0].weight, 5000.0)  # for inputs up to 64 up to 2.6e6
+    torch.nn.init.constant_(module[1].weight, 2.0**-10)
+    given = (torch.full((2, 8), 0.01),)
+    rescaling = rescale_(module, given)
+    rescaling.undo()
+    assert rescaling.scaling.exponents == {"0.weight": -1, "1.weight": 1}
+    entry = ComponentPlan("net", precision="fp16", scaling=rescaling.scaling)
+    (tmp_path / "net").mkdir()
+    save_model(module, str(tmp_path / "net" / "a.safetensors"))
+    captured = [(bound_one(module, module, given, {}).capture, given, {})]
+    load = name_parameters(module).__getitem__
+    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    stopdown_verify.check_component(stated, tmp_path, write=True)
+    assert stated["uncovered"] == ["0:linear"]
+    assert stopdown_verify.check_component(stated, tmp_path)[2] == ["0:linear"]
+    stated["uncovered"] = []
+    with pytest.raises(stopdown_verify.Refused, match="list of uncovered values is not complete"):
+        stopdown_verify.check_component(stated, tmp_path)

@@ -84,10 +84,10 @@ def test_sums_in_fp16_need_bounds_on_the_command_line(
     run: Callable[..., tuple[int, str, str]],
 ) -> None:
     """Refused before anything is measured."""
-    code, _, said = run("plan", "shapes", "--measure", "--accumulate", "auto")
+    code, _, said = run("plan", "shapes", "--ranges", "measured", "--accumulate", "auto")
     assert code == 2
-    assert "--accumulate auto was given, but the ranges are measured." in said
-    assert "Add --ranges auto, or leave out what measures runs" in said
+    assert "--accumulate auto was given, but no bounds are computed." in said
+    assert "Leave out --ranges measured." in said
 
 
 def test_roundings_that_all_go_up_stay_below_the_bound() -> None:

@@ -18,6 +18,7 @@ from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.scaling import search
 
 
 def test_an_input_beyond_its_limit_is_found() -> None:
@@ -136,6 +137,26 @@ def test_a_call_beyond_the_certified_length_is_watched() -> None:
     assert "`x` was 512 × 8, and the plan's bounds hold up to 8 × 8." in sentence
     (repair,) = handle.repairs
     assert repair.action == "rescaled"
+
+
+def test_a_fault_where_no_bound_fits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mixed plan it is said which value rests on measurement."""
+    monkeypatch.setattr(search, "is_free", lambda *_, **__: False)
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module.eval().requires_grad_(False)
+    nn.init.constant_(module[0].weight, 5000.0)  # for inputs up to 64 up to 2.6e6
+    nn.init.constant_(module[1].weight, 2.0**-10)
+    small, large = torch.full((2, 8), 0.01), torch.full((2, 8), 50.0)
+    wanted = module(large)
+    plan = make_plan(module, measure="auto", run=lambda: module(small))
+    assert plan.components[0].in_force.uncertain == ("Sequential:0 (linear)",)
+    with guard(module, plan, announce=lambda text: None) as handle:
+        assert relative_l2(module(large.half()), wanted) < 2e-3
+    (repair,) = handle.repairs
+    said = (
+        "No bound of the plan keeps all values there in range: they rested on measured calls, where"
+    )
+    assert f"{said} such values had at least 8.3 bits of headroom." in repair.evidence
 
 
 def test_sizes_of_several_calls() -> None:

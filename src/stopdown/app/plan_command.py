@@ -83,8 +83,9 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     ranges: Annotated[
         Literal["measured", "bound", "auto"] | None,
         typer.Option(
-            help="Where the ranges of measured runs come from. measured: from these runs. bound: "
-            "from bounds for every input, if there are any. auto: from bounds if they cost nothing."
+            help="Where the ranges of measured runs come from. auto, the default: from bounds for every "
+            "input if they cost nothing, else from these runs. bound: from bounds if there are any. "
+            "measured: from these runs alone."
         ),
     ] = None
     call: Annotated[
@@ -199,14 +200,14 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
 
 
 def _check_certificate(options: PlanOptions) -> None:
-    """Refuse a certificate of what was measured, and a file that is there or is no JSON file."""
+    """Refuse a certificate without bounds, and a file that is there or is no JSON file."""
     if options.certificate is None:
         return
-    if options.measures:
+    if options.ranges == "measured":
         raise OptionError(
-            f"--certificate {options.certificate} was given, but the ranges are measured.",
+            f"--certificate {options.certificate} was given, but no bounds are computed.",
             expected="A certificate states bounds that hold for every input.",
-            remedy="Leave out what measures runs: --measure, --ranges, --steps, --prompt.",
+            remedy="Leave out --ranges measured.",
         )
     check_suffix(options.certificate, ".json", expected="A certificate is a JSON file.")
     check_target(
@@ -220,12 +221,11 @@ def _check_certificate(options: PlanOptions) -> None:
 
 def _check_accumulate(options: PlanOptions) -> None:
     """Refuse sums in fp16 beside ranges that were measured."""
-    is_bounded = not options.measures or options.ranges in ("bound", "auto")
-    if options.accumulate in ("auto", "fp16") and not is_bounded:
+    if options.accumulate in ("auto", "fp16") and options.ranges == "measured":
         raise OptionError(
-            f"--accumulate {options.accumulate} was given, but the ranges are measured.",
+            f"--accumulate {options.accumulate} was given, but no bounds are computed.",
             expected="Sums in fp16 are only safe with bounds that hold for every input.",
-            remedy="Add --ranges auto, or leave out what measures runs: --measure, --steps, --prompt.",
+            remedy="Leave out --ranges measured.",
         )
 
 

@@ -562,7 +562,11 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
             f"{found.scaling.range_note}"
         )
     elif rests_on_bounds(found.scaling):
-        yield f"The exponents rest on bounds computed from its weights. {found.scaling.range_note}"
+        measured = "measured calls and on " if entry.calls else ""
+        yield (
+            f"The exponents rest on {measured}bounds computed from its weights. "
+            f"{found.scaling.range_note}"
+        )
     elif rests_on_bounds(entry.in_force):
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:

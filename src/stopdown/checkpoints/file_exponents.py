@@ -110,7 +110,9 @@ def express_component(
     with bared(module):
         best, found_by = search.find_best(planned, certified=bool(entry.in_force.certified))
         if best is not None and found_by is not None and rests_on_bounds(entry.in_force):
-            best = search.certify(best, found_by)
+            # measured precision is worth more there than a larger certified share
+            ranges = "auto" if entry.calls and not entry.in_force.certified else "bound"
+            best = search.certify(best, found_by, ranges)
     if best is None:
         raise ScalingError(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
@@ -201,7 +203,7 @@ class _Search:
             best = self._measure(planned)
         return best, found_by
 
-    def certify(self, best: Expressed, find: _Find) -> Expressed:
+    def certify(self, best: Expressed, find: _Find, ranges: str) -> Expressed:
         """The same kind of exponents with as many bounds as change the outputs little enough.
 
         Cost: passes over the weights and solutions, as for `scale_by_bounds`, and after each solution a
@@ -217,7 +219,7 @@ class _Search:
             return found
 
         try:
-            scaling = scale_by_bounds(self.module, self._kinds, "bound", demand)
+            scaling = scale_by_bounds(self.module, self._kinds, ranges, demand)
         except ScalingError:
             return best
         if not scaling.bounded:

@@ -46,8 +46,9 @@ class Range:
         amax: largest magnitude.
         rms: root of the mean square.
         least: smallest positive magnitude.
-        certain: True when no input makes it larger; False when it was measured.
-        least_stored: that holds where the largest is stored no smaller than this.
+        certain: True when no input makes `amax` larger; False when it was measured.
+        bound: what no input makes it larger than, where `amax` was measured; infinite if that is unknown.
+        least_stored: a bound holds where the largest is stored no smaller than this.
     """
 
     amax: float
@@ -55,6 +56,12 @@ class Range:
     least: float
     certain: bool = False
     least_stored: float = 0.0
+    bound: float = math.inf
+
+    @property
+    def largest(self) -> float:
+        """What no input makes it larger than."""
+        return self.amax if self.certain else self.bound
 
     def merged(self, other: Range) -> Range:
         """A range that holds for both; of two typical sizes the smaller one that is not 0."""
@@ -62,7 +69,8 @@ class Range:
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
         certain = self.certain and other.certain
         stored = max(self.least_stored, other.least_stored)
-        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least, certain, stored)
+        amax, bound = max(self.amax, other.amax), max(self.bound, other.bound)
+        return Range(amax, min(sizes, default=0.0), least, certain, stored, bound)
 
 
 Ranges = Mapping[str, tuple[Range, ...]]

@@ -519,12 +519,15 @@ def describe_scaling(
 ) -> ComponentPlan:
     """A component's entry with its exponents, and what they mean in sentences."""
     if not scaling.range_note:  # no bounds were requested: everything would be uncertain
-        scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=(), sums={})
+        scaling = dataclasses.replace(
+            scaling, values=0, bounded=0, uncertain=(), measured_bits=None, sums={}
+        )
     headroom = read_headroom(scaling)
     scaling = dataclasses.replace(
         scaling,
         headroom_bits=round(headroom, 3) if math.isfinite(headroom) else None,
         uncertain=tuple(dict.fromkeys(scaling.uncertain)),
+        measured_bits=None if scaling.measured_bits is None else round(scaling.measured_bits, 3),
     )
     said = [x for x in (scaling.range_note, scaling.note, *notes) if x]
     reasons = (*_list_reasons(scaling, calls), *said)

@@ -44,7 +44,7 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling.certificate import describe_share
+from stopdown.scaling.certificate import describe_measured, describe_share
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, has_weights, read_stored_dtypes
@@ -225,7 +225,8 @@ def _describe_basis(entry: ComponentPlan) -> str:
         return "certified"
     if not scaling.values:
         return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
-    return describe_share(scaling.values, scaling.bounded).removesuffix(".")
+    rest = describe_measured(scaling) if entry.calls else "for the rest the maximum is a guess"
+    return describe_share(scaling.values, scaling.bounded, rest).removesuffix(".")
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:

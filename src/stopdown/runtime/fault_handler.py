@@ -407,7 +407,25 @@ class FaultHandler:
         return replace(culprit, session=session)
 
     def _describe_culprit(self, case: _Case) -> str:
-        return case.culprit.describe(case.fault.component) if self._names_culprit else ""
+        if not self._names_culprit:
+            return ""
+        said = case.culprit.describe(case.fault.component)
+        return f"{said} {self._describe_basis(case)}".rstrip()
+
+    def _describe_basis(self, case: _Case) -> str:
+        """Whether the plan has values in the module of the culprit that no bound kept in range.
+
+        A replay sees one linear as several operations, so their names are not compared.
+        """
+        planned = self._session.planned.get(case.fault.guarded.callee.component_name)
+        place = f":{case.culprit.path} ("
+        if planned is None or not any(place in x for x in planned.uncertain):
+            return ""
+        basis = "on a guess"
+        if planned.measured_bits is not None:
+            bits = f"at least {math.floor(10 * planned.measured_bits) / 10:g} bits of headroom"
+            basis = f"on measured calls, where such values had {bits}"
+        return f"No bound of the plan keeps all values there in range: they rested {basis}."
 
     def _describe_caller(self, case: _Case) -> str:
         """Which component was called with values that were not finite, and what came of it."""

@@ -113,6 +113,7 @@ class Guard:
         session.consensus.begin(self.pipe, self.plan)
         for entry in self.plan.components if self.plan is not None else ():
             session.limit_inputs(entry.component, entry.in_force.limits, entry.in_force.sizes)
+            session.planned[entry.component] = entry.in_force
         if journal is not None:
             journal.put_on(self.pipe, self._patches, lambda: len(self._log), self.session.consensus)
         self._journal = journal
@@ -398,5 +399,12 @@ def _withdraw_claims(scaling: Scaling) -> Scaling:
     """
     note = _NOT_BOUNDED if scaling.certified or scaling.bounded else scaling.range_note
     return dataclasses.replace(
-        scaling, certified=False, values=0, bounded=0, uncertain=(), trial=None, range_note=note
+        scaling,
+        certified=False,
+        values=0,
+        bounded=0,
+        uncertain=(),
+        measured_bits=None,
+        trial=None,
+        range_note=note,
     )

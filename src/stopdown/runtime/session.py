@@ -54,7 +54,7 @@ from stopdown.errors import OptionError, warn_user
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.plans.planned_loader import Loaded
-from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair
+from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.component_locks import find_lock, is_changing
@@ -149,6 +149,7 @@ class Session:
         self.calls: dict[str, GuardedCall] = {}
         self.missed: list[str] = []
         self.running: set[int] = set()
+        self.planned: dict[str, Scaling] = {}  # by component
         self._limits: dict[str, Mapping[str, float]] = {}  # of the plan's certificate
         self._sizes: dict[str, Mapping[str, Sequence[Size]]] = {}
         self._maxima: dict[tuple[str, str, int | None, str], float] = {}

@@ -33,6 +33,7 @@ from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
+from stopdown.numerics import headroom_bits
 from stopdown.records import Scaling, SumBound
 from stopdown.scaling.problem import Limit, Measured, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS
@@ -68,6 +69,13 @@ class BoundedCalls:
     bounds: Sequence[Bounds]
     guessed: bool = False
 
+    def state(self) -> list[Measured]:
+        """The calls as they were measured, with bounds beside."""
+        return [
+            replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
+            for kind, found in zip(self.kinds, self.bounds, strict=True)
+        ]
+
     def mix(self, bits: float) -> list[Measured]:
         """The calls with bounds where those are at most so many bits looser than what was measured."""
         return [
@@ -77,7 +85,9 @@ class BoundedCalls:
 
     def describe(self, scaling: Scaling) -> Scaling:
         """Exponents of such calls with what they promise, and for which inputs."""
-        rest = _GUESSED if self.guessed else _MEASURED
+        if self.guessed:
+            scaling = replace(scaling, measured_bits=None)
+        rest = _GUESSED if self.guessed else describe_measured(scaling)
         said = [
             describe_share(scaling.values, scaling.bounded, rest, note_limits(self.stated)),
             *_describe_scores(self.bounds),
@@ -141,6 +151,16 @@ def _guess(kind: Measured, found: Bounds) -> Measured:
     return replace(kind, ranges=guessed)
 
 
+def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:
+    """What was measured, with the bound of each value beside, where there is one."""
+    return {
+        name: tuple(map(_state, parts, bounds[name]))
+        if len(bounds.get(name, ())) == len(parts)
+        else parts
+        for name, parts in measured.items()
+    }
+
+
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
@@ -160,30 +180,49 @@ def mix_ranges(
 
 
 def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
-    if seen.amax > bound.amax or log2_of(bound.amax) - log2_of(seen.amax) > loosest_bits:
+    if seen.amax > bound.amax:
         return _widen(seen)
+    if log2_of(bound.amax) - log2_of(seen.amax) > loosest_bits:
+        return _state(_widen(seen), bound)
     return replace(seen, amax=bound.amax, certain=True, least_stored=bound.least_stored)
+
+
+def _state(seen: Range, bound: Range) -> Range:
+    """What was measured, with the bound beside it."""
+    if seen.amax > bound.amax:
+        return seen
+    return replace(seen, bound=bound.amax, least_stored=bound.least_stored)
 
 
 def _widen(seen: Range) -> Range:
     return replace(seen, amax=seen.amax * 2.0**CALIBRATED_BITS)
 
 
-def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> tuple[str, ...]:
-    """The places of those fp16 values that rest on no bound.
+def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> list[Limit]:
+    """Those fp16 values and weights that no bound keeps in range with these exponents.
 
     A bound has room for what is subnormal only where the value's largest is not tiny as it is
     stored; it counts as uncertain otherwise, and so does a weight. What only moves values rounds none.
     """
-    uncertain = []
-    for limit in limits:
-        stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
-        is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
-        keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
-        least = limit.range.least_stored
-        if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):
-            uncertain.append(limit.place)
-    return tuple(uncertain)
+    return [limit for limit in limits if not _is_certain(limit, exponent(limit.unknown))]
+
+
+def _is_certain(limit: Limit, exponent: int) -> bool:
+    """Whether the bound times `2**exponent`, which is exact, stays in range with room for roundings."""
+    seen = limit.range
+    largest = seen.amax if limit.weight else seen.largest
+    if not largest <= FP16.largest * 2.0**-exponent:
+        return False
+    is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
+    keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
+    return keeps or not 0 < largest * 2.0**exponent < seen.least_stored
+
+
+def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
+    """Bits between the largest of these values and the end of fp16; None where there are none."""
+    rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
+    found = min(rooms, default=math.inf)
+    return found if math.isfinite(found) else None
 
 
 def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[str, SumBound]:
@@ -192,13 +231,26 @@ def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[
     for limit in (x for x in limits if x.terms):
         path = limit.place.partition(":")[2].rpartition(" ")[0]
         before = found.get(path, SumBound(limit.terms, 0.0)).largest
-        largest = limit.range.amax * 2.0 ** exponent(limit.unknown) if limit.range.certain else None
-        worst = None if largest is None or before is None else max(before, largest)
+        largest = limit.range.largest * 2.0 ** exponent(limit.unknown)
+        worst = None if before is None or largest > FP16.largest else max(before, largest)
         found[path] = SumBound(limit.terms, worst)
     return found if any(x.largest is not None for x in found.values()) else {}
 
 
-_MEASURED = f"the rest were measured and have {CALIBRATED_BITS:g} bits of headroom"
+_MEASURED = "the rest were measured"
+
+
+def describe_measured(scaling: Scaling) -> str:
+    """What values without a bound that fits rest on, with the headroom that they had."""
+    if scaling.measured_bits is None:
+        return _MEASURED
+    return f"{_MEASURED} and have at least {_floor(scaling.measured_bits):g} bits of headroom"
+
+
+def _floor(bits: float) -> float:
+    return math.floor(10 * bits) / 10
+
+
 _GUESSED = (
     "for the rest the maximum is a guess. To measure them, use stopdown plan SOURCE --measure. Otherwise "
     "let the guard watch them"

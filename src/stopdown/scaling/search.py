@@ -56,6 +56,7 @@ from stopdown.scaling.residual import (
 from stopdown.scaling.solution import describe_solution
 from stopdown.scaling.solver import (
     ASKED_BITS,
+    CALIBRATED_BITS,
     HARDLY_BITS,
     Solution,
     explain_failure,
@@ -330,17 +331,20 @@ def scale_by_bounds(
 
     Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
-    best = find_visible(find, module, kinds)
-    if not best.fp32_modules:
-        find = find_in_fp16 or find
-    judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=kinds)
-    measured = Strategy(lambda: best, lambda found: False)
-    bounded, found = _give_room(
-        partial(bound_kinds, module, kinds, None),
-        lambda x: take_first(itertools.chain([measured], _list_bounds(module, x, find, judge))),
-    )
-    if found is best:
-        return replace(best, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
+    accepts = is_free if ranges == "auto" else is_visible
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        stated = bounded.state()
+        best = find_visible(find, module, stated)
+        narrow = find if best.fp32_modules else find_in_fp16 or find
+
+        def does(found: Scaling) -> bool:
+            return found.bounded > best.bounded and accepts(found, best, stated)
+
+        measured = Strategy(lambda: best, lambda found: False)
+        return take_first(itertools.chain([measured], _list_bounds(module, bounded, narrow, does)))
+
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
     return bounded.describe(found)
 
 
@@ -415,9 +419,16 @@ def _list_bounds(
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
         if ranges != before:  # no bound is as loose as that
-            late = partial(find_visible, find_late or find, module, calls)
-            yield Strategy(partial(find_visible, find, module, calls), does, late)
+            late = partial(_find_wide, find_late or find, module, calls)
+            yield Strategy(partial(_find_wide, find, module, calls), does, late)
         before = ranges
+
+
+def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+    """As `find_visible`, of mixed ranges, in which what was measured has `CALIBRATED_BITS` more."""
+    scaling = find_visible(find, module, calls)
+    bits = scaling.measured_bits
+    return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
@@ -484,12 +495,6 @@ def _measure_strain(scaling: Scaling, calls: Sequence[Measured]) -> float:
             if sizes and folds:
                 lost += max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
     return lost / max(count, 1)
-
-
-_NONE_TAKEN = (
-    "No bound is taken: each choice of them would cost precision, multiplies or fp32. Every fp16 value "
-    "rests on what was measured."
-)
 
 
 # calls of a module

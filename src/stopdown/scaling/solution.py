@@ -9,7 +9,7 @@ from stopdown.fold_names import split_name
 from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.numerics import headroom_bits
 from stopdown.records import Operands, Scaling
-from stopdown.scaling.certificate import bound_sums, find_uncertain
+from stopdown.scaling.certificate import bound_sums, find_least_headroom, find_uncertain
 from stopdown.scaling.problem import Problem
 from stopdown.scaling.solver import Solution
 
@@ -40,7 +40,8 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         certified=bool(values) and not uncertain,
         values=values,
         bounded=values - len(uncertain),
-        uncertain=uncertain,
+        uncertain=tuple(x.place for x in uncertain),
+        measured_bits=find_least_headroom(uncertain, at),
         pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
         fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
         kept_buffers=tuple(sorted(problem.kept_buffers)),
