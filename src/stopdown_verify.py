@@ -39,7 +39,7 @@ WEIGHT, SUM, NORM = (
     2.0**-23,
     2.0**-10,
 )  # relative errors: a weight, a term of a sum, a norm
-MOST, ENTRIES, BASIS, TERMS = 1 << 19, 1 << 20, 32, 16
+MOST, SMALL, ENTRIES, BASIS, TERMS = 1 << 19, 1 << 21, 1 << 20, 32, 16
 MOVING = ("view", "order", "part", "join", "spread")
 KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
 SMALLER = ("silu", "gelu", "hardswish", "mish")
@@ -644,6 +644,11 @@ class Weight:
             total += most * (1 + 2 * size * (size + 1) * 2.0**-53)
         return math.sqrt(total) * UP
 
+    def is_held(self) -> bool:
+        """Whether fp16 has all digits of each value: 11, as bf16 has 8."""
+        parts = (np.frexp(x)[0] * 2.0**11 for _, x in self.read())
+        return self.kind in ("BF16", "F16") or all(bool((x == np.rint(x)).all()) for x in parts)
+
     def measure(self) -> float:
         """The largest magnitude as it is stored in fp16."""
         up = np.repeat(2.0**self.columns, max(math.prod(self.shape[2:]), 1))
@@ -720,7 +725,8 @@ class Graph:
         w, width, shape = self.weights[n["weight"]], center.shape[-1], n["shape"]
         start, stop = n.get("part", (0, w.shape[0]))
         flat = (center * np.ones(w.shape[1])).reshape(-1, w.shape[1])
-        made = [flat.astype(np.float32) @ r.astype(np.float32).T for _, r in w.read(start, stop)]
+        held, ours = w.is_held(), np.float64 if math.prod(w.shape) <= SMALL else np.float32
+        made = [flat.astype(ours) @ r.astype(ours).T for _, r in w.read(start, stop)]
         largest = ((np.abs(center).max(0) + radius) * np.ones(w.shape[1])).reshape(-1, w.shape[1])
         wrong = (radius * np.ones((*radius.shape[:-1], w.shape[1]))).reshape(-1, w.shape[1])
         width = w.shape[1]
@@ -728,7 +734,9 @@ class Graph:
         sums, carried = a.T[: len(largest)], a.T[len(largest) :]
         values, floor = self.vector(n, "bias", 0.0)
         low, up = STORED * 2.0 ** -w.rows[start:stop], 2.0**-w.columns
-        own = (WEIGHT + 4 * (width + 8) * 2.0**-24) * sums + np.abs(values) * WEIGHT + floor
+        products = 2 if ours is np.float64 else 4  # the model's in fp32, and ours
+        lost = (0.0 if held else WEIGHT) + products * (width + 8) * 2.0**-24
+        own = lost * sums + np.abs(values) * WEIGHT + floor
         own = own + low * (largest @ up)[:, None]
         error = row_error(radius, (*shape[:-1], width), length)
         carried = np.minimum(carried, np.sqrt(s[:, 0]) * error) * (1 + WEIGHT)
@@ -789,7 +797,11 @@ class Graph:
         return made if rule in MOVING or exactly else self.round(n, made)
 
     def round(self, n: Node, x: Value) -> Value:
-        relative, low = ROUNDING[n["dtype"]], LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float)
+        once = n["rule"] == "same" and n["function"] == "cast"
+        relative, low = (
+            ROUNDING[n["dtype"]] / (2 if once else 1),
+            LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float),
+        )
         more = relative * x.peak + low
         norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(
             math.prod(x.shape[d] for d in x.rows)

@@ -25,7 +25,7 @@ from stopdown.bounds.evaluation import evaluate
 from stopdown.bounds.intervals import Interval, make_interval
 from stopdown.bounds.known_values import Operands
 from stopdown.bounds.propagation import RULES
-from stopdown.bounds.row_sums import WEIGHT_FLOOR
+from stopdown.bounds.row_sums import WEIGHT_FLOOR, is_held
 from stopdown.bounds.values import (
     Bound,
     concatenate,
@@ -609,12 +609,14 @@ def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     assert found > bound
 
 
-def apply_linear(weight: torch.Tensor, value: Interval) -> Interval:
+def apply_linear(
+    weight: torch.Tensor, value: Interval, dtype: torch.dtype = torch.float32
+) -> Interval:
     """A linear on a value that is known but for an error."""
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     node = graph.call_function(torch.ops.aten.linear.default, (x, w))
-    node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0])
+    node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0], dtype=dtype)
     known: Any = SimpleNamespace(
         held={x: value}, load={w: weight}.get, floor=lambda n: WEIGHT_FLOOR
     )
@@ -629,6 +631,60 @@ def test_a_value_beyond_fp32_is_not_computed() -> None:
     assert bool(apply_linear(torch.ones(4, 8), value).center.isfinite().all())
     with pytest.raises(AssertionError):
         apply_linear(torch.full((4, 8), 1e30), value)
+
+
+def round_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is stated of a linear's errors in fp16, and the largest that rounding its weights can make."""
+    value = make_interval(torch.ones(3, 1, weight.shape[1]).double(), batched=True)
+    wrong = (weight.half().double() - weight.double()).abs().sum(1)
+    return apply_linear(weight, value, torch.float16).radius[0], wrong
+
+
+def test_weights_that_fp16_holds_have_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a bf16 checkpoint are exact in fp16; the rounding of others needs its room."""
+    other = (1 + torch.rand(16, 512, generator=torch.Generator().manual_seed(0))) / 4
+    held = other.bfloat16().float()
+    stated, wrong = round_weights(other)
+    assert bool((wrong <= stated).all())
+    exact, none = round_weights(held)
+    assert not bool(none.any())
+    assert bool((exact < 0.7 * stated).all())
+    assert is_held(held)
+    assert is_held(other.half())
+    assert not is_held(other)
+    assert not is_held(torch.full((2, 2), 1 + 2.0**-11))
+    monkeypatch.setattr(evaluation, "is_held", lambda weight: True)
+    monkeypatch.setattr(evaluation, "ROUNDING", {torch.float16: 0.0})
+    monkeypatch.setattr(evaluation, "FLOOR", 0.0)
+    stated, wrong = round_weights(other)
+    assert bool((wrong > stated).any())
+
+
+class Times(nn.Module):
+    """An embedding of the time, as in diffusion transformers."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.constant_(self.first.weight, size)
+        nn.init.constant_(self.second.weight, 0.5)
+
+    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
+        waves = torch.sin(timestep[:, None].float() * torch.arange(1, 9))
+        return self.second(nn.functional.silu(self.first(waves.to(self.first.weight.dtype))))
+
+
+@pytest.mark.parametrize(("size", "least"), [(0.5, 2.0**-5), (2.0**-5, 2.0**-11)])
+def test_weights_before_a_function_have_less_room_below(size: float, least: float) -> None:
+    """A linear of timesteps that a function follows takes large weights to be stored as large ones."""
+    module = Times(size).eval().requires_grad_(False)
+    case = bound_one(module, module, (), {"timestep": torch.tensor([500])})
+    names = {name: node for node, name in case.capture.parameters.items()}
+    found = {
+        name: case.bounds.ranges[names[name]][0].least_stored
+        for name in ("first.weight", "second.weight")
+    }
+    assert found == {"first.weight": least, "second.weight": 2.0**-11}
 
 
 def aim_error(linears: list[torch.Tensor]) -> tuple[Interval, torch.Tensor]:

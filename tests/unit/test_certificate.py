@@ -24,6 +24,7 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.range_measurement import Range
+from stopdown.mapped_weights import StoredWeight, wait_
 from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
@@ -181,6 +182,18 @@ def test_a_bound_counts_with_the_exponent_that_is_chosen() -> None:
     assert find_uncertain(limits[:2], lambda unknown: -4) == []
     sums = bound_sums([replace(x, place=f"M:{x.place}") for x in limits], lambda unknown: -3)
     assert [x.largest for x in sums.values()] == [FP16.largest, None, None]
+
+
+def test_weights_that_wait_in_their_files_are_bounded() -> None:
+    """Bounds of a component that is measured layer by layer are those of one in memory."""
+    module = nn.Linear(8, 8)
+    given = (torch.randn(2, 8),)
+    kinds = [replace(measure_call(module, given, {}, dtype=torch.float16), args=given)]
+    wanted = bound_kinds(module, kinds).bounds[0].ranges
+    for parameter in module.parameters():
+        wait_(parameter, StoredWeight(parameter.data.clone(), torch.float32))
+    assert not module.weight.untyped_storage().nbytes()
+    assert bound_kinds(module, kinds).bounds[0].ranges == wanted
 
 
 def test_what_is_beyond_its_bound_has_none() -> None:

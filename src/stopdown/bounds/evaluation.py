@@ -23,7 +23,7 @@ from stopdown.bounds.intervals import (
     measure_rows,
 )
 from stopdown.bounds.known_values import KnownValues
-from stopdown.bounds.row_sums import multiply_rows
+from stopdown.bounds.row_sums import is_held, multiply_rows
 from stopdown.bounds.singular_values import count_work, measure_sigma
 from stopdown.graph.nodes import arguments, find_slope, has_trait, is_float, is_kind, operation
 from stopdown.graph.operations import kind_of
@@ -36,6 +36,9 @@ FLOOR = 2.0**-12
 """Room for what is subnormal in fp16, relative to a tensor's largest magnitude."""
 
 MOST_ELEMENTS = 1 << 24
+
+SMALL_WEIGHT = 1 << 21
+"""Products with a weight of at most this many values are computed in float64."""
 
 MOST_LENGTH_WORK = 1 << 35
 """The length of an error is followed through matrices whose Gram matrix takes no more work."""
@@ -176,11 +179,11 @@ def _compute_known(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _round(node: Node, value: Interval) -> Interval:
-    """With the radius that rounding the result to the node's dtype adds."""
+    """With the radius that rounding the result to the node's dtype adds; a cast rounds once."""
     held = node.meta.get("val")
     if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
         return value
-    relative = ROUNDING.get(held.dtype, 0.0)
+    relative = ROUNDING.get(held.dtype, 0.0) / (2 if is_kind(node, "cast") else 1)
     peak = value.largest + value.radius
     floor = float(peak.max()) * FLOOR if held.dtype == torch.float16 and peak.numel() else 0.0
     return value.widen(relative * peak + floor)
@@ -274,11 +277,14 @@ def _apply_linear(node: Node, value: Any, known: KnownValues) -> Any:
     if not isinstance(value, Interval) or weight is None or not isinstance(given["input"], Node):
         return None
     bias = known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    if any(find_slope(x) is not None for x in node.users):  # so its exponent is 0, or close to it
+        known.narrow_floor(given["weight"])
     few = find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    is_small = weight.numel() <= SMALL_WEIGHT
+    wide = torch.float64 if is_small else torch.promote_types(weight.dtype, torch.float32)
     center = multiply_matrices(flat.to(wide), weight.to(wide))
-    if not math.isfinite(float(center.sum())):
+    if not math.isfinite(float(center.sum().float())):
         return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias.to(wide))).reshape(*few.shape[:-1], -1)
     made = _bound_errors(node, value, weight, bias, known.floor(given["weight"]))
@@ -295,7 +301,8 @@ def _bound_errors(
 ) -> Interval:
     """What is known of a linear's result beside its values: errors that it is given, and its own.
 
-    Its own are those of rounding its weights, its bias and its sums; the product here is one of fp32, too.
+    Its own are those of rounding its weights (none for weights that fp16 holds), its bias and its sums; a
+    large product here is one of fp32, too.
     """
     before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
@@ -305,7 +312,10 @@ def _bound_errors(
     found = multiply_rows(weight, magnitudes=columns, squares=ones, floor=floor)
     sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
     size = torch.zeros(1).double() if bias is None else bias.double().abs()
-    own = (rounding + 2 * found.plain_error) * sums + (rounding + 2.0**-23) * size
+    held = rounding == ROUNDING[torch.float16] and is_held(weight)
+    products = 1 if weight.numel() <= SMALL_WEIGHT else 2  # the model's in fp32, and ours
+    own = ((0.0 if held else rounding) + products * found.plain_error) * sums
+    own = own + (rounding + 2.0**-23) * size
     own = own + found.slack * largest.sum(1).reshape(*before, 1)
     carried = torch.minimum(carried, found.squares[:, 0].sqrt() * value.row_error)
     length = None

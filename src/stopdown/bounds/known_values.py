@@ -10,14 +10,14 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from stopdown.bounds.intervals import Interval, bound_interval
-from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
+from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, NARROW_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.values import AffineRows, Bound, Shape, broadcast, inflate, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture
@@ -95,6 +95,7 @@ class KnownValues:
     ) -> None:
         self.capture, self.limits, self.blocks = capture, limits, blocks
         self._load, self._loose = load, loose
+        self._narrow: set[str] = set()
         self._last: tuple[str, torch.Tensor] | None = None
         self._shares: dict[Node, tuple[Node, float]] = {}
         self.held: dict[Node, Any] = {}
@@ -158,8 +159,20 @@ class KnownValues:
         if node in self._shares:
             whole, share = self._shares[node]
             return self.floor(whole) * share
-        is_loose = self.capture.parameters.get(node.name) in self._loose
-        return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
+        name = self.capture.parameters.get(node.name)
+        if name in self._loose:
+            return LOOSE_WEIGHT_FLOOR
+        return NARROW_WEIGHT_FLOOR if name in self._narrow else WEIGHT_FLOOR
+
+    def narrow_floor(self, node: Node) -> None:
+        """Give a loaded parameter less room for what is subnormal of it, where it is large as it is."""
+        name, ranges = self.capture.parameters.get(node.name), self.found.ranges.get(node.name)
+        least = 2.0**-25 / NARROW_WEIGHT_FLOOR
+        if name is None or name in self._loose or not ranges:
+            return
+        if min(x.amax for x in ranges) >= 2 * least:
+            self._narrow.add(name)
+            self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
         """What is known of the rows of a value behind a norm; empty for nothing."""

@@ -26,6 +26,9 @@ LOOSE_WEIGHT_FLOOR = 2.0**-10
 """The same of a weight that is stored lower, down to 2**-15. With rows of unequal size it is far more than
 all other roundings of a small row."""
 
+NARROW_WEIGHT_FLOOR = 2.0**-20
+"""The same of a weight that is stored at 2**-5 or more."""
+
 ENTRIES = 1 << 18
 """Weights are widened in parts of at most this many values."""
 
@@ -95,6 +98,12 @@ def multiply_rows(
 def find_largest(weight: torch.Tensor) -> float:
     """The largest magnitude of a weight; 0 of one without values."""
     return max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
+
+
+def is_held(weight: torch.Tensor) -> bool:
+    """Whether each value has at most 11 digits, as in bf16: fp16 rounds it only where it is subnormal."""
+    significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
+    return weight.dtype != torch.float64 and torch.equal(significands, significands.round())
 
 
 def choose_scale(largest: float) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.range_measurement import Range, Ranges, log2_of
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
 from stopdown.records import Scaling, SumBound
@@ -122,7 +124,7 @@ def bound_kinds(
 
     Cost: one pass over the weights for each kind; with `before` over those that are loose.
     """
-    load = load or name_parameters(module).__getitem__
+    load = load or partial(_load_own, name_parameters(module))
     given, seen = [kind.call for kind in kinds], [kind.seen for kind in kinds]
     stated = state_calls(module, given, seen, encoded)
     bounds = []
@@ -133,6 +135,14 @@ def bound_kinds(
     if is_guessed := not any(kind.ranges for kind in kinds):
         kinds = [_guess(kind, found) for kind, found in zip(kinds, bounds, strict=True)]
     return BoundedCalls(kinds, stated, bounds, is_guessed)
+
+
+def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A module's own tensor; one that waits in its file as it is stored there."""
+    stored = find_stored(tensors[name])
+    if stored is None:
+        return tensors[name]
+    return stored.read() if stored.folds else stored.values
 
 
 def _guess(kind: Measured, found: Bounds) -> Measured:
