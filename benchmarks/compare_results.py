@@ -1,6 +1,7 @@
 """Whether results that are stored in two revisions say the same: exponents, findings and verdicts.
 
-Seconds, what a process took of memory, and versions are left out. What differs is explained in
+Seconds, what a process took of memory, and versions are left out, and so are rows that only the later
+revision has. What differs is explained in
 `results/explained_differences.toml`, by file and row, or the exit code is 1. Only what is stored is
 compared: rows that are the same down to their seconds were not asked again, so they show nothing; their
 number stands beside each file. `answers.py` asks the code itself.
@@ -178,12 +179,11 @@ def is_verdict(file: str, field: str) -> bool:
 def compare_rows(
     file: str, before: Mapping[str, Row], after: Mapping[str, Row]
 ) -> list[Difference]:
-    """Every verdict that differs, rows that only one of both has included."""
+    """List every verdict that differs, and every row that is gone; a new row has nothing to differ from."""
     found = []
-    for row in dict.fromkeys((*before, *after)):
-        old, new = before.get(row), after.get(row)
-        if old is None or new is None:
-            found.append(Difference(file, row, "row", _exists(old), _exists(new)))
+    for row, old in before.items():
+        if (new := after.get(row)) is None:
+            found.append(Difference(file, row, "row", "there", None))
             continue
         fields = [str(x) for x in dict.fromkeys((*old, *new)) if is_verdict(file, str(x))]
         found += [
@@ -192,10 +192,6 @@ def compare_rows(
             if old.get(x) != new.get(x)
         ]
     return found
-
-
-def _exists(row: Row | None) -> str | None:
-    return None if row is None else "there"
 
 
 def tell_repeated(before: Mapping[str, Row], after: Mapping[str, Row]) -> str:
@@ -255,7 +251,10 @@ def main() -> int:
             continue
         here = compare_rows(file, old, new)
         differing = len({x.row for x in here})
-        print(f"{file}: {len(new)} rows, {tell_repeated(old, new)}, {differing} differ")
+        added = len(new.keys() - old.keys())
+        print(
+            f"{file}: {len(new)} rows, {added} of them new, {tell_repeated(old, new)}, {differing} differ"
+        )
         found += here
     explained, open_ones = sort_differences(found, read_reasons())
     for because, group in explained.items():
