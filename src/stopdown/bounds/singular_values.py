@@ -55,8 +55,8 @@ def measure_sigma(weight: torch.Tensor) -> float:
     scale = choose_scale(find_largest(weight))  # squares stay in range
     if count_work(weight) <= SMALL:
         return math.sqrt(_bound_small_gram(tall.double() * scale)) / scale * MARGIN
-    count = math.ceil(tall.shape[1] / MOST_COLUMNS)
-    tops = [_bound_gram(part, scale) for part in tall.chunk(count, dim=1)]
+    count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room()
+    tops = [_bound_gram(part, scale, room) for part in tall.chunk(count, dim=1)]
     return math.sqrt(sum(tops)) / scale * MARGIN
 
 
@@ -67,9 +67,9 @@ def bound_parts(weight: torch.Tensor) -> list[float]:
     """
     count = math.ceil(weight.shape[1] / MOST_COLUMNS)
     cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
-    scale = choose_scale(find_largest(weight))
+    scale, room = choose_scale(find_largest(weight)), _Room()
     parts = (weight[:, start:stop] for start, stop in itertools.pairwise(cuts))
-    return [_bound_gram(part, scale) / scale**2 for part in parts]
+    return [_bound_gram(part, scale, room) / scale**2 for part in parts]
 
 
 def estimate_sigma(weight: torch.Tensor) -> float:
@@ -85,13 +85,29 @@ def estimate_sigma(weight: torch.Tensor) -> float:
     return math.sqrt(float(vector.norm()))
 
 
+class _Room:
+    """Memory for the matrices of a weight's parts in turn; the system clears what is fresh."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def take(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """`[rows, columns]` with any values, in the place of what had the same name before."""
+        held, count = self._held.get(name), rows * columns
+        if held is None or held.numel() < count:
+            held = self._held[name] = torch.empty(count, dtype=dtype)
+        return held[:count].view(rows, columns)
+
+
 def _bound_small_gram(weight: torch.Tensor) -> float:
     """The largest eigenvalue of `W^T W` for `W` in float64, with the errors of its sums."""
     gram = weight.T @ weight
     return bound_top(gram) + 1.01 * len(weight) * 2.0**-53 * float(gram.trace())
 
 
-def _bound_gram(weight: torch.Tensor, scale: float) -> float:
+def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
     """The largest eigenvalue of `W^T W` times `scale**2`, with the errors of its sums; half is computed.
 
     A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the sum of magnitudes (u is
@@ -99,9 +115,9 @@ def _bound_gram(weight: torch.Tensor, scale: float) -> float:
     below the least normal number is lost.
     """
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
-    gram = torch.zeros(columns, columns, dtype=torch.float32)
-    held = torch.empty(pieces[0].shape, dtype=torch.float32)
-    spare = torch.empty(GRAM_COLUMNS * columns, dtype=torch.float32)
+    gram = room.take("gram", columns, columns).zero_()
+    held = room.take("piece", *pieces[0].shape)
+    spare = room.take("product", GRAM_COLUMNS, columns).view(-1)
     for piece in pieces:
         rows = held[: len(piece)].copy_(piece).mul_(scale)
         for start in range(0, columns, GRAM_COLUMNS):
@@ -113,21 +129,24 @@ def _bound_gram(weight: torch.Tensor, scale: float) -> float:
         gram[stop:, start:stop] = gram[start:stop, stop:].T
     terms = GRAM_ROWS + len(pieces)
     error = 1.01 * terms * 2.0**-24 * float(gram.diagonal().double().sum())
-    return bound_top(gram) + error + weight.numel() * 2.0**-125
+    return bound_top(gram, room) + error + weight.numel() * 2.0**-125
 
 
-def bound_top(gram: torch.Tensor) -> float:
+def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
     """No eigenvalue of a symmetric matrix `[n, n]` in fp32 or float64 without negative ones is larger.
 
     When the Cholesky decomposition of `A` runs to its end in float64, `A` has no eigenvalue below
     `-2 (n + 1) u trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
     """
     size, near = len(gram), _estimate_top(gram.float())
-    left = torch.empty(gram.shape, dtype=torch.float64)
+    room, info = room or _Room(), torch.empty((), dtype=torch.int32)
+    left = room.take("left", size, size, torch.float64)
+    root = room.take("root", size, size, torch.float64).T  # LAPACK's order
     for above in ABOVE:
         top = near * above
         left.copy_(gram).neg_().diagonal().add_(top)
-        if top > 0 and int(torch.linalg.cholesky_ex(left).info) == 0:
+        torch.linalg.cholesky_ex(left, out=(root, info))
+        if top > 0 and int(info) == 0:
             return top * (1 + 2 * size * (size + 1) * 2.0**-53)
     return max(float(torch.linalg.eigvalsh(gram.double())[-1]), 0.0) * MARGIN
 
