@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from stopdown.bounds.intervals import drop_repeated
 from stopdown.bounds.known_values import Operands
-from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Columns, Products
+from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
 from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
@@ -195,32 +195,30 @@ def _join(op: Operands) -> AffineRows:
     return joined if all(found) and len(joined) <= MOST_PARTS else ()
 
 
-def list_columns(affine_rows: Sequence[AffineRow]) -> Columns:
-    """What a weight is multiplied with to bound what it makes of such rows."""
-    rests = [x.rest + x.basis[2] + WEIGHT_ROUNDING * x.largest for x in affine_rows]
-    return Columns(
-        torch.cat([x.basis[1] for x in affine_rows]).T,
-        torch.stack([*rests, *(x.largest for x in affine_rows)], 1),
-        torch.stack([x.gain.square() for x in affine_rows], 1),
-    )
-
-
 def bound_image(
-    products: Products, affine_rows: Sequence[AffineRow]
+    weight: torch.Tensor, affine_rows: Sequence[AffineRow], floor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
 
     In a part of a sum the shifts no longer cancel: there their magnitudes count.
 
     Args:
-        products: of the weight, as it is before it is rounded, with `list_columns` and last a column of
-            ones (`sum_rows`).
+        weight: `[out, d]`, as it is before it is rounded.
+        floor: room for what is subnormal of it.
 
-    Cost: products of as many values as the weight has rows with the timesteps of each table.
+    Cost: one pass over the weight, a product with `BASIS` columns for each affine_row.
     """
     count, rounding = len(affine_rows), 1 + WEIGHT_ROUNDING
     gains = torch.stack([x.gain.square() for x in affine_rows], 1)
-    error, sizes = (products.magnitudes[:, : 2 * count] * rounding).chunk(2, dim=1)
+    rests = [x.rest + x.basis[2] + WEIGHT_ROUNDING * x.largest for x in affine_rows]
+    products = multiply_rows(
+        weight,
+        plain=torch.cat([x.basis[1] for x in affine_rows]).T,
+        magnitudes=torch.stack([*rests, *(x.largest for x in affine_rows)], 1),
+        squares=torch.cat([gains, torch.ones_like(gains[:, :1])], 1),
+        floor=floor,
+    )
+    error, sizes = (products.magnitudes * rounding).chunk(2, dim=1)
     radius = torch.tensor([x.radius for x in affine_rows]).double()
     core = products.squares[:, :count].sqrt() * rounding + products.slack * gains.sum(0).sqrt()
     core = radius * core + error + products.slack * _sum_rest(affine_rows)

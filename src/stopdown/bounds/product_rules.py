@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.affine_rows import AffineRow, bound_image, list_columns
+from stopdown.bounds.affine_rows import AffineRow, bound_image
 from stopdown.bounds.known_values import Operands, UnboundedError
 from stopdown.bounds.row_sums import (
     ENTRIES,
@@ -53,8 +53,7 @@ def linear(op: Operands) -> Bound:
     if values.dim() != 2:
         raise UnboundedError
     peak = largest_over(bound.peak, range(last)).reshape(-1)
-    found = op.known.affine_rows(op.given["input"])
-    rows = sum_rows(values, peak, floor, beside=list_columns(found) if found else None)
+    rows = sum_rows(values, peak, floor)
     norm = norm_over(bound, op.before, (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
@@ -63,8 +62,8 @@ def linear(op: Operands) -> Bound:
     size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
-    if found:
-        image, image_parts = bound_image(rows.products, found)
+    if found := op.known.affine_rows(op.given["input"]):
+        image, image_parts = bound_image(values, found, floor)
         size = torch.minimum(size, image.reshape(spread))
         parts = torch.minimum(parts, image_parts.reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())

@@ -119,22 +119,11 @@ class RowSums:
         absolute: `sum |w| peak` of each row.
         euclidean: `sqrt(sum w**2)` of each row.
         slack: as of `Products`.
-        products: those that were made on the way, the sums of this last in each.
     """
 
     absolute: torch.Tensor
     euclidean: torch.Tensor
     slack: float
-    products: Products
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns `[in, k]` that a weight is multiplied with beside its sums, as of `multiply_rows`."""
-
-    plain: torch.Tensor
-    magnitudes: torch.Tensor
-    squares: torch.Tensor
 
 
 def sum_rows(
@@ -142,35 +131,22 @@ def sum_rows(
     peak: torch.Tensor,
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
-    beside: Columns | None = None,
 ) -> RowSums:
     """Sums over the rows of a matrix `[out, in]`.
 
     Args:
         peak: `[in]` or `[1]` float64.
         floor, largest: as of `multiply_rows`.
-        beside: what else the weight is multiplied with, while it is read.
 
     Cost: one pass.
     """
     width = weight.shape[1]
     peaks = peak.expand(width)[:, None]
-    squares, magnitudes = torch.ones_like(peaks), peaks
-    if beside is not None:
-        magnitudes = torch.cat([beside.magnitudes, peaks], 1)
-        squares = torch.cat([beside.squares, squares], 1)
-    found = multiply_rows(
-        weight,
-        plain=None if beside is None else beside.plain,
-        magnitudes=magnitudes,
-        squares=squares,
-        floor=floor,
-        largest=largest,
-    )
+    squares = torch.ones_like(peaks)
+    found = multiply_rows(weight, magnitudes=peaks, squares=squares, floor=floor, largest=largest)
     spread, rounding = float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
-        found.magnitudes[:, -1] * rounding + found.slack * spread,
-        found.squares[:, -1].sqrt() * rounding + found.slack * math.sqrt(width),
+        found.magnitudes[:, 0] * rounding + found.slack * spread,
+        found.squares[:, 0].sqrt() * rounding + found.slack * math.sqrt(width),
         found.slack,
-        found,
     )
