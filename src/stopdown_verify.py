@@ -292,7 +292,7 @@ def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
     """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
     sizes = [n["shape"][d] if d in dims else size for d, size in enumerate(x.shape)]
-    demand(tuple(sizes) == shape, "the shape does not follow")
+    demand(tuple(sizes) == shape and dims, "the shape does not follow, or nothing is mixed")
     whole = any(n.get(key) for key in ("rows", "mean", "repeats")) and not x.rows & {*dims}
     return bound(shape, top(x.peak, dims), x.norm if whole else math.inf, x.rows)
 
@@ -865,7 +865,7 @@ class Graph:
         stored = None if found is None else value.peak * 2.0**value.exponents
         if stored is not None and (not stored.size or stored.max() <= LARGEST):
             self.covered += 1
-        elif not users or not all(u.get("function") in SATURATING for u in users):
+        elif stored is None or not users or any(u.get("function") not in SATURATING for u in users):
             self.uncovered.append(n["id"])
 
 

@@ -114,6 +114,28 @@ def test_what_has_no_bound_is_named() -> None:
     assert rescaling.scaling.measured_bits == pytest.approx(math.log2(65504 / largest), abs=0.01)
 
 
+class Gated(torch.nn.Module):
+    """An operation that no rule bounds, before a sigmoid alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = self.linear(hidden_states)
+        return x * torch.lgamma(x).sigmoid()
+
+
+def test_a_value_without_bound_is_named_before_a_sigmoid() -> None:
+    """It may be NaN, which no saturating function mends; where ranges are measured it has no limit."""
+    x = (torch.randn(2, 8),)
+    bounded = rescale_(Gated().eval().requires_grad_(False), x, ranges="bound").scaling
+    assert not bounded.certified
+    assert bounded.uncertain == ("Gated: (lgamma)",)
+    measured = rescale_(Gated().eval().requires_grad_(False), x, ranges="measured").scaling
+    assert measured.values < bounded.values
+
+
 def test_auto_takes_bounds_that_cost_nothing() -> None:
     """`auto` certifies at least what costs nothing, and needs no more in fp32 than measuring does."""
     module, calls = make_example("T5")

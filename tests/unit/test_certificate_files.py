@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ from stopdown.graph.capture import name_parameters  # noqa: E402
 from stopdown.graph.nodes import shape_of  # noqa: E402
 from stopdown.plans.certificate_files import export_calls, write_certificate  # noqa: E402
 from stopdown.plans.certified import certify_plan  # noqa: E402
-from stopdown.records import ComponentPlan  # noqa: E402
+from stopdown.records import ComponentPlan, Scaling  # noqa: E402
 from stopdown.sources.sources import resolve_source  # noqa: E402
 from stopdown.testing import save_pipeline  # noqa: E402
 
@@ -323,6 +325,85 @@ def test_norm_of_mixed_elements_holds_only_where_rows_are_whole():
     for key in ("rows", "mean", "repeats"):
         found = stopdown_verify.rule_mix(None, {**node, key: True}, [x])
         assert 3.0 <= found.norm < 3.001
+
+
+def test_a_mix_of_nothing_is_refused():
+    """Means of neighbours name the dimension that they are taken along, even where it keeps its size."""
+    x = replace(stopdown_verify.bound((1, 2, 2), np.array([[[1.0, 2.0], [8.0, 4.0]]])), exponents=0)
+    with pytest.raises(stopdown_verify.Refused, match="nothing is mixed"):
+        stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [], "rows": True}, [x])
+    found = stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [1], "rows": True}, [x])
+    assert found.peak.reshape(-1).tolist() == pytest.approx([8.0, 4.0])
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "tanh", "erf"])
+def test_value_without_bound_is_listed_before_a_saturating_function(function):
+    """It may be NaN, which no saturating function mends; with a bound beyond fp16 it is at most Inf."""
+
+    def list_uncovered(rule: str) -> list[str]:
+        nodes = [
+            node("x", "input", [], [4], name="x", largest=1000.0),
+            node("u", rule, ["x"], [4], halves=4),
+            node("y", "bounded", ["u"], [4], function=function),
+        ]  # fmt: skip
+        graph = stopdown_verify.Graph({"nodes": nodes, "outputs": [["y", 0]]}, {}, True)
+        graph.check()
+        return graph.uncovered
+
+    assert list_uncovered("unknown") == ["u"]
+    assert list_uncovered("power") == []
+
+
+class Moving(torch.nn.Module):
+    """One operation that keeps the size between a value with small and large places and the output."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+        self.register_parameter("size", torch.nn.Parameter(torch.tensor([1.0, 2.0, 100.0, 4.0])))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.tanh() * self.size
+        made = {
+            "avg_pool1d": lambda: F.avg_pool1d(x, 3, stride=1, padding=1),
+            "avg_pool2d": lambda: F.avg_pool2d(x[None], (1, 3), stride=1, padding=(0, 1))[0],
+            "pad": lambda: F.pad(x, (1, -1)),
+            "repeat_interleave": lambda: torch.repeat_interleave(
+                x, torch.tensor([0, 0, 4, 0]), dim=2, output_size=4
+            ),
+        }  # fmt: skip
+        return made[self.operation]() * 1
+
+
+@pytest.mark.parametrize("operation", ["avg_pool1d", "avg_pool2d", "pad", "repeat_interleave"])
+def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
+    """A large place reaches its neighbours: neither the plan's nor the checker's bound is below it."""
+    from safetensors.torch import save_model
+
+    module, x = Moving(operation).eval().requires_grad_(False), torch.full((1, 2, 4), 100.0)
+    case, result = bound_one(module, module, (x,), {}), module(x)
+    last = case.list_nodes()[-1]
+    found = case.bounds.values[last.name].peak
+    assert bool((result.abs() <= found * (1 + 1e-6)).all())
+    (tmp_path / "net").mkdir()
+    save_model(module, str(tmp_path / "net" / "a.safetensors"))
+    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
+    load, captured = name_parameters(module).__getitem__, [(case.capture, (x,), {})]
+    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    weights = stopdown_verify.open_weights(tmp_path / "net", stated["files"], stated["weights"])
+    graph = stopdown_verify.Graph(stated["graphs"][0], weights, True)
+    peaks: dict[str, Any] = {}
+    derive = graph.derive
+
+    def keep(n: dict[str, Any]) -> Any:
+        value = derive(n)
+        peaks[n["id"]] = value.peak
+        return value
+
+    graph.derive = keep  # type: ignore[method-assign]
+    graph.check()
+    peak = np.broadcast_to(peaks[stated["graphs"][0]["outputs"][0][0]], result.shape)
+    assert (result.abs().numpy() <= peak).all()
 
 
 def test_whole_numbers_are_off_by_what_a_cast_cuts_off():

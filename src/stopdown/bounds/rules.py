@@ -40,6 +40,7 @@ from stopdown.graph.nodes import (
     is_kind,
     is_range_clamp,
     is_split,
+    list_mixed,
     operation,
     read_order,
     shape_of,
@@ -368,13 +369,7 @@ def loosen_spatially(op: Operands) -> Bound:
         raise UnboundedError
     if len(op.before) != len(op.shape):
         return loosen(op)
-    return op.made(largest_over(op.source.peak, _list_changed(op)), op.source.typical)
-
-
-def _list_changed(op: Operands) -> list[int]:
-    """The dimensions whose size is another after the operation."""
-    pairs = zip(op.before, op.shape, strict=True)
-    return [dim for dim, (before, after) in enumerate(pairs) if before != after]
+    return op.made(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
 
 
 def loosen_tokens(op: Operands) -> Bound:
@@ -394,7 +389,7 @@ def loosen_tokens(op: Operands) -> Bound:
 def repeat(op: Operands) -> Bound:
     """`repeat` and its kin: what is repeated is no larger, wherever it is."""
     added = len(op.shape) - len(op.before)
-    if added < 0:  # flattened first
+    if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
         return loosen(op)
     before = (1,) * added + op.before
     bound = broadcast(op.source, op.before, before)
@@ -478,7 +473,7 @@ def choose(op: Operands) -> Bound:
 
 
 def pad(op: Operands) -> Bound:
-    bound, changed, value = op.source, _list_changed(op), op.given.get("value") or 0.0
+    bound, changed, value = op.source, list_mixed(op.node), op.given.get("value") or 0.0
     peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
     if op.given.get("mode", "constant") != "constant" or value:
         return op.made(peak, bound.typical)

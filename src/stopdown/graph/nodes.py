@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -110,6 +111,25 @@ def slice_bounds(node: Node) -> tuple[int, int] | None:
 
 def _clip(index: int, size: int) -> int:
     return min(max(index + size if index < 0 else index, 0), size)
+
+
+def list_mixed(node: Node) -> list[int]:
+    """The dimensions of a result whose elements may come from other places of the input's.
+
+    Of pooling, upsampling, padding and repetition, with as many dimensions as the input. A dimension may
+    keep its size: pooling with a stride of 1 takes means of neighbours, and padding by (1, -1) moves
+    every element.
+    """
+    given, shape = arguments(node), shape_of(node)
+    rank = len(shape)
+    mixed = {d for d, size in enumerate(shape_of(node.args[0])) if size != shape[d]}
+    if places := re.search(r"([123])d(?![a-z])", operation(node)):
+        mixed |= {*range(rank - int(places[1]), rank)}
+    widths = given.get("pad") or ()
+    mixed |= {rank - 1 - i // 2 for i, width in enumerate(widths) if width}
+    if isinstance(given.get("repeats"), Node):
+        mixed |= {*range(rank)}
+    return sorted(mixed)
 
 
 def read_order(node: Node) -> list[int]:

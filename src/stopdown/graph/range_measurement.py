@@ -49,6 +49,7 @@ class Range:
         certain: True when no input makes `amax` larger; False when it was measured.
         bound: what no input makes it larger than, where `amax` was measured; infinite if that is unknown.
         least_stored: a bound holds where the largest is stored no smaller than this.
+        unbounded: it was measured because no rule gives a bound: it may be NaN as well as Inf.
     """
 
     amax: float
@@ -57,6 +58,7 @@ class Range:
     certain: bool = False
     least_stored: float = 0.0
     bound: float = math.inf
+    unbounded: bool = False
 
     @property
     def largest(self) -> float:
@@ -70,7 +72,8 @@ class Range:
         certain = self.certain and other.certain
         stored = max(self.least_stored, other.least_stored)
         amax, bound = max(self.amax, other.amax), max(self.bound, other.bound)
-        return Range(amax, min(sizes, default=0.0), least, certain, stored, bound)
+        unbounded = self.unbounded or other.unbounded
+        return Range(amax, min(sizes, default=0.0), least, certain, stored, bound, unbounded)
 
 
 Ranges = Mapping[str, tuple[Range, ...]]

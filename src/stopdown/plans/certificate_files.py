@@ -39,6 +39,7 @@ from stopdown.graph.nodes import (
     is_kind,
     is_range_clamp,
     is_split,
+    list_mixed,
     operation,
     read_order,
     shape_of,
@@ -506,16 +507,21 @@ class _Exporter:
         before, shape = shape_of(node.args[0]), shape_of(node)
         if len(before) != len(shape):
             return self._mix(node)
-        dims = [d for d in range(len(shape)) if before[d] != shape[d]]
+        if not (dims := list_mixed(node)):
+            return {"rule": "same", "function": "copy", "from": [self._first(node)]}
         return {"rule": "mix", "from": [self._first(node)], "dims": dims, "rows": True}
 
     def _export_repeat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         before, shape = shape_of(node.args[0]), shape_of(node)
         if len(shape) <= len(before):
+            if isinstance(given.get("repeats"), Node):
+                return self._mix(node)
             return {**self._mix_changed(node), "repeats": True}
         padded = [*(1,) * (len(shape) - len(before)), *before]
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, padded)
         dims = [d for d in range(len(shape)) if padded[d] != shape[d]]
+        if not dims:
+            return {"rule": "same", "function": "copy", "from": [name]}
         return {"rule": "mix", "from": [name], "dims": dims, "repeats": True}
 
     def _export_pad(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def mix_ranges(
     for name, parts in measured.items():
         stated = bounds.get(name)
         if stated is None or len(stated) != len(parts):
-            mixed[name] = tuple(map(_widen, parts))
+            mixed[name] = tuple(replace(_widen(x), unbounded=True) for x in parts)
         else:
             pairs = zip(parts, stated, strict=True)
             mixed[name] = tuple(_choose(seen, bound, loosest_bits) for seen, bound in pairs)

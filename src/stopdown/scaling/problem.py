@@ -254,10 +254,15 @@ def _are_stated_alike(calls: Sequence[Measured], others: Sequence[Measured]) -> 
             [x.least for x in parts] == [x.least for x in other.ranges[name]]
             for name, parts in one.ranges.items()
         )
-        and find_saturating(one.capture.graph.graph, one.ranges)
-        == find_saturating(other.capture.graph.graph, other.ranges)
+        and _find_harmless(one) == _find_harmless(other)
         for one, other in zip(calls, others, strict=True)
     )
+
+
+def _find_harmless(call: Measured) -> frozenset[Node]:
+    """The values that may be Inf before a saturating function; what no rule bounds may be NaN as well."""
+    found = find_saturating(call.capture.graph.graph, call.ranges)
+    return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
 
 def _free_ends(problem: Problem, call: Measured) -> None:
@@ -546,7 +551,7 @@ class CallStatement:
             self.system.equate(own, *(self.unknown(whole, i, user) for i in covered))
 
     def _state_limits(self) -> None:
-        exempt = self._clamped() | find_saturating(self.graph, self.call.ranges)
+        exempt = self._clamped() | _find_harmless(self.call)
         for node in self.graph.nodes:
             parts = self.call.ranges.get(node.name, ())
             if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
