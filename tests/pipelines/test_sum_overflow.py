@@ -87,6 +87,29 @@ def test_a_healthy_pipeline_has_no_such_finding(monkeypatch: pytest.MonkeyPatch)
     assert look(pipe, "a100")
 
 
+def test_the_answer_names_each_kind(scored: Any) -> None:
+    """Convolutions, linear layers and both products of attention; only the scores are too large."""
+    found = check(scored, device="v100", arguments=SMALL, sums=True)
+    (note,) = [x for x in found if x.kind == "sums-in-fp16"]
+    assert (note.module_path, note.severity, is_fault(note.kind)) == ("unet", "note", False)
+    said = note.evidence
+    assert said.startswith("In this run fp16 accumulation is not safe: linear layers and ")
+    for kind in ("convolutions reach", "attention scores reach", "softmax-weighted sums reach"):
+        assert kind in said
+    assert said.count("do not fit") == 1
+    assert "do not fit" in said.partition("attention scores")[2].partition(";")[0]
+
+
+def test_a_healthy_pipeline_is_called_safe() -> None:
+    """The same kinds, and the error that sums in fp16 cost."""
+    pipe = testing.make_pipeline("svd", dtype=torch.float16)
+    found = check(pipe, device="v100", arguments=SMALL, sums=True)
+    notes = {x.module_path: x.evidence for x in found if x.kind == "sums-in-fp16"}
+    assert "unet" in notes
+    assert all(x.startswith("In this run fp16 accumulation is safe: ") for x in notes.values())
+    assert "(error about " in notes["unet"]
+
+
 def test_what_is_not_to_run_in_fp16_is_not_judged(scored: Any) -> None:
     """In fp32 the same sums are harmless."""
     found = check(scored, precision="unet=fp32", device="a100", arguments=SMALL, sums=True)

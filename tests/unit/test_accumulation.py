@@ -17,7 +17,7 @@ from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.interception import accumulation
-from stopdown.interception.accumulation import GROUP, accumulating, find_sums, summing_in_fp16
+from stopdown.interception.accumulation import GROUP, Sum, accumulating, find_sums, summing_in_fp16
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -307,3 +307,70 @@ def test_one_kind_of_operation_can_be_summed_in_fp16_alone() -> None:
         assert (near @ far).item() == 0
     with summing_in_fp16("product"):
         assert math.isinf((near @ far).item())
+
+
+def make_layer(kind: str) -> tuple[torch.nn.Module, torch.Tensor, str]:
+    """A linear layer, a convolution or attention, an input of one sign, and what its sums are called."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        return torch.nn.Linear(512, 8, bias=False), torch.ones(4, 512), "product"
+    if kind == "convolution":
+        layer = torch.nn.Conv2d(64, 8, 3, padding=1, bias=False)
+        return layer, torch.ones(1, 64, 6, 6), "convolution"
+    return Attending(kind), torch.ones(1, 1, 64, 256), kind
+
+
+class Attending(torch.nn.Module):
+    """Attention of a sequence to itself, with large scores or large values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.sizes = (1.0, 1.0) if kind == "attention scores" else (1e-3, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared, own = self.sizes
+        return functional.scaled_dot_product_attention(x * shared, x * shared, x * own)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "attention scores"])
+@pytest.mark.parametrize("pattern", ["signs of the weights", "random"])
+def test_pieces_that_are_named_hold_the_worst_signs(kind: str, pattern: str) -> None:
+    """A sum whose terms have one sign leaves fp16; in pieces as named no sum of it does."""
+    layer, x, operation = make_layer(kind)
+    weight = getattr(layer, "weight", None)
+    with torch.no_grad():
+        if weight is not None:
+            weight.copy_(weight.sign() if pattern == "random" else torch.ones_like(weight))
+        if pattern == "random":
+            x = torch.randn(x.shape)
+        size = 65504.0 / 96 if weight is not None else (65504.0 / 96) ** 0.5
+        (found, *_) = [
+            s for s in find_sums(layer, lambda: layer(x * size)) if s.operation == operation
+        ]
+        total = x.shape[-1] if weight is None else weight[0].numel()
+        assert found.terms == total
+        assert 0 < found.piece <= total
+        if pattern == "random":
+            return
+        assert (
+            found.piece == 80
+        )  # five groups of 16, and the sixth ends beyond 65504 with roundings
+        left = (
+            (x * size).reshape(-1, total)[:1]
+            if kind != "convolution"
+            else x.new_full((1, total), size)
+        )
+        right = torch.ones(total, 1) if weight is not None else left.transpose(0, 1)
+        with summing_in_fp16():
+            assert torch.isinf(left.half() @ right.half()).all()
+            parts = zip(
+                left.half().split(found.piece, 1), right.half().split(found.piece, 0), strict=True
+            )
+            assert all((a @ b).isfinite().all() for a, b in parts)
+
+
+def test_a_sum_that_fits_is_one_piece() -> None:
+    """Room is left for roundings: a sum at 65504 itself may round beyond it on its way."""
+    assert Sum("a", "product", 30000.0, 30000.0, 30000.0, 512).piece == 512
+    assert Sum("a", "product", 65504.0, 65504.0, 4000.0, 512).piece == 256
+    assert Sum("a", "product", 1e6, 1e6, 1e6, 512).piece == 0

@@ -22,7 +22,13 @@ from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.fp16_sums import LONGEST, choose_sums, find_terms, list_refused
+from stopdown.plans.fp16_sums import (
+    LONGEST,
+    choose_sums,
+    describe_whole_sums,
+    find_terms,
+    list_refused,
+)
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling, SumBound
 
 SUMS = {
@@ -69,6 +75,18 @@ def test_pieces_are_even_and_whole_groups() -> None:
     """1100 terms are two pieces of 560, not 1024 and 76."""
     assert find_terms(SumBound(1100, 1.0), "auto") == 560
     assert find_terms(SumBound(30, 1.0), "auto") == 30
+
+
+def test_a_file_says_which_whole_sums_fit() -> None:
+    """A file cannot hold pieces, so a sum at the end of fp16 is named, and one without a bound too."""
+    said = describe_whole_sums(Scaling(sums=SUMS))
+    assert said == (
+        "If a program sums in fp16, as with `--fast fp16_accumulation`, bounds keep the sums of 2 of its 4 "
+        "linear layers in range, but not those of at the end. For sums of convolutions and attention "
+        "there is no bound."
+    )
+    assert "but not" not in describe_whole_sums(Scaling(sums={"short": SUMS["short"]}))
+    assert describe_whole_sums(Scaling()) == ""
 
 
 def test_modes_are_checked() -> None:

@@ -127,17 +127,45 @@ class Sum:
         operation: `attention scores`, `attention`, `convolution`, `product`.
         largest: magnitude that a partial sum reached.
         result: magnitude of the largest sum at its end.
+        group: magnitude of the largest sum of `GROUP` products next to each other.
+        terms: products of the longest sum.
     """
 
     path: str
     operation: str
     largest: float
     result: float
+    group: float = math.inf
+    terms: int = 0
 
     @property
     def fits(self) -> bool:
         """Whether an fp16 accumulator holds it."""
         return self.largest <= FP16.largest
+
+    def merged(self, other: Sum) -> Sum:
+        """The larger of two sums of one operation."""
+        return Sum(
+            self.path,
+            self.operation,
+            max(self.largest, other.largest),
+            max(self.result, other.result),
+            max(self.group, other.group),
+            max(self.terms, other.terms),
+        )
+
+    @property
+    def piece(self) -> int:
+        """How many products may be summed in fp16 at a time, roundings included; 0 for none.
+
+        All of them where the sum fits. Else so many groups that even sums of one sign would fit.
+        """
+        if bound_rounded_sum(self.largest, self.terms) <= FP16.largest:
+            return self.terms
+        groups = int(min(FP16.largest / self.group, self.terms)) if self.group else self.terms
+        while groups and bound_rounded_sum(groups * self.group, groups * GROUP) > FP16.largest:
+            groups -= 1 + groups // 64
+        return min(max(groups, 0) * GROUP, self.terms)
 
 
 def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
@@ -148,17 +176,21 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
     Cost: two host reads for each product, and a product for each group of 16.
     """
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    found: dict[tuple[str, str], tuple[float, float, float, int]] = {}
     with Patches() as patches:
         multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
         with _Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
             call()
-    sums = [Sum(*key, *sizes) for key, sizes in found.items()]
+    sums = [Sum(path, what, *sizes) for (path, what), sizes in found.items()]
     return tuple(sorted(sums, key=lambda entry: -entry.largest))
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 """`[..., m, k]` times `[..., k, n]`, and what that is, as `Sum.operation` names it."""
+
+
+After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What is done to a sum after a group, given the group's own sum and the sum so far."""
 
 
 class _Products(TorchFunctionMode):
@@ -191,35 +223,35 @@ def _multiply_in_fp16(
 ) -> torch.Tensor:
     if operations and what not in operations:
         return torch.matmul(left.float(), right.float()).half()
-    return _sum_groups(left, right, lambda total: total.half().float()).half()
+    return _sum_groups(left, right, lambda _, total: total.half().float()).half()
 
 
 def _multiply_noting(
-    found: dict[tuple[str, str], tuple[float, float]],
+    found: dict[tuple[str, str], tuple[float, float, float, int]],
     paths: ModulePaths,
     left: torch.Tensor,
     right: torch.Tensor,
     what: str,
 ) -> torch.Tensor:
     """The product; how large its sums become, on their way and at the end, goes into `found`."""
-    largest: list[torch.Tensor] = []
+    sizes: list[torch.Tensor] = []
 
-    def note(total: torch.Tensor) -> torch.Tensor:
-        low, high = total.aminmax()
-        largest.append(torch.maximum(-low, high))
+    def note(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        if total.numel():
+            ends = torch.stack([*total.aminmax(), *part.aminmax()]).abs()
+            sizes.append(ends.view(2, 2).amax(1))
         return total
 
     total = _sum_in_pieces(left, right, note)
-    seen, result = found.get((paths.current, what), (0.0, 0.0))
-    reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
+    reached, group = torch.stack(sizes).amax(0).tolist() if sizes else (0.0, 0.0)
     ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
-    found[paths.current, what] = (max(seen, reached), max(result, ended))
+    before = found.get((paths.current, what), (0.0, 0.0, 0.0, 0))
+    sums = reached, ended, group, left.shape[-1]
+    found[paths.current, what] = tuple(map(max, before, sums))  # type: ignore[assignment]
     return total.to(left.dtype)
 
 
-def _sum_in_pieces(
-    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
     """As `_sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
     rows = _count_rows(left, right.shape[-1])
     if left.dim() < 2 or rows >= left.shape[-2]:
@@ -238,16 +270,14 @@ def _count_rows(left: torch.Tensor, columns: int) -> int:
     return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
 
 
-def _sum_groups(
-    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
     """A product as a sum over groups, `each` done to the sum after every group. fp32."""
     left, right = left.float(), right.float()
-    total = None
+    total: torch.Tensor | None = None
     for start in range(0, left.shape[-1], GROUP):
         rows = slice(start, start + GROUP)
         part = torch.matmul(left[..., rows], right[..., rows, :])
-        total = each(part if total is None else total.add_(part))
+        total = each(part, part if total is None else total.add_(part))
     return torch.matmul(left, right) if total is None else total
 
 

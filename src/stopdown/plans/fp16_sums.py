@@ -21,7 +21,7 @@ from stopdown.errors import OptionError
 from stopdown.interception.accumulation import GROUP, bound_rounded_sum
 from stopdown.number_formats import FP16
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import Accumulation, ComponentPlan, Plan, SumBound
+from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling, SumBound
 
 MODES = ("auto", "fp32", "fp16")
 
@@ -79,6 +79,23 @@ def list_refused(entry: ComponentPlan) -> dict[str, str]:
         for path, bound in entry.in_force.sums.items()
         if path not in taken
     }
+
+
+def describe_whole_sums(scaling: Scaling) -> str:
+    """What exponents promise where a program sums every product in fp16; "" without a bound of a sum.
+
+    A file cannot say which layers are summed in fp16, or in pieces: a whole sum has to fit.
+    """
+    if not scaling.sums:
+        return ""
+    whole = [path for path, x in scaling.sums.items() if find_terms(x, "fp16") == x.terms]
+    other = next((path for path in scaling.sums if path not in whole), "")
+    return (
+        "If a program sums in fp16, as with `--fast fp16_accumulation`, bounds keep the sums of "
+        f"{len(whole)} of its {len(scaling.sums)} linear layers in range"
+        f"{f', but not those of {other}' if other else ''}. For sums of convolutions and attention there "
+        "is no bound."
+    )
 
 
 def _describe(entry: ComponentPlan, taken: dict[str, int], mode: str) -> str:
