@@ -292,7 +292,8 @@ def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
     """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
     sizes = [n["shape"][d] if d in dims else size for d, size in enumerate(x.shape)]
-    demand(tuple(sizes) == shape and dims, "the shape does not follow, or nothing is mixed")
+    holds = tuple(sizes) == shape and (dims or not shape)
+    demand(holds, "the shape does not follow, or nothing is mixed")
     whole = any(n.get(key) for key in ("rows", "mean", "repeats")) and not x.rows & {*dims}
     return bound(shape, top(x.peak, dims), x.norm if whole else math.inf, x.rows)
 
