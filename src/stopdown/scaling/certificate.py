@@ -166,7 +166,7 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
     return {
         name: tuple(map(_state, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
-        else parts
+        else tuple(replace(x, unbounded=True) for x in parts)
         for name, parts in measured.items()
     }
 
