@@ -50,6 +50,7 @@ SCALINGS = st.builds(
     values=st.integers(0, 99),
     bounded=st.integers(0, 99),
     uncertain=PATHS,
+    measured_bits=SHARES | st.none(),
     limits=st.dictionaries(NAMES, SHARES, max_size=2),
     sizes=st.dictionaries(NAMES, st.just(((4, 16),)), max_size=2),
     range_note=st.just("Ten values are bounded."),
