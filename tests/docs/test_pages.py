@@ -202,8 +202,8 @@ def test_every_page_is_two_steps_from_the_quick_start() -> None:
 
 def test_the_card_is_explained() -> None:
     """The page on the card has each stage that a run has, that on memory each placement of weights."""
-    from stopdown.app.cards import _STAGES
     from stopdown.memory.strategies import PLACEMENTS
+    from stopdown.records import _STAGES
 
     card = (ROOT / "docs" / "card.md").read_text(encoding="utf-8")
     assert [name for name in _STAGES if f"| {name} |" not in card] == []

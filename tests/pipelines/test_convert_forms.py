@@ -199,7 +199,7 @@ def test_a_certificate_goes_into_the_file(
         in said
     )
     assert (
-        "If a program sums in fp16, as with `--fast fp16_accumulation`, bounds keep the sums of"
+        "If a program sums in fp16, as ComfyUI with fp16_accumulation, bounds keep the sums of"
         in said
     )
 

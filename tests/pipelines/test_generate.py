@@ -418,7 +418,6 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "fps": 8.0,
         "strict": False,
         "on_fault": "repair",
-        "journal_limit": 4.0,
         "maxima": False,
         "keep_repairs": False,
         "num": 1,

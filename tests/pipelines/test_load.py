@@ -186,6 +186,7 @@ def planned(save_tiny: SaveTiny) -> tuple[Path, Plan]:
     return folder, stopdown.make_plan(folder, request=request)
 
 
+@pytest.mark.filterwarnings("default:.*not certified:stopdown.StopdownWarning")  # random latents
 @pytest.mark.parametrize("by_path", [True, False])
 def test_a_pipeline_is_loaded_by_a_plan(
     planned: tuple[Path, Plan], tmp_path: Path, by_path: bool

@@ -81,7 +81,7 @@ def test_a_file_says_which_whole_sums_fit() -> None:
     """A file cannot hold pieces, so a sum at the end of fp16 is named, and one without a bound too."""
     said = describe_whole_sums(Scaling(sums=SUMS))
     assert said == (
-        "If a program sums in fp16, as with `--fast fp16_accumulation`, bounds keep the sums of 2 of its 4 "
+        "If a program sums in fp16, as ComfyUI with fp16_accumulation, bounds keep the sums of 2 of its 4 "
         "linear layers in range, but not those of at the end. For sums of convolutions and attention "
         "there is no bound."
     )

@@ -12,7 +12,7 @@ from torch import nn
 from models.pipeline_calls import call_pipeline, make_pipeline
 from models.snapshots import assert_untouched
 from stopdown import guard, make_plan, rescale_
-from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits
+from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, _list_timesteps, fits
 from stopdown.errors import StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import read_class_versions
@@ -194,3 +194,11 @@ def test_names_of_positional_arguments_set_limits() -> None:
     assert "|sample| up to 64, |encoder_hidden_states| up to 128" in scaling.range_note
     assert "sample of length up to 4" in scaling.range_note
     assert scaling.sizes == {"forward.sample": ((4,),), "forward.encoder_hidden_states": ((4,),)}
+
+
+@pytest.mark.parametrize(
+    ("given", "last"), [(0.0, 1000.0), (0.5, 1.0), (1.0, 1.0), (999.0, 1000.0)]
+)
+def test_a_timestep_of_nothing_says_no_unit(given: float, last: float) -> None:
+    """A run of one step can have 0 where others have 999; up to 1 means a share of the way."""
+    assert float(_list_timesteps(torch.tensor(given)).values[-1]) == last

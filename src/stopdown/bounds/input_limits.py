@@ -84,10 +84,14 @@ def state_limits(
 
 
 def _list_timesteps(tensor: torch.Tensor) -> Timesteps:
-    """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more."""
+    """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more.
+
+    A timestep of 0, as of a run of one step, is that of either.
+    """
     if not tensor.is_floating_point():
         return Timesteps(torch.arange(TIMESTEPS + 1))
-    last = 1.0 if has_values(tensor) and float(tensor.abs().max()) <= 1 else float(TIMESTEPS)
+    largest = float(tensor.abs().max()) if has_values(tensor) else 0.0
+    last = 1.0 if 0 < largest <= 1 else float(TIMESTEPS)
     return Timesteps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
 
 

@@ -91,7 +91,7 @@ def describe_whole_sums(scaling: Scaling) -> str:
     whole = [path for path, x in scaling.sums.items() if find_terms(x, "fp16") == x.terms]
     other = next((path for path in scaling.sums if path not in whole), "")
     return (
-        "If a program sums in fp16, as with `--fast fp16_accumulation`, bounds keep the sums of "
+        "If a program sums in fp16, as ComfyUI with fp16_accumulation, bounds keep the sums of "
         f"{len(whole)} of its {len(scaling.sums)} linear layers in range"
         f"{f', but not those of {other}' if other else ''}. For sums of convolutions and attention there "
         "is no bound."

@@ -229,7 +229,7 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
 
 
 def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
-    """Bits between the largest of these values and the end of fp16; None where there are none."""
+    """Bits between the largest of these values and fp16's maximum; None where there are none."""
     rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
     found = min(rooms, default=math.inf)
     return found if math.isfinite(found) else None
