@@ -83,9 +83,9 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     ranges: Annotated[
         Literal["measured", "bound", "auto"] | None,
         typer.Option(
-            help="Where the ranges of measured runs come from. auto, the default: from bounds for every "
-            "input if they cost nothing, else from these runs. bound: from bounds if there are any. "
-            "measured: from these runs alone."
+            help="Bounds in place of what runs measured. auto: where they cost nothing. bound: wherever "
+            "there are any. measured: none, and none is computed. By default ranges are those of the runs, "
+            "and bounds say which values they certify then."
         ),
     ] = None
     call: Annotated[

@@ -58,8 +58,9 @@ def make_plan(
     Args:
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
             Diffusers pipeline, or another program as `guard` takes it, is left as it was.
-        measure: True measures a source, too. As with `"auto"`, ranges are bounds for every input where they
-            cost nothing. `"bound"` takes bounds where it can, `"measured"` none. False measures nothing:
+        measure: True measures a source, too; of its exponents it states which values they certify. `"auto"`
+            takes bounds for every input where they cost nothing, `"bound"` where it can, `"measured"` asks
+            for none. False measures nothing:
             a program that is no pipeline is certified from its weights, for the first call that `run` makes
             of each of its components, where the run is stopped; such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
@@ -93,7 +94,7 @@ def make_plan(
         SafeSource(pipe_or_source, run_certified) if is_source else pipe_or_source,
         prompts=prompts,
         residual=residual,
-        ranges=measure if isinstance(measure, str) else "auto" if is_source else None,
+        ranges=measure if isinstance(measure, str) else "stated" if is_source else None,
         request=request,
         device=device,
         progress=progress,

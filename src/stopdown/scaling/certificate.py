@@ -40,7 +40,7 @@ from stopdown.records import Scaling, SumBound
 from stopdown.scaling.problem import Limit, Measured, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS
 
-RANGES = ("measured", "bound", "auto")
+RANGES = ("measured", "stated", "bound", "auto")
 """What the exponents of a component can rest on."""
 
 PEAK = 8.0
@@ -48,7 +48,7 @@ PEAK = 8.0
 
 
 def check_ranges(ranges: str | None) -> str:
-    """`measured`, `bound` or `auto`."""
+    """`measured`, `stated`, `bound` or `auto`."""
     if ranges is None or ranges in RANGES:
         return ranges or "measured"
     raise OptionError(
