@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import __version__
 from stopdown.app import cli, messages
+from stopdown.devices.device_profiles import find_profile
 from stopdown.files.outputs import written_beside
 from stopdown.frames.media import read_video, write_media
 
@@ -720,3 +721,11 @@ def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
     assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
     _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")
     assert "profile" not in err
+
+
+def test_a_forecast_takes_no_more_than_the_card_has(run: Any) -> None:
+    """A limit beyond the card's memory is that of the card, and that is said."""
+    code, out, err = run("fit", "shapes", "--device", "t4", "--memory", "64GiB", "--json")
+    assert code == 0
+    assert json.loads(out)["limit_bytes"] == find_profile("t4").memory_bytes
+    assert "NVIDIA T4 has 14.6 GiB, less than the 64.0 GiB of --memory" in err

@@ -39,6 +39,7 @@ from stopdown.runtime.repairs import cast_component
 from stopdown.runtime.session import Session
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
+from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.kept_state import describe_kept
 from stopdown.scaling.trial import describe_excess, measure_error
 
@@ -423,8 +424,8 @@ class FaultHandler:
             return ""
         basis = "on a guess"
         if planned.measured_bits is not None:
-            bits = f"at least {math.floor(10 * planned.measured_bits) / 10:g} bits of headroom"
-            basis = f"on measured calls, where such values had {bits}"
+            least = describe_least(planned.measured_bits)
+            basis = f"on measured calls, where such values had {least}"
         return f"No bound of the plan keeps all values there in range: they rested {basis}."
 
     def _describe_caller(self, case: _Case) -> str:

@@ -254,11 +254,12 @@ def describe_measured(scaling: Scaling) -> str:
     """What values without a bound that fits rest on, with the headroom that they had."""
     if scaling.measured_bits is None:
         return _MEASURED
-    return f"{_MEASURED} and have at least {_floor(scaling.measured_bits):g} bits of headroom"
+    return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
 
 
-def _floor(bits: float) -> float:
-    return math.floor(10 * bits) / 10
+def describe_least(bits: float) -> str:
+    """`at least 1.3 bits of headroom`, rounded down."""
+    return f"at least {math.floor(10 * bits) / 10:g} bits of headroom"
 
 
 _GUESSED = (
