@@ -1,14 +1,16 @@
 """Certificate files: what they cover, what checking them costs, and which changes of them are refused.
 
 `tiny` plans every tiny pipeline as it is with an fp32 residual stream, and made to overflow with its stream
-as it is, and writes and checks each certificate. `full` does that with the checkpoints of
-`full_size_runs.py`, one at a time, from a temporary folder. The checker is a process of its own, without
-torch. `mutations` changes certificates and weights at random, one change at a time. The seal is made anew
-after each change, so that it is not what refuses; what the derivation lets pass is checked once more with
-the old seal.
+as it is, and writes and checks each certificate. `classes` does that with each class of the rescale table,
+made to overflow and scaled from bounds. `full` takes the checkpoints of `full_size_runs.py`, one at a time,
+from a temporary folder. The checker is a process of its own, without torch (of `classes` a function).
+`mutations` changes the certificate of a component and its weights at random, one change at a time. The
+seal is made anew after each change, so that it is not what refuses; what the derivation lets pass is
+checked once more with the old seal.
 
     python benchmarks/certificate_files.py tiny
-    python benchmarks/certificate_files.py mutations --changes 1000
+    python benchmarks/certificate_files.py classes
+    python benchmarks/certificate_files.py mutations text_encoder transformer --changes 1000
     python benchmarks/certificate_files.py full CogVideoX-5B
 """
 
@@ -35,7 +37,6 @@ import stopdown_verify  # noqa: E402 (the path is set above)
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = RESULTS / "certificate_files.json"
 CHECKPOINTS = ("CogVideoX-2B", "CogVideoX-5B", "T5-XXL", "CogView3-Plus-3B", "Z-Image", "SVD-XT")
-MUTATED = "text_encoder"
 _CHECK = """
 import json, os, resource, sys, time, numpy
 import stopdown_verify
@@ -105,6 +106,58 @@ def run_tiny(names: list[str]) -> None:
                     json.dumps({k: row[k] for k in ("name", "components", "left")})[:600],
                     flush=True,
                 )
+
+
+def run_classes(names: list[str]) -> None:
+    """Every class of the rescale table."""
+    from models.rescaling_models import EXAMPLES
+    from stopdown.errors import StopdownError
+
+    for name in names or EXAMPLES:
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                row = check_class(name, Path(place))
+            except (StopdownError, stopdown_verify.Refused, ValueError, RuntimeError) as error:
+                row = {"failure": f"{type(error).__name__}: {error}"[:300]}
+        store("classes", {"name": name, **row}, ("name",))
+        print(name, json.dumps(row)[:400], flush=True)
+
+
+def check_class(name: str, folder: Path) -> dict[str, Any]:
+    """One class, made to overflow and scaled from bounds, its certificate written and checked."""
+    import torch
+    from rescale import overflow
+    from safetensors.torch import save_model
+
+    from models.rescaling_models import EXAMPLES, WAYS, make_example
+    from stopdown import rescale_
+    from stopdown.graph.capture import name_parameters
+    from stopdown.plans.certificate_files import export_calls
+    from stopdown.records import ComponentPlan
+    from stopdown.scaling import measure_call
+    from stopdown.scaling.measurement import Captures
+
+    module, calls = make_example(name)
+    overflow(module, calls, [measure_call(*x) for x in calls], WAYS[EXAMPLES[name].ways[0]])
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    rescaling.undo()
+    entry = ComponentPlan("module", precision="fp16", scaling=rescaling.scaling)
+    (folder / "module").mkdir()
+    save_model(module, str(folder / "module" / "a.safetensors"))
+    captures = Captures(torch.float16)
+    captured = [(captures.take(call), *call[1:]) for call in calls]
+    load = name_parameters(module).__getitem__
+    stated = export_calls(module, entry, captured, folder, ["a.safetensors"], load)
+    stopdown_verify.check_component(stated, folder, write=True)
+    spent = time.process_time()
+    values, covered, rest = stopdown_verify.check_component(stated, folder)
+    return {
+        "covered": covered,
+        "values": values,
+        "uncovered": rest,
+        "planned": [rescaling.scaling.bounded, rescaling.scaling.values],
+        "check_cpu_s": time.process_time() - spent,
+    }
 
 
 POOL = 16_777_259
@@ -349,15 +402,15 @@ def mutate(
     return "seal" if stopdown_verify.seal(whole) != before else "accepted"
 
 
-def run_mutations(changes: int, seed: int) -> None:
-    """Count what is refused, by class of change."""
+def run_mutations(component: str, changes: int, seed: int) -> None:
+    """Count what is refused, by class of change, of one component's certificate."""
     from stopdown.testing import save_pipeline
 
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
-        folder = save_pipeline("cogvideox", Path(place) / "model", overflow=MUTATED)
+        folder = save_pipeline("cogvideox", Path(place) / "model", overflow=component)
         path = Path(place) / "certificate.json"
-        certify(folder, path, "native", only=(MUTATED,))
+        certify(folder, path, "native", only=(component,))
         certificate = json.loads(path.read_text())
         counts = {kind: {"derivation": 0, "seal": 0, "accepted": 0} for kind in CHANGES}
         done = 0
@@ -369,7 +422,8 @@ def run_mutations(changes: int, seed: int) -> None:
                 done += 1
             if done % 50 == 0:
                 print(done, counts, flush=True)
-                store("mutations", {"seed": seed, "changes": done, "counts": counts}, ("seed",))
+                row = {"component": component, "seed": seed, "changes": done, "counts": counts}
+                store("mutations", row, ("component",))
 
 
 def store(section: str, row: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -402,10 +456,15 @@ def write_tables(report: dict[str, Any]) -> None:
         for row in rows:
             lines += _format_rows(row)
         lines.append("")
-    for row in report.get("mutations", [])[-1:]:
-        lines += ["## Changed certificates", "",
+    if rows := report.get("classes", []):
+        lines += ["## Classes", "",
+                  "Each class of the rescale table, made to overflow and scaled from bounds.", "",
+                  "| class | covered | planned | not covered | check |", "|---|--:|--:|---|--:|",
+                  *map(_format_class, rows), ""]  # fmt: skip
+    for row in report.get("mutations", []):
+        lines += [f"## Changed certificates: {row['component']}", "",
                   f"{row['changes']} random changes (seed {row['seed']}), one at a time, of the",
-                  "certificate of a tiny T5 that overflows, of two blocks. The seal",
+                  "certificate of this component of the tiny CogVideoX, made to overflow. The seal",
                   "is made anew after each. *By the seal*: the derivation holds for the changed file, too",
                   "(another graph of which the same is true), and only the seal shows the change.", "",
                   "| changed | refused by the derivation | refused by the seal alone | accepted |",
@@ -418,7 +477,10 @@ def write_tables(report: dict[str, Any]) -> None:
             sum(x[k] for x in row["counts"].values()) for k in ("derivation", "seal", "accepted")
         ]
         lines += [f"| all | {sums[0]} | {sums[1]} | {sums[2]} |", ""]
-    lines += ["`python benchmarks/certificate_files.py tiny`, `… full`, `… mutations`", ""]
+    lines += [
+        "`python benchmarks/certificate_files.py tiny`, `… classes`, `… full`, `… mutations`",
+        "",
+    ]
     (RESULTS / "certificate_files.md").write_text("\n".join(lines))
 
 
@@ -428,11 +490,9 @@ def _format_rows(row: dict[str, Any]) -> list[str]:
     times = (f"{row['file_bytes'] / 1e6:.1f} MB | {row['plan_cpu_s']:.0f} s | {row['write_cpu_s']:.0f} s "
              f"| {row['check_cpu_s']:.0f} s | {row['peak_bytes'] / 2**30:.2f} GiB")  # fmt: skip
     for component, found in row["components"].items():
-        planned = row["planned"][component]
-        rest = ", ".join(sorted({x.partition(":")[2] or x for x in found["uncovered"]})[:4])
-        more = f" and {len(found['uncovered']) - 4} more" if len(found["uncovered"]) > 4 else ""
+        planned, rest = row["planned"][component], _list_few(found["uncovered"])
         made.append(f"| {name} | {row['residual']} | {component} | {found['covered']} of {found['values']} "
-                    f"| {planned[0]} of {planned[1]} | {rest}{more} | {times} |")  # fmt: skip
+                    f"| {planned[0]} of {planned[1]} | {rest} | {times} |")  # fmt: skip
         times = " | | | |"
     for component, why in row["left"].items():
         made.append(
@@ -441,12 +501,25 @@ def _format_rows(row: dict[str, Any]) -> list[str]:
     return made
 
 
+def _format_class(row: dict[str, Any]) -> str:
+    if "failure" in row:
+        return f"| {row['name']} | none | | {row['failure'][:120]} | |"
+    covered, planned = f"{row['covered']} of {row['values']}", row["planned"]
+    return (f"| {row['name']} | {covered} | {planned[0]} of {planned[1]} | {_list_few(row['uncovered'])} "
+            f"| {row['check_cpu_s']:.1f} s |")  # fmt: skip
+
+
+def _list_few(uncovered: list[str]) -> str:
+    more = f" and {len(uncovered) - 4} more" if len(uncovered) > 4 else ""
+    return ", ".join(sorted({x.partition(":")[2] or x for x in uncovered})[:4]) + more
+
+
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("part", choices=("tiny", "mutations", "full"))
+    parser.add_argument("part", choices=("tiny", "classes", "mutations", "full"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--changes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -454,10 +527,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "tiny":
         run_tiny(options.names)
+    elif options.part == "classes":
+        run_classes(options.names)
     elif options.part == "full":
         run_full(options.names, options.residual)
     else:
-        run_mutations(options.changes, options.seed)
+        for name in options.names or ("text_encoder", "transformer"):
+            run_mutations(name, options.changes, options.seed)
 
 
 if __name__ == "__main__":
