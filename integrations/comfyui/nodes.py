@@ -104,6 +104,29 @@ class Guard(io.ComfyNode):
         return _guard_all(Session(Options(on_fault)), model, clip, vae)
 
 
+class CheckSums(io.ComfyNode):
+    """Models whose sums are looked at before their first run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownCheckSums",
+            display_name="Check fp16 accumulation",
+            category=CATEGORY,
+            description="Says whether the sums in a model's products fit into fp16 accumulators, as "
+            "--fast fp16_accumulation and some attention kernels use them. "
+            "The model runs in fp32 for it, once before its first run.",
+            inputs=_list_models(),
+            outputs=_list_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, model: Any = None, clip: Any = None, vae: Any = None) -> io.NodeOutput:
+        """The models, each of which is run in fp32 first."""
+        return _guard_all(Session(Options("warn", sums=True)), model, clip, vae)
+
+
 class ShowReport(io.ComfyNode):
     """What a guard saw, as text and as a picture."""
 
@@ -240,7 +263,7 @@ class StopdownExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """All of them."""
-        return [RunInFp16, Guard, ShowReport, Doctor, Explain, SaveFp16Checkpoint]
+        return [RunInFp16, Guard, CheckSums, ShowReport, Doctor, Explain, SaveFp16Checkpoint]
 
 
 async def comfy_entrypoint() -> StopdownExtension:

@@ -16,7 +16,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KEY = "stopdown"
@@ -26,6 +26,9 @@ _CALLS = {
     "vae": ("decode", "encode", "decode_tiled", "encode_tiled"),
     "clip": ("encode_from_tokens", "encode_from_tokens_scheduled"),
 }
+
+SUMS = ("sums-in-fp16", "sum-overflows", "sum-may-overflow", "product-overflows")
+"""Findings about sums."""
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +40,12 @@ class Options:
     Attributes:
         on_fault: `repair`, `raise` or `warn`.
         fp16: compute in fp16, whatever ComfyUI would choose, by a plan from the weights.
+        sums: before the first run of a model, run it in fp32 and look at the sums inside of its products.
     """
 
     on_fault: str = "repair"
     fp16: bool = False
+    sums: bool = False
 
 
 @dataclass
@@ -52,12 +57,14 @@ class Session:
         runs: name of the model and its guard's record, of each run since they were taken last.
         plans: by the same names.
         calls: the first and the last call of each component in the latest run, by model and component.
+        sums: what was found about the sums of each model.
     """
 
     options: Options
     runs: list[tuple[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    sums: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     _cache: Any = None
     _histories: dict[str, Any] = field(default_factory=dict)
 
@@ -77,6 +84,7 @@ class Session:
         self._cache = self._cache or RepairCache()
         with Patches() as patches:
             apply_weight_functions(program, patches)
+            self._check_sums(name, program, run)
             plan = self._find_plan(name, program, run)
             options = GuardOptions(
                 on_fault=self.options.on_fault,  # type: ignore[arg-type]
@@ -93,7 +101,20 @@ class Session:
                 yield guard
             finally:
                 guard.remove()
-                self.runs.append((name, guard.record))
+                findings = *guard.record.findings, *self.sums.get(name, ())
+                self.runs.append((name, replace(guard.record, findings=findings)))
+
+    def _check_sums(self, name: str, program: Any, run: Callable[[], Any]) -> None:
+        """What `stopdown check --sums` says of a model, once.
+
+        Cost: a run in fp32, with a product for each group of 16 values.
+        """
+        import stopdown
+
+        if self.options.sums and name not in self.sums:
+            log.info("Stopdown runs the %s in fp32 and looks at the sums in its products.", name)
+            found = stopdown.check(program, precision="fp16", sums=True, run=run)
+            self.sums[name] = tuple(x for x in found if x.kind in SUMS)
 
     def _find_histories(self, name: str, program: Any) -> Any:
         """Weights as earlier runs met them; none of a model with a LoRA, which ComfyUI patches anew."""

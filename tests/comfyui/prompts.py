@@ -99,6 +99,13 @@ def guard(prompt: Prompt, on_fault: str = "repair") -> Prompt:
     return insert(compute_in(prompt, "fp16"), "guard", node, "dtype") | {"report": report}
 
 
+def check_sums(prompt: Prompt) -> Prompt:
+    """With ComfyUI's own node for fp16, the node that looks at sums behind it, and its report."""
+    node = make_node("StopdownCheckSums", model=["dtype", 0])
+    report = make_node("StopdownReport", images=["decode", 0], report=["sums", SLOTS["report"]])
+    return insert(compute_in(prompt, "fp16"), "sums", node, "dtype") | {"report": report}
+
+
 def encode_text(prompt: Prompt, text: str) -> Prompt:
     """With a text encoder in the place of drawn conditioning."""
     return prompt | {

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from comfyui.conftest import CHECKOUT, HERE, PACK, Answer, Server
-from comfyui.prompts import compute_in, encode_text, guard, make_node, make_prompt, run_in_fp16
+from comfyui.prompts import (
+    check_sums,
+    compute_in,
+    encode_text,
+    guard,
+    make_node,
+    make_prompt,
+    run_in_fp16,
+)
 
 NEAR = 0.5
 """A picture this near to fp32's is right: on average less than half of one step of 255."""
@@ -97,6 +105,17 @@ def test_a_text_encoder_in_fp16(server: Server) -> None:
     found = server.run(run_in_fp16(prompt, what="clip"))
     assert found.find_difference(right) < NEAR
     assert found.texts == ("clip: t5base in fp16: 1 calls, none faulty.",)
+
+
+@pytest.mark.parametrize(("name", "word"), [("flux_healthy", "safe"), ("flux_black", "not safe")])
+def test_sums_in_fp16_are_judged(server: Server, name: str, word: str) -> None:
+    """The node says whether fp16 accumulation is safe, and the picture is as without it."""
+    prompt = make_prompt(name)
+    found = server.run(check_sums(prompt))
+    assert found.find_difference(server.run(compute_in(prompt, "fp16"))) == 0
+    (report,) = found.texts
+    assert f"In this run fp16 accumulation is {word}: " in report
+    assert "linear layers and matrix products reach " in report  # ComfyUI's attention on a CPU, too
 
 
 def test_exponents_are_found_once(server: Server) -> None:

@@ -64,6 +64,7 @@ def test_the_ids_are_those_that_workflows_name() -> None:
     assert list(SCHEMAS) == [
         "StopdownRunInFp16",
         "StopdownGuard",
+        "StopdownCheckSums",
         "StopdownReport",
         "StopdownDoctor",
         "StopdownExplain",
@@ -259,3 +260,31 @@ def test_a_black_picture_is_reported_with_its_weights(
     _, (_, record) = session.take_runs()
     assert [x.kind for x in record.findings] == ["black-frames", "weights-changed"]
     assert "model: 1 of 1 weights (weight) differ" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "word"), [(1.0, "safe"), (3000.0, "not safe")])
+def test_sums_in_fp16_are_judged_once_before_the_run(
+    size: float, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the sentence of `check --sums`; the run is as it was."""
+    import torch
+
+    sessions = load_sessions(monkeypatch)
+    net = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    net.weight.data.fill_(size)
+    program, given = (
+        SimpleNamespace(net=net, patcher=SimpleNamespace(patches={})),
+        torch.ones(1, 64),
+    )
+    for sums in (True, False):
+        session = sessions.Session(sessions.Options("warn", sums=sums))
+        for _ in range(2):
+            with session.guarding("model", program, run=lambda: net(given)), torch.inference_mode():
+                assert net(given).max() == 64 * size
+        (_, first), (_, second) = session.take_runs()
+        said = [x.evidence for x in first.findings if x.kind == "sums-in-fp16"]
+        if sums:
+            assert said[0].startswith(f"In this run fp16 accumulation is {word}: linear layers ")
+        else:
+            assert said == []
+        assert first.findings == second.findings
