@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from torch.nn import functional
 
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
@@ -16,7 +17,9 @@ from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, measurement, rescale_, search
+from stopdown.scaling.measurement import Captures
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules
+from stopdown.scaling.search import plan_stream
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
 
@@ -79,6 +82,25 @@ def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
     first = captures.take(calls[0], stream)
     assert captures.take(calls[0], stream) is first
     assert captures.take(calls[0], replace(stream, kept=())) is not first
+
+
+def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
+    """Wan's decoder runs all of its modules for each frame; a few of 12 name the same ones."""
+    torch.manual_seed(0)
+    module = AutoencoderKLWan(
+        base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4, temperal_downsample=[False, True, True],
+    ).eval()  # fmt: skip
+    call = module.decode, (torch.zeros(1, 4, 12, 2, 2),), {"return_dict": False}
+    short, whole = Captures(torch.float16), Captures(torch.float16)
+    found = plan_stream(module, [call], short)
+    nodes = [len(x.take_short(call).graph.graph.nodes) for x in (short, whole)]
+    assert nodes[0] == nodes[1] < 0.6 * len(whole.take(call).graph.graph.nodes)
+    whole.take_short = whole.take  # type: ignore[method-assign]
+    assert plan_stream(module, [call], whole) == found
+    assert len(short.take(call, found).graph.graph.nodes) == len(
+        whole.take(call, found).graph.graph.nodes
+    )
 
 
 def test_it_is_nearer_than_without() -> None:

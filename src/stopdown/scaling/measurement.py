@@ -28,6 +28,9 @@ from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
 
+FEW_FRAMES = 5
+"""Frames after which a decoder of videos that goes from frame to frame has run all of its modules."""
+
 
 class Captures:
     """Captures of calls as they run in one dtype, each made once: as a call is, and the last with a stream.
@@ -39,6 +42,7 @@ class Captures:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
+        self._short: dict[int, PlainCall] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
         """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
@@ -51,12 +55,31 @@ class Captures:
             self._made[key] = call, stream, made  # while the call is held nothing else has its id
         return self._made[key][2]
 
+    def take_short(self, call: PlainCall) -> Capture:
+        """The capture of a call as it is, of the first frames alone if a video is decoded.
+
+        It has every module of the whole call, at their dtypes; sizes and the number of operations differ.
+
+        Cost: a capture (seconds), the first time.
+        """
+        return self.take(self._short.setdefault(id(call), _cut_frames(call)))
+
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
             function, args, kwargs = call
             return capture_call(function, args, kwargs, dtype=self.dtype)
-        plain = self._made.get((id(call), True))
+        plain = self._made.get((id(self._short.get(id(call), call)), True))
         return _capture_streamed(*call, self.dtype, stream, plain and plain[2].operands)
+
+
+def _cut_frames(call: PlainCall) -> PlainCall:
+    function, args, kwargs = call
+    is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
+    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # a number of frames would not agree
+        return call
+    (given,) = args
+    is_video = isinstance(given, torch.Tensor) and given.dim() == 5
+    return (function, (given[:, :, :FEW_FRAMES],), kwargs) if is_video else call
 
 
 def measure_kinds(

@@ -646,7 +646,7 @@ def plan_stream(
 
     Cost: two to five captures for each call (seconds).
     """
-    plain = [captures.take(call) for call in calls]
+    plain = [captures.take_short(call) for call in calls]
 
     def find(rows: bool, attention: bool) -> ResidualStream:
         stream = find_stream(module, plain, attention=attention, rows=rows)
