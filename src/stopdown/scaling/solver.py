@@ -62,6 +62,11 @@ LOW_BITS, LOWEST_BITS = -11.0, -14.0
 """Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
 
 
+SIZE_STEPS = 64
+"""Sizes that set a price are rounded to a 64th of a bit. Exponents of the same price would otherwise be
+chosen by digits that differ from one processor to another: 1e-7 of SVD's bounds moved three multiplies."""
+
+
 @dataclass(frozen=True)
 class Prices:
     """Cost of what the solver may do; only ratios matter."""
@@ -292,9 +297,10 @@ def _add_limit(
     top = math.log2(_largest(limit.dtype)) - spare - log2_of(limit.range.amax)
     lifted = {lifts[path]: -4.0 * WIDEST for path in limit.interiors if path in lifts}
     if root != ZERO or top < 0:
-        program.demand({root: 1.0}, high=top, extra=lifted)
+        high = math.floor(top) if math.isfinite(top) else top
+        program.demand({root: 1.0}, high=high, extra=lifted)
     if root != ZERO and not _is_half(limit.dtype):
-        program.demand({root: 1.0}, low=-100 - min(log2_of(limit.range.rms), 0.0))
+        program.demand({root: 1.0}, low=math.ceil(-100 - min(log2_of(limit.range.rms), 0.0)))
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
@@ -350,9 +356,9 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
         root = problem.system.find(limit.unknown)
         if root == ZERO or not _is_half(limit.dtype) or limit.range.rms == 0:
             continue
-        tops[root] = max(tops.get(root, -math.inf), log2_of(limit.range.amax))
+        tops[root] = max(tops.get(root, -math.inf), _round_size(limit.range.amax))
         if limit.weight in (0.0, 1.0):
-            lows[root] = min(lows.get(root, math.inf), log2_of(limit.range.rms))
+            lows[root] = min(lows.get(root, math.inf), _round_size(limit.range.rms))
     counts = _count_copies(problem, (limit.unknown for limit in problem.limits))
     for root, size in tops.items():
         top = 16 - FREE_BITS - size
@@ -361,6 +367,11 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
         low, lowest = prices.low * counts[root], prices.lowest * counts[root]
         _price_beyond(program, root, LOW_BITS - size, math.inf, low)
         _price_beyond(program, root, LOWEST_BITS - size, math.inf, lowest)
+
+
+def _round_size(size: float) -> float:
+    """log2 of a size, by which a price is set, on a grid that a sum's last digits do not reach."""
+    return round(SIZE_STEPS * log2_of(size)) / SIZE_STEPS
 
 
 def _is_half(dtype: torch.dtype) -> bool:
