@@ -123,8 +123,9 @@ def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> 
     """A value with a peak, and a norm where one is known; else that of a row of peaks."""
     peak = np.asarray(peak, dtype=np.float64) * UP
     peak = few(peak.reshape((1,) * (len(shape) - peak.ndim) + peak.shape))
-    while peak.size > MOST:
-        peak = top(peak, [max((size, dim) for dim, size in enumerate(peak.shape[:-1]))[1]])
+    while peak.size > MOST:  # the longest dimension but the last, as long as there is one
+        dims = range(peak.ndim - 1) if peak.shape[-1] < peak.size else range(peak.ndim)
+        peak = top(peak, [max((peak.shape[d], d) for d in dims)[1]])
     demand(np.isfinite(peak).all(), "a bound is not finite")
     rows = frozenset(rows) if math.isfinite(norm) else frozenset(range(len(shape))[-1:])
     norm = min(norm, math.sqrt(over(peak**2, shape, rows))) * UP
@@ -387,6 +388,11 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
         full[part] = a[:, 0] * (1 + WEIGHT) + low[part] * (up @ covered)
         euclid[part] = np.sqrt(s[:, 0]) * (1 + WEIGHT) + low[part] * math.sqrt(up @ up)
         size[part] = np.minimum(full[part], euclid[part] * norm)
+    composed = compose_heads(c, n, x)
+    if len(w.shape) == 2:
+        moved = (np.sqrt(s[:, 0]) * WEIGHT + low * math.sqrt(up @ up)) * norm
+        moved = np.minimum(moved, a[:, 0] * WEIGHT + low * (up @ peak)) + width * SUM * size
+        c.errors[n["id"]] = norm, moved
     images, at = [], 0
     for k, (radius, gain, steps, base, left, largest, rest) in enumerate(affine):
         image = np.sqrt(s[:, 1 + k]) * (1 + WEIGHT) + low * math.sqrt(((up * gain) ** 2).sum())
@@ -399,6 +405,7 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     added = width * SUM * full + np.abs(values) * (1 + WEIGHT) + floor
     parts, spread = size + added, (1,) * channel + (-1,) + (1,) * len(spatial)
     size = np.minimum(size, np.max(images, axis=0)) if images else size
+    size = np.minimum(size, composed)
     if "sigma" not in n:
         return replace(bound(shape, (size + added).reshape(spread)), sums=parts.reshape(spread))
     sigma = w.check_sigma(start, stop, n["sigma"])
@@ -406,6 +413,40 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     longest = sigma * norm + math.sqrt((added**2).sum())
     made = bound(shape, (size + added).reshape(spread), longest, (channel,))
     return replace(made, sums=parts.reshape(spread))
+
+
+def compose_heads(c: Graph, n: Node, x: Value) -> Array:
+    """Of a linear after attention: values and output as one map for each head, O (sum_j p_j (V x_j + b)).
+
+    Each output is at most the sum over heads of norm((O_h V_h)_i) times the norm of one x_j, and |O b|.
+    What roundings of weights, values and their mean add passes through |O|. With L L^T = V_h V_h^T, a norm
+    is that of o L; float64 is off by less than the traces below.
+    """
+    chain = c.find_heads(n)
+    if chain is None or chain[2]["id"] not in c.errors:
+        return math.inf
+    (heads, width, inner), found = chain, c.errors[chain[2]["id"]]
+    w, v, first = c.weights[n["weight"]], c.weights[inner["weight"]], inner.get("part", (0,))[0]
+    bias, floor = (y * np.ones(heads * width) for y in c.vector(inner, "bias", 0.0))
+    peak, least = by_channel(x) * np.ones(heads * width), STORED * 2.0 ** -float(x.exponents.min())
+    wrong = found[1] + np.abs(bias) * (WEIGHT + 2.0**-40) + floor + 2.0**-8 * peak + 4 * least
+    roots, traces = np.zeros((heads, width, width)), np.zeros((heads, 1))
+    for h, at in enumerate(range(first, first + heads * width, width)):
+        rows = np.concatenate([r for _, r in v.read(at, at + width)])
+        gram = rows @ rows.T
+        traces[h] = np.trace(gram) + 2.0**-900
+        roots[h] = np.linalg.cholesky(
+            gram + np.eye(width) * (sum(rows.shape) * 2.0**-49 * traces[h])
+        )
+    made, up = [], 2.0**-w.columns
+    for part, rows in w.read(*n.get("part", (0, w.shape[0]))):
+        own = rows.reshape(-1, heads, width).transpose(1, 0, 2)
+        lengths = np.sqrt(((own @ roots) ** 2).sum(2)) + 2.0**-40 * np.sqrt(
+            traces * (own**2).sum(2)
+        )
+        more = np.abs(rows) @ (wrong + peak * WEIGHT) + STORED * 2.0 ** -w.rows[part] * (up @ peak)
+        made.append(lengths.sum(0) * found[0] + more + np.abs(rows @ bias))
+    return np.concatenate(made) * UP
 
 
 def split_table(table: Array) -> tuple[Array, Array, Array, Array]:
@@ -683,13 +724,48 @@ class Graph:
         self.uncovered: list[str] = []
         self.values: dict[str, Value] = {}
         self.covered = 0
+        self.errors: dict[str, tuple[float, Array]] = {}
+        """Of linears: the norm of a row that they read, and how far roundings move what they give."""
 
-    def bare(self, name: str) -> str:
-        """The value behind casts."""
+    def find_heads(self, n: Node) -> tuple[int, int, Node] | None:
+        """Heads and width of the attention that a linear reads, and the linear that gave its values."""
+        ends, kinds = [n], set[str]()
+
+        def is_made(rule: str, at: int = 0) -> bool:
+            ends.append(self.nodes[self.bare(ends[-1]["from"][at], kinds)])
+            kinds.add(ends[-1]["dtype"])
+            return bool(ends[-1]["rule"] == rule)
+
+        before = (
+            ("view", 0),
+            ("order", 0),
+            ("attention", 0),
+            ("order", 2),
+            ("view", 0),
+            ("product", 0),
+        )
+        if not all(is_made(rule, at) for rule, at in before) or len(ends[3]["shape"]) != 4:
+            return None
+        _, rows, turned, mean, values, viewed, inner = ends
+        (batch, heads, tokens, width), count = mean["shape"], inner["shape"][1:2]
+        fits = (
+            kinds <= {"fp16", "fp32"}
+            and turned["order"] == values["order"] == [0, 2, 1, 3]
+            and rows["shape"] == [batch, tokens, heads * width]
+            and inner["shape"] == [batch, *count, heads * width]
+            and viewed["shape"] == [batch, *count, heads, width]
+            and len(self.weights[n["weight"]].shape) == 2
+        )
+        return (heads, width, inner) if fits else None
+
+    def bare(self, name: str, passed: set[str] | None = None) -> str:
+        """The value behind casts, whose dtypes go into `passed`."""
         while self.nodes[name]["rule"] == "same" and self.nodes[name]["function"] in (
             "cast",
             "copy",
         ):
+            if passed is not None:
+                passed.add(self.nodes[name]["dtype"])
             name = self.nodes[name]["from"][0]
         return name
 

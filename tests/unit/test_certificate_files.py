@@ -229,7 +229,7 @@ def make_value(peaks: list[Fraction], norm: Fraction) -> stopdown_verify.Value:
 
 def open_graph(folder: Path, tensors: dict[str, Any]) -> stopdown_verify.Graph:
     write_weights(folder / "a.safetensors", tensors)
-    stated = {"nodes": [], "outputs": []}
+    stated = {"nodes": [node("x", "input", [], [1, 3])], "outputs": []}
     return stopdown_verify.Graph(
         stated, stopdown_verify.open_weights(folder, ["a.safetensors"], {}), False
     )
@@ -246,7 +246,9 @@ def test_rule_of_products_agrees_with_rationals(tmp_path_factory, peaks, norm, e
     w = np.array(list(map(float, entries)), dtype=np.float32).reshape(2, 3)
     graph = open_graph(tmp_path_factory.mktemp("w"), {"w": w})
     x = make_value(peaks, norm)
-    found = stopdown_verify.rule_product(graph, {"weight": "w", "shape": [1, 2]}, [x])
+    found = stopdown_verify.rule_product(
+        graph, node("y", "product", ["x"], [1, 2], weight="w"), [x]
+    )
     low, more, exact = Fraction(1, 2**25), 1 + Fraction(1, 2**11), []
     norm = min(norm, root(sum(p * p for p in peaks)))
     peaks = [min(p, norm) for p in peaks]
@@ -315,6 +317,65 @@ def test_rule_of_attention_agrees_with_rationals(tokens, norm):
     agree(found.norm, [norm])
 
 
+HEADS, WIDTH, INNER = 2, 4, 12
+
+
+def make_attention(
+    folder: Path, dtype: str = "fp16"
+) -> tuple[stopdown_verify.Graph, dict[str, Any]]:
+    """A norm, attention over its rows with a bias on the values, and the linear behind it."""
+    rng = np.random.default_rng(3)
+    tensors = {"v": rng.normal(size=(HEADS * WIDTH, INNER)), "b": rng.normal(size=HEADS * WIDTH),
+               "o": rng.normal(size=(6, HEADS * WIDTH)), "g": np.ones(INNER)}  # fmt: skip
+    tensors = {k: x.astype(np.float32) for k, x in tensors.items()}
+    write_weights(folder / "a.safetensors", tensors)
+    whole, split = [1, 3, HEADS * WIDTH], [1, 3, HEADS, WIDTH]
+    turned = [1, HEADS, 3, WIDTH]
+    nodes = [
+        node("x", "input", [], [1, 3, INNER], name="x", largest=64.0),
+        node("n", "norm", ["x"], [1, 3, INNER], weight="g", inner=1, eps=0),
+        node("v", "product", ["n"], whole, weight="v", bias="b"),
+        node("view", "view", ["v"], split),
+        node("turn", "order", ["view"], turned, order=[0, 2, 1, 3]),
+        node("cast", "same", ["turn"], turned, function="cast") | {"dtype": dtype},
+        node("mean", "attention", ["cast", "cast", "cast"], turned) | {"dtype": dtype},
+        node("back", "order", ["mean"], split, order=[0, 2, 1, 3]),
+        node("rows", "view", ["back"], whole),
+        node("y", "product", ["rows"], [1, 3, 6], weight="o"),
+    ]  # fmt: skip
+    weights = stopdown_verify.open_weights(folder, ["a.safetensors"], {})
+    return stopdown_verify.Graph({"nodes": nodes, "outputs": []}, weights, True), tensors
+
+
+def test_values_and_output_are_one_map(tmp_path):
+    """Tokens that each point along a head's part of one output come near its bound, and none is beyond."""
+    graph, w = make_attention(tmp_path)
+    graph.check()
+    v, o = (w[k].astype(np.float64) for k in ("v", "o"))
+    parts = (
+        o.reshape(6, HEADS, WIDTH).transpose(1, 0, 2) @ v.reshape(HEADS, WIDTH, INNER)
+    ).transpose(1, 0, 2)
+    reached = np.linalg.norm(parts, axis=2).sum(1) * math.sqrt(INNER) + np.abs(o @ w["b"])
+    found = float(stopdown_verify.read_number(graph.nodes["y"]["bound"]))
+    assert reached.max() <= found <= reached.max() * 1.05
+    apart = np.linalg.norm(o, axis=1) * math.sqrt(INNER) * np.linalg.norm(v, 2)
+    assert found < apart.max()
+
+
+def test_values_are_followed_through_heads_alone(tmp_path):
+    """In bf16 the mean is rounded more coarsely; other dimensions are not the heads of the values."""
+    graph, _ = make_attention(tmp_path, "bf16")
+    assert graph.find_heads(graph.nodes["y"]) is None
+    graph, _ = make_attention(tmp_path)
+    assert graph.find_heads(graph.nodes["y"]) == (HEADS, WIDTH, graph.nodes["v"])
+    for key, name, other in (("turn", "order", [0, 1, 2, 3]), ("view", "shape", [1, 3, 4, 2]),
+                             ("mean", "shape", [1, 4, 3, 2]), ("rows", "rule", "join")):  # fmt: skip
+        changed = copy.deepcopy(graph.stated)
+        next(n for n in changed["nodes"] if n["id"] == key)[name] = other
+        other = stopdown_verify.Graph(changed, graph.weights, True)
+        assert other.find_heads(other.nodes["y"]) is None
+
+
 def test_norm_of_mixed_elements_holds_only_where_rows_are_whole():
     """Each channel may take its element from another row, as a maximum does: a row can become longer."""
     rows = np.array([[3.0, 0.0], [0.0, 3.0]])  # each of norm 3, the maximum over both of norm 4.2
@@ -334,6 +395,15 @@ def test_a_mix_of_nothing_is_refused():
         stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [], "rows": True}, [x])
     found = stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [1], "rows": True}, [x])
     assert found.peak.reshape(-1).tolist() == pytest.approx([8.0, 4.0])
+
+
+@pytest.mark.parametrize("shape", [(1 << 20,), (1, 1 << 20), (1 << 20, 2)])
+def test_a_bound_of_many_places_has_fewer(shape):
+    """The largest along the longest dimension is kept; along the last one only where it is alone."""
+    peak = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
+    found = stopdown_verify.bound(shape, peak)
+    assert found.peak.size <= stopdown_verify.MOST
+    assert peak.max() <= found.peak.max() <= peak.max() * 1.001
 
 
 @pytest.mark.parametrize("function", ["sigmoid", "tanh", "erf"])
@@ -416,6 +486,15 @@ def test_whole_numbers_are_off_by_what_a_cast_cuts_off():
     graph.check()
     center, radius, _ = graph.values["i"].exact
     assert abs(0.0 - center.item()) <= radius.item()
+
+
+def test_page_has_every_rule():
+    """Readers of the page see each rule that the checker knows, and no other."""
+    page = (ROOT / "docs" / "certificate-file.md").read_text()
+    rows = page.partition("## Rules")[2].partition("## What is assumed")[0].splitlines()
+    named = [x.split("|")[1].split("`")[1::2] for x in rows if x.startswith("| `")]
+    known = {*stopdown_verify.RULES, "input", "times", "known", "weight"}
+    assert {name for names in named for name in names} == known
 
 
 # certificates of plans

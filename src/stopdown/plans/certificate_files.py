@@ -420,6 +420,8 @@ class _Exporter:
         return {"rule": "same", "function": function, "from": [self._first(node)]}
 
     def _export_reshape(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        if shape_of(node) == shape_of(node.args[0]):
+            return {"rule": "same", "function": "copy", "from": [self._first(node)]}
         return {"rule": "view", "from": [self._first(node)]}
 
     def _export_permute(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
