@@ -68,7 +68,6 @@ COMMANDS = {
         ("c.html",),
     ),
     "check": Killed("check shapes --device v100", ()),
-    "export": Killed("export plan.json scales.txt --scales --force", ("scales.txt",)),
     "report": Killed("report made.mp4.json -o d.html", ("d.html",)),
     "explain": Killed("explain black", ()),
     "doctor": Killed("doctor", ()),
@@ -140,7 +139,6 @@ KILLED = {
     "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1 --frames 9", ("out",)),
     "plan": Killed(f"plan shapes --steps 1 {SMALL} -o b.json --force", ("b.json",)),
     "convert": Killed(f"convert shapes converted --plan plan.json {SMALL} --force", ("converted",)),
-    "export": Killed("export plan.json scales.txt --scales --force", ("scales.txt",)),
 }
 """Commands that are killed, and what they make."""
 

@@ -1,9 +1,9 @@
-"""What a batch costs beside the same calls in one loop, in turns, in one process; and Ray's ways.
+"""What a batch costs beside the same calls in one loop, in turns, in one process; and Ray Data.
 
 The *ratio* is the time per item of `stopdown batch` in one process, after its first item, over that of a
 loop with a loaded pipeline, which makes the same frames under the guard and writes the same files.
 *Start-up* is what comes before the first item is finished, its own time and the model's load among it.
-`--ray` adds actors of Ray Core and Ray Data, start-up and all, over the time of the loop.
+`--ray` adds `map_batches` of Ray Data, start-up and all, over the time of the loop.
 
     python benchmarks/batch.py --items 8 --repeats 4 --ray
 """
@@ -139,11 +139,6 @@ def main() -> None:
         }
         if options.ray:
             loop_s = loop()
-            core_start_s, core_s = time_batch(
-                items, root, steps=options.steps, ray="local", workers=1
-            )
-            all_s = core_start_s + core_s * (len(items) - 1)
-            report["ray_core"] = {"all_s": all_s, "all_over_loop": all_s / loop_s}
             data_s = time_ray_data(items, root)
             report["ray_data"] = {"all_over_loop": data_s / loop_s, "all_s": data_s}
     report["machine"] = describe_machine()

@@ -141,9 +141,7 @@ class RankError(StopdownError):
     """Another rank of the same run is gone or failed."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(
-            what, remedy="Start the run again; with `journal` it continues where it stopped."
-        )
+        super().__init__(what, remedy="Start the run again.")
 
 
 class CaptureError(StopdownError):

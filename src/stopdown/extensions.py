@@ -17,7 +17,6 @@ PACKAGES = (
     "export",
     "quantised",
     "ranks",
-    "ray_pool",
 )
 
 _COMMAND = "command "

@@ -139,7 +139,6 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes -o /", 2, "The output / is a folder that cannot be replaced."),
     ("report run.mp4.json -o /", 2, "The output / is a folder that cannot be replaced."),
     ("check shapes --fix -o /", 2, "The output / is a folder that cannot be replaced."),
-    ("export bad.json / --scales", 2, "The output / is a folder .* inside of it as OUT: /out"),
     ("generate shapes a -o run.mp4.json/p.png", 2, "run.mp4.json is a file, not a folder."),
     ("generate shapes a -o nowhere/c.mp4", 2, "there is no folder .*nowhere. .*mkdir -p"),
     ("generate shapes a -o frames/", 2, "The output folder frames is not empty."),

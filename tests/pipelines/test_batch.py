@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -154,23 +153,12 @@ def test_a_fault_that_stays_is_a_result(
     assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
 
 
-def test_outputs_go_through_fsspec(run: Run, tiny: str) -> None:
-    """Prompts from `memory://` and outputs into it are those of a folder; file:// is a folder."""
-    assert run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)[0] == 0
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/batch/in/prompts.txt", PROMPTS.encode())
-    place = "memory://batch/outputs"
-    words = ("batch", tiny, "--prompts", "memory://batch/in/prompts.txt", "-o", place, *SIZES)
-    assert run(*words)[0] == 0
-    found = {x.rpartition("/")[2] for x in memory.ls("/batch/outputs", detail=False)}
-    assert found == {path.name for path in Path("out").iterdir()}
-    for name, content in read_outputs().items():
-        assert memory.cat_file(f"/batch/outputs/{name}") == content
-    assert "0 made, 3 skipped" in run(*words)[1]
-    local = f"file://{Path('out').absolute()}"
-    again = run("batch", tiny, "--prompts", "prompts.txt", "-o", local, *SIZES)
-    assert "0 made, 3 skipped" in again[1]
-    memory.rm("/batch", recursive=True)
+def test_a_url_is_no_output(run: Run, tiny: str) -> None:
+    """A place that is no folder is refused before anything is made, and no folder of its name."""
+    code, _, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "s3://bucket/clips", *SIZES)
+    assert code == 2
+    assert err.startswith("The output s3://bucket/clips is a URL. ")
+    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
 
 
 def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> None:
@@ -194,10 +182,10 @@ def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> No
 def test_a_mask_of_the_command_is_that_of_each_item() -> None:
     """What an item names itself stands above it, and begins at the prompts file."""
     options = BatchOptions(source="m", prompts="in/x.jsonl", output="o", mask=Path("m.png"))
-    items = [Item(1, image="a.png"), Item(2, image="s3://b/a.png", mask="own.png")]
+    items = [Item(1, image="a.png"), Item(2, image="/b/a.png", mask="own.png")]
     assert [_place_media(options, item).media for item in items] == [
         {"image": "in/a.png", "mask": "m.png"},
-        {"image": "s3://b/a.png", "mask": "in/own.png"},
+        {"image": "/b/a.png", "mask": "in/own.png"},
     ]
 
 

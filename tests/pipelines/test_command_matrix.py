@@ -41,7 +41,6 @@ COMMANDS = (
         "check a plan",
         "plan",
         "plan measured",
-        "export",
         "convert",
         "compare",
         "bench",
@@ -95,7 +94,6 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
         "check a plan": [plan, ["check", source, "--precision", "plan.json", "--device", "t4"]],
         "plan": [plan],
         "plan measured": [["plan", source, *said, *run, "--measure", "-o", "plan.json"]],
-        "export": [plan, ["export", "plan.json", "scales.txt", "--scales"]],
         "convert": [convert],
         "compare": [
             ["compare", source, *said, *run, "--precisions", "fp32,fp16-plain", "-o", "c.html"]
@@ -205,8 +203,6 @@ def look(name: str, command: str, out: str) -> None:
     elif command == "explain":
         assert out.startswith("repaired: ")
         assert DENOISER.get(name, "transformer") in out
-    elif command == "export":
-        assert Path("scales.txt").stat().st_size > 0
     elif command in ("compare", "report"):
         page = Path("c.html" if command == "compare" else "d.html").read_text()
         assert "NaN" in page

@@ -422,7 +422,6 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "keep_repairs": False,
         "num": 1,
         "force": False,
-        "parallel": "auto",
     }
     assert set(content["stages_s"]) == {
         "prepare",

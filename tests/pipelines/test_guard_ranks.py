@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ import torch.distributed as dist
 from models.injected_faults import inject
 from models.snapshots import assert_untouched
 from processes.several_ranks import call_small, gather_results, make_with_heads, run_ranks
-from stopdown.errors import InputError, RankError
+from stopdown.errors import InputError
 from stopdown.interception.patches import Patches
 from stopdown.ranks.context_parallel import put_context_parallel
-from stopdown.ranks.guidance import put_guidance_parallel
 from stopdown.runtime import culprit
 from stopdown.runtime.guard import guard
 
@@ -33,15 +30,8 @@ CALLS = (
 """Each component call of a small run: component, number of the call."""
 
 
-def put_parallel(pipe: Any, patches: Patches, how: str) -> None:
-    if how == "context":
-        put_context_parallel(pipe.transformer, patches)
-    else:
-        put_guidance_parallel(pipe, patches)
-
-
 def plant(
-    rank: int, name: str, how: str, faulty: int, cases: tuple[dict[str, Any], ...], half: bool
+    rank: int, name: str, faulty: int, cases: tuple[dict[str, Any], ...], half: bool
 ) -> dict[str, Any]:
     """What comes of faults on one rank alone: bits as planned or not, and what the guards did."""
     pipe = make_with_heads(name, 2 if dist.get_world_size() == 2 else 6)
@@ -49,7 +39,7 @@ def plant(
         part.half()
     found = []
     with assert_untouched(pipe), Patches() as patches:
-        put_parallel(pipe, patches, how)
+        put_context_parallel(pipe.transformer, patches)
         planned = call_small(pipe)
         with guard(pipe, announce=lambda text: None) as guarding:
             silent = torch.equal(call_small(pipe), planned) and not guarding.repairs
@@ -64,20 +54,17 @@ def plant(
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "count", "faulty"),
+    ("name", "count", "faulty"),
     [
-        ("cogvideox", "context", 2, 1),
-        pytest.param("cogvideox", "guidance", 2, 0, marks=pytest.mark.slow),
-        pytest.param("cogvideox", "context", 3, 2, marks=pytest.mark.slow),
-        pytest.param("cogview3plus", "context", 2, 0, marks=pytest.mark.slow),
-        pytest.param("cogview3plus", "context", 3, 1, marks=pytest.mark.slow),
-        pytest.param("wan", "context", 2, 1, marks=pytest.mark.slow),
-        pytest.param("wan", "context", 3, 0, marks=pytest.mark.slow),
+        ("cogvideox", 2, 1),
+        pytest.param("cogvideox", 3, 2, marks=pytest.mark.slow),
+        pytest.param("cogview3plus", 2, 0, marks=pytest.mark.slow),
+        pytest.param("cogview3plus", 3, 1, marks=pytest.mark.slow),
+        pytest.param("wan", 2, 1, marks=pytest.mark.slow),
+        pytest.param("wan", 3, 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_of_one_rank_is_repaired_on_all(
-    name: str, how: str, count: int, faulty: int
-) -> None:
+def test_a_fault_of_one_rank_is_repaired_on_all(name: str, count: int, faulty: int) -> None:
     """NaN on one rank, at each component and step: found there, run again on all, frames as planned."""
     inner = [{"component": "transformer", "step": 1, "module_path": "transformer_blocks.0.attn1"}]
     if name == "wan":
@@ -86,7 +73,7 @@ def test_a_fault_of_one_rank_is_repaired_on_all(
         one for one in CALLS if name != "cogview3plus" or one != ("text_encoder", 1)
     ]  # one text
     cases = (*({"component": part, "step": step} for part, step in calls), *inner)
-    results = gather_results(run_ranks(plant, count, name, how, faulty, cases, False))
+    results = gather_results(run_ranks(plant, count, name, faulty, cases, False))
     for result in results:
         assert result["silent"]
         for (is_planned, _, repairs), (_, _, first), case in zip(
@@ -156,9 +143,7 @@ def test_the_culprit_is_that_of_the_rank_that_has_it(count: int) -> None:
     """A module that fails in fp16 on one rank, whose values reach all: named on all, in fp32 on all."""
     path = "transformer_blocks.1.ff.net.2"
     fault = {"component": "transformer", "step": 0, "module_path": path, "lasting": True}
-    results = gather_results(
-        run_ranks(plant, count, "cogvideox", "context", count - 1, (fault,), True)
-    )
+    results = gather_results(run_ranks(plant, count, "cogvideox", count - 1, (fault,), True))
     for result in results:
         ((_, frames, repairs),) = result["found"]
         (repair,) = repairs
@@ -169,7 +154,7 @@ def test_the_culprit_is_that_of_the_rank_that_has_it(count: int) -> None:
         assert (frames - result["planned"]).abs().max() < 0.02
 
 
-def differ(rank: int) -> dict[str, str]:
+def differ(rank: int, folder: str) -> dict[str, str]:
     """What is said of ranks that were not started alike."""
     pipe = make_with_heads("cogvideox", 2)
     with Patches() as patches:
@@ -179,7 +164,8 @@ def differ(rank: int) -> dict[str, str]:
             if rank:
                 pipe.vae.half()
         precision = catch(lambda: guard(pipe))
-    return {"noise": noise, "precision": precision}
+        journal = catch(lambda: guard(pipe, journal=folder))
+    return {"noise": noise, "precision": precision, "journal": journal}
 
 
 def catch(call: Any) -> str:
@@ -190,9 +176,9 @@ def catch(call: Any) -> str:
     return ""
 
 
-def test_ranks_that_were_not_started_alike_are_refused() -> None:
-    """Other noise, and another precision: refused on every rank, in the same words."""
-    first, second = gather_results(run_ranks(differ, 2))
+def test_ranks_that_were_not_started_alike_are_refused(tmp_path: Path) -> None:
+    """Other noise, another precision, and a journal: refused on every rank, in the same words."""
+    first, second = gather_results(run_ranks(differ, 2, str(tmp_path)))
     assert first == second
     assert first["noise"] == (
         "Rank 1 of 2 began from other noise than rank 0. Ranks that make one output together begin from "
@@ -202,59 +188,8 @@ def test_ranks_that_were_not_started_alike_are_refused() -> None:
         "The ranks differ in their plan or model: vae's precision is ['fp32'] on rank 0 and ['fp16'] on "
         "rank 1;"
     )
-
-
-def run_journal(rank: int, folder: str, dying: int | None) -> dict[str, Any]:
-    """A run of three steps with a journal, in which one rank is killed; or what comes of the next one."""
-    pipe = make_with_heads("cogvideox", 6)
-    told: list[str] = []
-
-    def kill(*_: Any) -> None:
-        if rank == dying and guarding.steps.done == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with Patches() as patches:
-        put_context_parallel(pipe.transformer, patches)
-        planned = call_small(pipe, num_inference_steps=3) if dying is None else None
-        guarding = guard(pipe, announce=told.append, journal=folder)
-        patches.defer(guarding.remove)
-        patches.defer(pipe.transformer.transformer_blocks[1].register_forward_pre_hook(kill).remove)
-        try:
-            frames = call_small(pipe, num_inference_steps=3)
-        except RankError as error:
-            return {"ended": str(error)}
-        is_planned = planned is not None and torch.equal(frames, planned)
-        return {"is_planned": is_planned, "journal": guarding.record.journal, "told": told}
-
-
-def open_journal(rank: int, folder: str) -> str:
-    pipe = make_with_heads("cogvideox", 6)
-    with Patches() as patches:
-        put_context_parallel(pipe.transformer, patches)
-        return catch(lambda: guard(pipe, journal=folder))
-
-
-@pytest.mark.parametrize("dying", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_dies_and_the_journal_goes_on(dying: int, tmp_path: Path) -> None:
-    """The other rank says so and ends; two new ones go on, frames as planned; one alone is refused."""
-    outcomes = run_ranks(run_journal, 2, str(tmp_path), dying)
-    assert outcomes[dying].code == -signal.SIGKILL
-    said = outcomes[1 - dying].result["ended"]
-    assert said.startswith("Another rank is gone: it failed, was killed, or lost its network (")
-    assert said.endswith("Start the run again; with `journal` it continues where it stopped.")
-    first, second = gather_results(run_ranks(run_journal, 2, str(tmp_path), None))
-    assert first["is_planned"]
-    assert second["is_planned"]
-    assert first["journal"].answered == 3  # two texts and the first step
-    assert first["journal"].written == 3  # two steps and the decoder
-    assert second["journal"] is None
-    with pytest.raises(InputError, match="belongs to another run: ranks was 2 and is 1"):
-        guard(make_with_heads("cogvideox", 6), journal=tmp_path)
-
-
-@pytest.mark.slow
-def test_three_ranks_do_not_go_on_with_the_journal_of_two(tmp_path: Path) -> None:
-    """The number of ranks is refused by name, in the same words on each of them."""
-    gather_results(run_ranks(run_journal, 2, str(tmp_path), None))
-    (said,) = set(gather_results(run_ranks(open_journal, 3, str(tmp_path))))
-    assert "belongs to another run: ranks was 2 and is 3." in said
+    assert first["journal"] == (
+        "A journal was requested for 2 processes. A journal contains the calls of one process. Leave the "
+        "journal out, or start one process."
+    )
+    assert not list(tmp_path.iterdir())

@@ -261,24 +261,3 @@ def test_the_command_writes_a_graph_for_each_call(
     ]
     code, _, err = run("export", tmp_path / "plan.json", tmp_path / "out", "--to", "onnx")
     assert code == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--to", "onnx"), "--to was given without OUT."),
-        (("--to", "onnx", "--scales"), "Both --scales and --to were given."),
-    ],
-)
-def test_words_that_do_not_fit_are_one_message(
-    tmp_path: Path, run: Run, words: tuple[str, ...], message: str
-) -> None:
-    """Exit 2, before anything is loaded."""
-    from test_quantised_files import make_plan_of_nothing
-
-    from stopdown.records import to_json
-
-    (tmp_path / "plan.json").write_text(to_json(make_plan_of_nothing()))
-    code, _, err = run("export", tmp_path / "plan.json", *words)
-    assert code == 2
-    assert message in err

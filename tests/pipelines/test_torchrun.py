@@ -28,22 +28,19 @@ def start_two(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "named"), [("auto", "context"), ("guidance", "guidance")])
-def test_two_processes_make_the_video_of_one(way: str, named: str, tmp_path: Path) -> None:
+def test_two_processes_make_the_video_of_one(tmp_path: Path) -> None:
     """The frames of one process, within a level of rounding; one card, one record, nothing left over."""
     source = testing.save_pipeline("cogvideox", tmp_path / "model")
     one, two = tmp_path / "one", tmp_path / "two"
     sizes: dict[str, Any] = {"steps": 2, "frames": 9, "height": 32, "width": 32}
     generate(GenerateOptions(str(source), "a red ball", str(one), precision="fp32", **sizes))
     words = (str(source), "a red ball", *SIZES, "--device", "cpu", "-o", str(two))
-    done = start_two((*words, "--parallel", way, "--journal", str(tmp_path / "journal")))
+    done = start_two(words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Written:") == 1
     assert "FutureWarning" not in done.stderr
     record = read_record(tmp_path / "two.json", RunRecord)
-    assert record.parallel == f"{named} parallel over 2 processes"
-    assert record.journal is not None
-    assert record.journal.written == 5
+    assert record.parallel == "context parallel over 2 processes"
     frames = sorted(path.name for path in one.iterdir())
     assert sorted(path.name for path in two.iterdir()) == frames
     for name in frames:
@@ -60,12 +57,17 @@ def test_what_cannot_be_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.count("cannot be written") == 1
 
 
-def test_a_way_needs_several_processes(run: Any) -> None:
-    """--parallel in one process, and a way that there is not, are refused with what to type."""
-    code, _, said = run("generate", "shapes", "a", "--parallel", "context")
+@pytest.mark.parametrize("option", ["--memory", "--journal"])
+def test_what_is_for_one_process_is_refused(
+    option: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloading and a journal are refused before the processes are joined or anything is loaded."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, said = run("generate", "shapes", "a", option, "8GiB")
     assert code == 2
-    assert "was given to one process" in said
-    assert "torchrun --nproc-per-node 2 -m stopdown generate" in said
+    assert f"{option} 8GiB was given to 2 processes." in said
+    assert f"Leave {option} out, or start one process." in said
 
 
 def test_without_the_package_several_processes_are_refused(

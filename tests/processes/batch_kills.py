@@ -1,4 +1,4 @@
-"""A batch under fire: its workers, its machines and whoever gives out its items are killed at random.
+"""A batch under fire: its workers and whoever gives out its items are killed at random.
 
 What may be seen in its folder at any moment is compared with what an undisturbed batch made: an output that
 is there has its bytes, and a record that is there stays as it is.
@@ -53,13 +53,13 @@ class Watched:
 
 
 def find_workers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Processes that make items for a driver: children of its fork server, or Ray's actors."""
+    """Processes that make items for a driver: children of its fork server."""
     found, servers = [], set[int]()
     for process in psutil.process_iter(["cmdline", "ppid"]):  # by their numbers: a parent first
         line = " ".join(process.info["cmdline"] or [])
         if process.info["ppid"] == driver.pid and "forkserver" in line:
             servers.add(process.pid)
-        elif process.info["ppid"] in servers or line.startswith("ray::_Actor"):
+        elif process.info["ppid"] in servers:
             found.append(process)
     return found
 
@@ -70,12 +70,11 @@ class Kills:
     Args:
         count: how many there are to be.
         seed: of the moments and kinds.
-        nodes: replaces a machine of the cluster by a new one; None where there is none.
     """
 
-    def __init__(self, count: int, seed: int, nodes: Callable[[], None] | None = None) -> None:
+    def __init__(self, count: int, seed: int) -> None:
         self.left, self.done = count, Counter[str]()
-        self._random, self._nodes = random.Random(seed), nodes
+        self._random = random.Random(seed)
 
     def run(self, begin: Callable[[], subprocess.Popen[bytes]], watched: Watched) -> int:
         """One batch to its end, started again whenever its driver was killed; its last exit code."""
@@ -97,18 +96,15 @@ class Kills:
                 continue
             time.sleep(self._random.uniform(0, 2))
             due = self._choose_due(finished)
-            kind = self._random.choice(["worker"] * 3 + ["driver"] + ["node"] * bool(self._nodes))
+            kind = self._random.choice(["worker"] * 3 + ["driver"])
             self.left -= 1
             self.done[kind] += 1
             if kind == "driver":
                 driver.send_signal(signal.SIGKILL)
                 driver.wait(30)
                 return False
-            if kind == "node" and self._nodes is not None:
-                self._nodes()
-            else:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._random.choice(workers).kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._random.choice(workers).kill()
         watched.look()
         return True
 

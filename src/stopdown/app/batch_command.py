@@ -8,7 +8,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,11 +38,11 @@ from stopdown.app.request_options import (
     refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
+from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.plan_versions import PlanVersions, read_versions
-from stopdown.batch.prompts import Item, is_url, naming_line, read_items
+from stopdown.batch.prompts import Item, naming_line, read_items
 from stopdown.batch.records import TRIES, BatchRecord, ItemResult
 from stopdown.batch.request_digest import digest_request
-from stopdown.batch.stores import Store, open_store
 from stopdown.devices.environment import (
     choose_device,
     describe_machine,
@@ -50,7 +50,6 @@ from stopdown.devices.environment import (
     list_devices,
 )
 from stopdown.errors import InputError, OptionError
-from stopdown.extensions import require_offer
 from stopdown.files.outputs import find_record_path
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
@@ -59,7 +58,7 @@ from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
     from stopdown.batch.jobs import Prepared, Task
-    from stopdown.batch.pools import Cluster, Pool
+    from stopdown.batch.pools import Pool
     from stopdown.batch.settings import Settings
 
 SUMMARY, PAGE = "batch.json", "batch.html"
@@ -82,7 +81,7 @@ class BatchOptions(RunOptions, ModelOptions):
         str,
         typer.Option(
             help="Text file with one prompt on each line, or .jsonl or .csv file with fields for "
-            "each item. May be an fsspec URL (s3://...), or - for standard input.",
+            "each item, or - for standard input.",
         ),
     ]
     output: Annotated[
@@ -90,7 +89,7 @@ class BatchOptions(RunOptions, ModelOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Folder or fsspec URL. To continue a batch, name its folder again.",
+            help="Folder. To continue a batch, name its folder again.",
         ),
     ]
     precision: PrecisionOption = "auto"
@@ -100,13 +99,6 @@ class BatchOptions(RunOptions, ModelOptions):
         typer.Option(
             help="Number of processes; each loads the model. By default one for each "
             "CUDA GPU, else one."
-        ),
-    ] = None
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="Run on Ray. local starts it on this machine; auto or an address "
-            "connects to a cluster."
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = field(
@@ -176,31 +168,24 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     items = [_place_media(options, item) for item in read_items(options.prompts)]
     asked = [(item, _read_request(options, item)) for item in items]
 
-    store = open_store(options.output)
-    _refuse_other_folder(store)
-    with ExitStack() as stack:
-        stack.enter_context(store.held())
+    folder = OutputFolder(options.output)
+    _refuse_other_folder(folder)
+    with folder.held():
         given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
         digest = digest_request(items, given, built_in=options.source == "shapes")
-        earlier = _read_summary(store)
-        if earlier is not None and (finished := _find_finished(earlier, digest, store)):
+        earlier = _read_summary(folder)
+        if earlier is not None and (finished := _find_finished(earlier, digest, folder)):
             display.announce(f"{len(finished)} of {len(finished)} items are finished already.")
-            return _write_summary(store, _repeat(earlier, finished, options, begun))
-        cluster = None
-        if options.ray:
-            connect = require_offer("connect_ray", "--ray")
-            cluster = stack.enter_context(connect(options.ray, options.workers))
-            display.announce(cluster.described)
-        record = _run(options, asked, store, cluster, earlier, display, plain, begun)
+            return _write_summary(folder, _repeat(earlier, finished, options, begun))
+        record = _run(options, asked, folder, earlier, display, plain, begun)
         is_whole = all(x.status != "failed" for x in record.items)
-        return _write_summary(store, dataclasses.replace(record, asked=digest if is_whole else ""))
+        return _write_summary(folder, dataclasses.replace(record, asked=digest if is_whole else ""))
 
 
 def _run(
     options: BatchOptions,
     asked: list[tuple[Item, Request]],
-    store: Store,
-    cluster: Cluster | None,
+    folder: OutputFolder,
     earlier: BatchRecord | None,
     display: Display,
     plain: Any,
@@ -211,30 +196,27 @@ def _run(
     from stopdown.batch.jobs import prepare
     from stopdown.batch.worker import describe_result, find_finished
 
-    names = store.list_names()
-    chains = read_versions(store, names)
+    names = folder.list_names()
+    chains = read_versions(folder, names)
     settings, bases = _read_settings(options), [chain[0] for chain in chains]
     before: Any = {"known": bases, "earlier": earlier}
-    if cluster is not None and cluster.prepares:
-        prepared = cluster.prepare(settings, *asked[0], **before)
-    else:
-        prepared = prepare(settings, *asked[0], **before, progress=display.progress)
-        _refuse_too_large(options, prepared, asked, display)
+    prepared = prepare(settings, *asked[0], **before, progress=display.progress)
+    _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
-    versions = PlanVersions(store, None if prepared.plan.is_bare else prepared.plan, chains)
+    versions = PlanVersions(folder, None if prepared.plan.is_bare else prepared.plan, chains)
     state = _Batch(options, display, plain, begun, prepared, tasks, versions)
     for task in tasks:
-        found = find_finished(store, task, names)
+        found = find_finished(folder, task, names)
         if found is not None:
             state.results[task.item] = describe_result(task, found, "skipped")
     waiting = [task for task in tasks if task.item not in state.results]
     state.begin()
     for text in repeated:
         state.note(text)
-    opening = _open_pool(options, prepared, store, cluster, state) if waiting else None
-    store.write(SUMMARY, to_json(state.summarise()).encode())
+    opening = _open_pool(options, prepared, state) if waiting else None
+    folder.write(SUMMARY, to_json(state.summarise()).encode())
     if opening is not None:
-        with opening as pool, state.kept(store):
+        with opening as pool, state.kept(folder):
             state.workers = pool.devices
             dispatch = Dispatch(pool, versions, state.note, options.tries)
             for result in dispatch.run(waiting):
@@ -242,9 +224,9 @@ def _run(
     return state.summarise()
 
 
-def _write_summary(store: Store, record: BatchRecord) -> BatchRecord:
-    store.write(SUMMARY, to_json(record).encode())
-    store.write(PAGE, render_batch(record).encode(errors="replace"))
+def _write_summary(folder: OutputFolder, record: BatchRecord) -> BatchRecord:
+    folder.write(SUMMARY, to_json(record).encode())
+    folder.write(PAGE, render_batch(record).encode(errors="replace"))
     return record
 
 
@@ -289,25 +271,26 @@ def _read_settings(options: BatchOptions) -> Settings:
 
 _OF_THE_RUN = (
     *SHOWN,
-    *("prompts", "output", "workers", "ray"),
-    *("journal", "tries", "strict"),
+    *("prompts", "output", "workers", "journal", "tries", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
 
 
-def _read_summary(store: Store) -> BatchRecord | None:
+def _read_summary(folder: OutputFolder) -> BatchRecord | None:
     """Return the summary of the batch that was made there before."""
     with contextlib.suppress(InputError, OSError):
-        return from_json(store.read(SUMMARY), BatchRecord)
+        return from_json(folder.read(SUMMARY), BatchRecord)
     return None
 
 
-def _find_finished(earlier: BatchRecord, digest: str, store: Store) -> tuple[ItemResult, ...]:
+def _find_finished(
+    earlier: BatchRecord, digest: str, folder: OutputFolder
+) -> tuple[ItemResult, ...]:
     """Return every item if the same was asked for before and all of it is there, else nothing."""
     if not digest or earlier.asked != digest:
         return ()
     wanted = {y for x in earlier.items for y in (x.output, find_record_path(x.output).name)}
-    if wanted - store.list_names():
+    if wanted - folder.list_names():
         return ()
     return tuple(dataclasses.replace(x, status="skipped") for x in earlier.items)
 
@@ -348,17 +331,10 @@ def _check_options(options: BatchOptions) -> None:
 
 def _place_media(options: BatchOptions, item: Item) -> Item:
     """The item with where its pictures and video are; a relative path begins at the prompts file."""
-    own = {name: _place(options.prompts, place) for name, place in item.media.items()}
+    folder = Path() if options.prompts == "-" else Path(options.prompts).parent
+    own = {name: str(folder / place) for name, place in item.media.items()}
     shared = {name: str(place) for name in MEDIA if (place := getattr(options, name)) is not None}
     return dataclasses.replace(item, **{**shared, **own})
-
-
-def _place(prompts: str, place: str) -> str:
-    if is_url(place) or prompts == "-":
-        return place
-    if is_url(prompts):
-        return f"{prompts.rpartition('/')[0]}/{place}"
-    return str(Path(prompts).parent / place)
 
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
@@ -369,18 +345,18 @@ def _read_request(options: BatchOptions, item: Item) -> Request:
         return read_request(dataclasses.replace(options, **own), prompt=item.prompt)
 
 
-def _refuse_other_folder(store: Store) -> None:
+def _refuse_other_folder(folder: OutputFolder) -> None:
     """Refuse a folder with files that no batch wrote, before anything is written there."""
     import json
 
-    names = {name for name in store.list_names() if not name.startswith(".")}
+    names = {name for name in folder.list_names() if not name.startswith(".")}
     if not names:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if json.loads(store.read(SUMMARY)).get("kind") == "batch":
+        if json.loads(folder.read(SUMMARY)).get("kind") == "batch":
             return
     raise InputError(
-        f"The output folder {store.place} is not empty (it holds {min(names)}), and is not from a batch.",
+        f"The output folder {folder.path} is not empty (it holds {min(names)}), and is not from a batch.",
         expected="The folder must be new, empty, or that of an earlier batch.",
         remedy="Name another folder with -o.",
     )
@@ -389,13 +365,9 @@ def _refuse_other_folder(store: Store) -> None:
 def _open_pool(
     options: BatchOptions,
     prepared: Prepared,
-    store: Store,
-    cluster: Cluster | None,
     state: _Batch,
 ) -> Pool:
-    """The workers: of a cluster, in processes of their own, or the one in this process."""
-    if cluster is not None:
-        return cluster.make_workers(prepared.job, store)
+    """The workers: in processes of their own, or the one in this process."""
     from stopdown.batch.pools import InProcess, Processes
 
     chosen = choose_device(options.device)
@@ -406,7 +378,7 @@ def _open_pool(
     devices = [names[number % len(names)] for number in range(count)]
     if len(devices) == 1:
         return InProcess(prepared.job, devices[0], state.observe)
-    return Processes(prepared.job, devices, store)
+    return Processes(prepared.job, devices)
 
 
 @dataclass
@@ -474,13 +446,13 @@ class _Batch:
         self.display.progress("batch", what, len(self.results), len(self.tasks))
 
     @contextmanager
-    def kept(self, store: Store) -> Iterator[None]:
+    def kept(self, folder: OutputFolder) -> Iterator[None]:
         """When it is interrupted, say how much is done, and that it can go on."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             self._announce(
-                f"{self._describe_progress()} items are finished in {store.place}: the same command "
+                f"{self._describe_progress()} items are finished in {folder.path}: the same command "
                 "continues from there."
             )
             raise

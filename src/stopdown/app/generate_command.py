@@ -53,7 +53,7 @@ from stopdown.sources.sources import Source, find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
     from stopdown.pipelines.class_selection import Selection
-    from stopdown.runtime.journal import CallAnswers
+    from stopdown.runtime.journal import Journal
     from stopdown.runtime.runs import Runner
 
 
@@ -127,13 +127,6 @@ class GenerateOptions(RunOptions, ModelOptions):
         ),
     ] = None
     allow: AllowOption = ()
-    parallel: Annotated[
-        str,
-        typer.Option(
-            help="With torchrun: how to distribute a step over the processes. context: by "
-            "tokens. guidance: with and without the prompt. auto: context if the model supports it."
-        ),
-    ] = "auto"
 
 
 def main(options: GenerateOptions) -> int:
@@ -156,31 +149,15 @@ def main(options: GenerateOptions) -> int:
     return int(found and options.strict)
 
 
-_WAYS = ("auto", "context", "guidance")
-"""How a step is spread: by its tokens, by its rows, or by tokens if the model has a plan for that."""
-
-
 @contextlib.contextmanager
 def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]:
     """Yield the device of this process, and the consensus of those that `torchrun` started with it."""
-    settings, way = read_rank(), options.parallel
-    if way not in _WAYS:
-        raise OptionError(
-            f"--parallel {way} is unknown.",
-            expected=f"Known values are {', '.join(_WAYS)}.",
-            remedy="Use --parallel auto.",
-        )
-    if settings is None and way != "auto":
-        raise OptionError(
-            f"--parallel {way} was given to one process.",
-            expected="Each device needs its own process.",
-            remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
-        )
+    settings = read_rank()
     if settings is None:
         yield options.device, ALONE
         return
     join_ranks = require_offer("join_ranks", f"A run of {settings.count} processes")
-    with join_ranks(options.device, options.memory, settings) as joined:
+    with join_ranks(options.device, options.memory, options.journal, settings) as joined:
         yield joined
 
 
@@ -259,7 +236,7 @@ def generate(
     from stopdown.runtime.runs import write_record
     from stopdown.sources.library_messages import quiet_libraries
 
-    with quiet_libraries(), _open_journal(options, source, display, consensus) as journal:
+    with quiet_libraries(), _open_journal(options, source, display) as journal:
         run = _Run(started, numbered, journal, consensus, kept)
         plan = _decide(options, request, device, source, display, run)
         record = _generate(options, request, plan, display, run)
@@ -295,7 +272,7 @@ class _Run:
 
     started: float
     numbered: bool
-    journal: CallAnswers | None
+    journal: Journal | None
     consensus: Consensus
     kept: Kept
 
@@ -369,7 +346,7 @@ def _generate(
                 journal=run.journal,
                 maxima=options.maxima,
             ),
-            spread=lambda pipe: consensus.spread(pipe, options.parallel, display.announce),
+            spread=consensus.spread,
             progress=display.progress,
         )
     finally:
@@ -385,8 +362,8 @@ def _generate(
 
 @contextlib.contextmanager
 def _open_journal(
-    options: GenerateOptions, source: Source, display: Display, consensus: Consensus
-) -> Iterator[CallAnswers | None]:
+    options: GenerateOptions, source: Source, display: Display
+) -> Iterator[Journal | None]:
     """The journal that was asked for, refused before anything is loaded when it is another run's."""
     if options.journal is None:
         yield None
@@ -395,9 +372,7 @@ def _open_journal(
 
     run = {name: getattr(options, name) for name in _RUN_IDENTITY}
     run["checkpoint"] = fingerprint(source)
-    folder, announce = options.journal, display.announce
-    opening = functools.partial(Journal, folder, run, announce=announce)
-    with consensus.open_journal(opening) as journal:
+    with Journal(options.journal, run, announce=display.announce) as journal:
         yield journal
 
 

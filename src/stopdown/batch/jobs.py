@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import re
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from stopdown.batch.prompts import Item, is_url, naming_line
+from stopdown.batch.prompts import Item, naming_line
 from stopdown.batch.records import BatchRecord
 from stopdown.batch.settings import Job, Settings
 from stopdown.devices.environment import choose_device
-from stopdown.errors import InputError, OptionError
+from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
@@ -41,7 +37,7 @@ class Task:
         item: hash of what determines it.
         name: of its output, without suffix.
         request: what is asked of the pipeline, without pictures and videos.
-        media: file or URL of each of these, by field.
+        media: file of each of these, by field.
     """
 
     item: str
@@ -156,30 +152,9 @@ def _hash_pixels(frames: Any) -> str:
 def _read_media(request: Request, media: Mapping[str, str]) -> Request:
     read: dict[str, Any] = {}
     for name, place in media.items():
-        with _fetched(place) as local:
-            is_video = name == "video"
-            read[name] = read_video(local, request.frames) if is_video else read_image(local)
+        is_video = name == "video"
+        read[name] = read_video(place, request.frames) if is_video else read_image(place)
     return dataclasses.replace(request, **read)
-
-
-@contextlib.contextmanager
-def _fetched(place: str) -> Iterator[str]:
-    """A file on this machine with what is at a path or URL."""
-    if not is_url(place):
-        yield place
-        return
-    import fsspec
-
-    with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as local:
-        try:
-            with fsspec.open(place, "rb") as file:
-                shutil.copyfileobj(file, local)
-        except Exception as error:  # whatever a store's client raises
-            raise InputError(
-                f"{place} cannot be read: {error}.", remedy="Check the address."
-            ) from error
-        local.flush()
-        yield local.name
 
 
 def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:

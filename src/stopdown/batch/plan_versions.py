@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from pathlib import Path
 
-from stopdown.batch.stores import Store
+from stopdown.batch.output_folder import OutputFolder
 from stopdown.errors import PlanError
 from stopdown.plans.plan_files import read_plan, seal_plan
 from stopdown.records import Plan, to_json
@@ -19,26 +18,23 @@ from stopdown.records import Plan, to_json
 _VERSION = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
 
 
-def read_versions(store: Store, names: set[str]) -> list[list[Plan]]:
-    """The plans that batches in this place began with, each followed by its further versions."""
+def read_versions(folder: OutputFolder, names: set[str]) -> list[list[Plan]]:
+    """The plans that batches in this folder began with, each followed by its further versions."""
     found: dict[str, list[tuple[int, Plan]]] = {}
     for name in sorted(names):
         matched = _VERSION.fullmatch(name)
-        plan = _read(store, name) if matched else None
+        plan = _read(folder.path / name) if matched else None
         if matched and plan is not None:
             found.setdefault(matched[1], []).append((int(matched[2]), plan))
     chains = [[plan for _, plan in sorted(x, key=lambda y: y[0])] for x in found.values()]
     return [chain for chain in chains if chain]
 
 
-def _read(store: Store, name: str) -> Plan | None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        path.write_bytes(store.read(name))
-        try:
-            return read_plan(path)
-        except PlanError:
-            return None
+def _read(path: Path) -> Plan | None:
+    try:
+        return read_plan(path)
+    except PlanError:
+        return None
 
 
 class PlanVersions:
@@ -52,8 +48,8 @@ class PlanVersions:
         plans: all versions, the one in force last.
     """
 
-    def __init__(self, store: Store, base: Plan | None, known: list[list[Plan]]) -> None:
-        self._store = store
+    def __init__(self, folder: OutputFolder, base: Plan | None, known: list[list[Plan]]) -> None:
+        self._folder = folder
         self.plans: list[Plan] = [] if base is None else [base]
         for chain in known:
             if base is not None and chain[0].seal == base.seal:
@@ -86,4 +82,4 @@ class PlanVersions:
 
     def _keep(self) -> None:
         name = f"plan-{self.plans[0].seal[:12]}-{len(self.plans) - 1}.json"
-        self._store.write(name, to_json(self.plans[-1]).encode())
+        self._folder.write(name, to_json(self.plans[-1]).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import multiprocessing
@@ -12,14 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from stopdown.batch.jobs import Prepared, Task
+from stopdown.batch.jobs import Task
 from stopdown.batch.records import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store, check_probe, write_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
@@ -79,74 +76,77 @@ class Slot:
     known: set[str] = field(default_factory=set)
 
 
-class Workers(abc.ABC):
-    """Workers that take one task at a time; a context manager that begins and ends them.
+class Processes:
+    """Processes of this machine that take one task at a time; a context manager begins and ends them.
 
-    A worker that dies is replaced.
+    A process that dies is replaced.
 
     Args:
-        store: where the process that gives the tasks looks for what workers write.
+        devices: as for `choose_device`; one named twice has two processes.
     """
 
-    def __init__(self, count: int, store: Store) -> None:
-        self._count, self._store = count, store
+    def __init__(self, job: Job, devices: list[str]) -> None:
+        self._job, self._wanted = job, devices
         self._slots: list[Slot] = []
+        self._context = _choose_context(devices)
         self.devices: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         try:
-            self._slots = [self._begin(number) for number in range(self._count)]
-            self._open()
+            self._slots = [self._begin(number) for number in range(len(self._wanted))]
+            while any(slot.state == "opening" for slot in self._slots):
+                self.wait()
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    @abc.abstractmethod
     def __exit__(self, *_: object) -> None:
-        """End them."""
-
-    @abc.abstractmethod
-    def _begin(self, number: int) -> Slot:
-        """Start a worker."""
-
-    @abc.abstractmethod
-    def _open(self) -> None:
-        """Wait until workers have begun."""
-
-    @abc.abstractmethod
-    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Have a worker make a task."""
-
-    @abc.abstractmethod
-    def _list_ready(self, waited: dict[Any, int], timeout_s: float) -> Iterable[int]:
-        """Which slots have something to say, by their channels."""
-
-    @abc.abstractmethod
-    def _receive(self, slot: Slot) -> Any:
-        """An answer; of a worker that has begun what it computes on, and the file that it wrote among
-        the outputs; of one that died a text that says how."""
+        for slot in self._slots:
+            slot.channel.close()  # one that is idle ends by itself
+        for slot in self._slots:
+            slot.worker.join(5 if slot.state == "free" else 0)
+            slot.worker.kill()
+            slot.worker.join(10)
 
     def find_free(self) -> int | None:
         """A worker without a task; None when all are busy."""
         return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
 
-    def wait(self, timeout_s: float = 1.0) -> list[Event]:
+    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
+        """Send a task; a plan is sent once, and named by its seal from then on."""
+        slot = self._slots[worker]
+        seal = plan.seal if plan else ""
+        is_new = bool(seal) and seal not in slot.known
+        slot.known.add(seal)
+        slot.state = "busy"
+        with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
+            slot.channel.send((task.complete(), seal, plan if is_new else None))
+
+    def wait(self) -> list[Event]:
         """What happened since; waits up to a second, so that signals are heard."""
         waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}
-        events = [self._hear(number) for number in self._list_ready(waited, timeout_s)]
+        ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
+        events = [self._hear(waited[pipe]) for pipe in ready]
         return [event for event in events if event is not None]
 
     def _hear(self, number: int) -> Event | None:
+        """Take an answer, or what a worker that has begun computes on; replace one that died."""
         slot = self._slots[number]
-        said = self._receive(slot)
-        if isinstance(said, str):
-            return self._replace(number, f"Worker {number} {said}.")
+        try:
+            said = slot.channel.recv()
+        except (EOFError, OSError):
+            slot.worker.join(10)
+            code = slot.worker.exitcode
+            slot.channel.close()
+            how = signal.Signals(-code).name if code and code < 0 else f"code {code}"
+            return self._replace(number, f"Worker {number} ended with {how}.")
+        if isinstance(said, StopdownError):
+            raise said
         slot.state = "free"
         if isinstance(said, Answer):
             return number, said
-        self.devices[str(number)], probe = said
-        check_probe(self._store, probe, f"Worker {number}")
+        self.devices[str(number)] = said
         return None
 
     def _replace(self, number: int, reason: str) -> Event | None:
@@ -162,52 +162,6 @@ class Workers(abc.ABC):
         self._slots[number] = dataclasses.replace(self._begin(number), deaths=deaths)
         return (number, reason) if was_busy else None
 
-
-Pool = InProcess | Workers
-
-
-class Cluster(Protocol):
-    """Machines that workers run on, as a package beside the core connects to them."""
-
-    @property
-    def described(self) -> str:
-        """What it is, as a sentence."""
-
-    @property
-    def prepares(self) -> bool:
-        """Whether a plan has to be made there."""
-
-    def prepare(self, *given: Any, **named: Any) -> Prepared:
-        """Run `jobs.prepare` on a machine of the cluster."""
-
-    def make_workers(self, job: Job, store: Store) -> Workers:
-        """Return its workers, which are not begun yet."""
-
-
-class Processes(Workers):
-    """Processes of this machine, one for each device that is named.
-
-    Args:
-        devices: as for `choose_device`; one named twice has two processes.
-    """
-
-    def __init__(self, job: Job, devices: list[str], store: Store) -> None:
-        super().__init__(len(devices), store)
-        self._job, self._wanted = job, devices
-        self._context = _choose_context(devices)
-
-    def _open(self) -> None:
-        while any(slot.state == "opening" for slot in self._slots):
-            self.wait()
-
-    def __exit__(self, *_: object) -> None:
-        for slot in self._slots:
-            slot.channel.close()  # one that is idle ends by itself
-        for slot in self._slots:
-            slot.worker.join(5 if slot.state == "free" else 0)
-            slot.worker.kill()
-            slot.worker.join(10)
-
     def _begin(self, number: int) -> Slot:
         ours, theirs = self._context.Pipe()
         share = (len(self._wanted), self._wanted.count(self._wanted[number]))
@@ -217,32 +171,8 @@ class Processes(Workers):
         theirs.close()
         return Slot(process, ours)
 
-    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Send a task; a plan is sent once, and named by its seal from then on."""
-        slot = self._slots[worker]
-        seal = plan.seal if plan else ""
-        is_new = bool(seal) and seal not in slot.known
-        slot.known.add(seal)
-        slot.state = "busy"
-        with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
-            slot.channel.send((task.complete(), seal, plan if is_new else None))
 
-    def _list_ready(self, waited: dict[Any, int], timeout_s: float) -> Iterable[int]:
-        ready = multiprocessing.connection.wait(list(waited), timeout=timeout_s)
-        return [waited[pipe] for pipe in ready]
-
-    def _receive(self, slot: Slot) -> Any:
-        try:
-            said = slot.channel.recv()
-        except (EOFError, OSError):
-            slot.worker.join(10)
-            code = slot.worker.exitcode
-            slot.channel.close()
-            how = signal.Signals(-code).name if code and code < 0 else f"code {code}"
-            return f"ended with {how}"
-        if isinstance(said, StopdownError):
-            raise said
-        return said
+Pool = InProcess | Processes
 
 
 def _choose_context(devices: list[str]) -> Any:
@@ -281,7 +211,7 @@ def _serve(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         worker = Worker(job, device, share[1])
-        pipe.send((str(worker.device), write_probe(worker.store)))
+        pipe.send(str(worker.device))
         plans: dict[str, Plan | None] = {"": None}
         while True:
             task, seal, plan = pipe.recv()

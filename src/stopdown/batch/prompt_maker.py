@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from stopdown.batch.jobs import Prepared, prepare
+from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
-from stopdown.batch.stores import open_store
 from stopdown.batch.worker import Worker
 from stopdown.errors import InputError
 
@@ -31,7 +31,7 @@ class PromptMaker:
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        output: folder or fsspec URL of the outputs, which every worker can write.
+        output: folder of the outputs, which every worker can write.
         defaults: fields that items take where they say nothing: `steps=20`, `seed=0`; and settings of
             `stopdown.batch.jobs.Settings`: `precision="fp16"`, `device`, `fps`, `journal`.
     """
@@ -61,7 +61,7 @@ class PromptMaker:
         item = _read_item({**self._defaults, **fields})
         request = item.make_request()
         if self._prepared is None or self._worker is None:
-            open_store(self._settings.output).check()
+            OutputFolder(self._settings.output).check()
             self._prepared = prepare(self._settings, item, request)
             self._worker = Worker(self._prepared.job, self._settings.device)
         (task,), _ = self._prepared.sign([(item, request)])

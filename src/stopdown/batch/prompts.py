@@ -86,7 +86,7 @@ def read_items(given: str) -> list[Item]:
     """The items of a prompts file, in its order; empty lines are passed over.
 
     Args:
-        given: path, fsspec URL (`s3://bucket/prompts.jsonl`), or `-` for standard input, which is read
+        given: path, or `-` for standard input, which is read
             as JSON lines when it begins with a brace.
     """
     text = _read_text(given)
@@ -123,15 +123,10 @@ def find_text_fault(text: str) -> str:
     return ""
 
 
-def is_url(given: str) -> bool:
-    """Whether a place is written as an fsspec URL: `s3://…`, `memory://…`."""
-    return re.match(r"[a-z][a-z0-9+.-]+://", given) is not None
-
-
 def _read_text(given: str) -> str:
     try:
         content = _read_bytes(given)
-    except (UnreadableError, OSError, ImportError, ValueError) as error:
+    except (UnreadableError, OSError) as error:
         raise InputError(
             f"The prompts file {given} cannot be read: {take_first_line(error).rstrip('.')}.",
             expected=f"{_FORMS}.",
@@ -151,12 +146,7 @@ def _read_text(given: str) -> str:
 def _read_bytes(given: str) -> bytes:
     if given == "-":
         return sys.stdin.buffer.read(_MOST_BYTES)
-    if not is_url(given):
-        return read_small_file(Path(given), most_bytes=_MOST_BYTES)
-    import fsspec
-
-    with fsspec.open(given, "rb") as file:
-        return bytes(file.read(_MOST_BYTES))
+    return read_small_file(Path(given), most_bytes=_MOST_BYTES)
 
 
 def _read_json_lines(given: str, text: str) -> Iterator[Item]:

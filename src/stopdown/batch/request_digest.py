@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.prompts import Item, is_url
+from stopdown.batch.prompts import Item
 from stopdown.devices.environment import read_version
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -34,7 +34,7 @@ def digest_request(items: Iterable[Item], options: Mapping[str, Any], built_in: 
     named = {str(x) for part in (options, *listed) for x in _list_texts(part.values())}
     is_here = built_in or Path(options["source"]).exists()
     is_fixed = _COMMIT.fullmatch(str(options.get("revision"))) is not None
-    if any(map(is_url, named)) or not (is_here or is_fixed):
+    if not (is_here or is_fixed):
         return ""
     places = {x for name in named for x in (name, name.rpartition(":")[0]) if x}
     stamps = {x: _stamp(Path(x)) for x in places}

@@ -13,7 +13,7 @@ class Settings:
     """What is asked for all items of a batch.
 
     Attributes:
-        output: folder or URL.
+        output: folder.
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
         fps: frames per second of the files.

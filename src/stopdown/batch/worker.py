@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.jobs import Task, describe_request
+from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.records import ItemResult, Status
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store, open_store
 from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
@@ -61,7 +61,7 @@ class Worker:
         requested = parse_request(settings.precision)
         self._memory = ask_memory(settings.memory, settings.allow, requested, share)
         self._job, self.device = job, choose_device(device)
-        self.store: Store = open_store(settings.output)
+        self._folder = OutputFolder(settings.output)
         found = resolve_whole(settings)
         source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(source) != job.fingerprint:
@@ -76,7 +76,7 @@ class Worker:
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
         """Make one item, or find it made."""
-        found = find_finished(self.store, task, self.store.list_names())
+        found = find_finished(self._folder, task, self._folder.list_names())
         if found is not None:  # its maker died before it could report
             return Answer(describe_result(task, found, "made"))
         begun, notes = time.perf_counter(), list[str]()
@@ -97,11 +97,11 @@ class Worker:
         settings, begun = self._job.settings, time.perf_counter()
         name, asked = f"{task.name}{settings.suffix}", describe_request(task.request)
         fields = {"request": asked, "item": task.item, "plan": plan.seal}
-        with self._journal(task, plan, notes) as journal, self.store.staged() as folder:
+        with self._journal(task, plan, notes) as journal:
             record, made = self._runner.make(
                 plan,
                 task.request,
-                Wanted(str(folder / name), settings.fps, begun, fields),
+                Wanted(str(self._folder.path / name), settings.fps, begun, fields),
                 GuardOptions(
                     on_fault=settings.on_fault,
                     observer=self.observer,
@@ -111,7 +111,7 @@ class Worker:
             )
             preview = draw_preview(made.frames)
             record = dataclasses.replace(record, output=name, preview=preview)
-            write_record(record, folder / name)
+            write_record(record, self._folder.path / name)
         return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
 
     @contextmanager
@@ -142,14 +142,14 @@ class Worker:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None:
+def find_finished(folder: OutputFolder, task: Task, names: set[str]) -> RunRecord | None:
     """The record of an item that is whole; None when it has to be made."""
     for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
         if output in names and record in names:
             with contextlib.suppress(InputError, FileNotFoundError):
-                found = from_json(store.read(record), RunRecord)
+                found = from_json(folder.read(record), RunRecord)
                 if found.item == task.item:
                     return found
     return None

@@ -46,17 +46,15 @@ UNPLANNED = "stopdown_unplanned"
 class Rank(enum.IntEnum):
     """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
 
-    DEVICES = 0  # shares the rows of a call among several devices
-    COMPONENT = 1  # keeps what the component is called with, and casts it as its weights were cast
-    PLAN = 2  # casts at boundaries, sets how sums are done, compares adapters
-    MEMORY = 3  # brings weights to the device, cuts attention into pieces
-    FAULT = 4  # makes a call go wrong, for tests
-    GUARD = 5  # checks what came out; repairs the component and runs the call again
-    RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
-    BRANCHES = 7  # makes calls that come one after the other on several devices at once
-    JOURNAL = 8  # answers a call from a file, or writes it there
-    TURN = 9  # keeps other threads from changing the module during a call
-    EXPONENTS = 10  # takes exponents off for calls that they do not hold for
+    COMPONENT = 0  # keeps what the component is called with, and casts it as its weights were cast
+    PLAN = 1  # casts at boundaries, sets how sums are done, compares adapters
+    MEMORY = 2  # brings weights to the device, cuts attention into pieces
+    FAULT = 3  # makes a call go wrong, for tests
+    GUARD = 4  # checks what came out; repairs the component and runs the call again
+    RECORD = 5  # measures and keeps calls for comparisons, plans and dry runs
+    JOURNAL = 6  # answers a call from a file, or writes it there
+    TURN = 7  # keeps other threads from changing the module during a call
+    EXPONENTS = 8  # takes exponents off for calls that they do not hold for
 
 
 class _Stack:

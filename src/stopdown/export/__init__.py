@@ -1,3 +1,3 @@
-"""Plans in the form that other programs take: ONNX, OpenVINO, tables of scales: `stopdown export`."""
+"""Plans in the form that other programs take: ONNX and OpenVINO: `stopdown export`."""
 
 OFFERS = {"command export": "export_command.main"}

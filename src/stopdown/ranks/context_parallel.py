@@ -66,7 +66,8 @@ def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
             f"{name} cannot be spread over several devices: neither Diffusers nor Stopdown has a "
             "context-parallel plan for it.",
             expected=f"Diffusers has plans for Wan, Flux, Qwen-Image and LTX; here are {', '.join(PLANS)}.",
-            remedy='Use parallel="guidance", which runs the two branches of guidance on two devices.',
+            remedy="Run it in one process. For several prompts, run one process for each device: "
+            "stopdown batch.",
         )
     return plan
 

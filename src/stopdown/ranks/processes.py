@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,19 @@ def joined(device: Device, limit_s: float = _LIMIT_S) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def join_ranks(
-    device: str, memory: str | None, settings: RankSettings
+    device: str, memory: str | None, journal: Path | None, settings: RankSettings
 ) -> Iterator[tuple[str, Ranks]]:
     """Join the processes that were started with this one; yield its device, and the ranks."""
-    if memory is not None:
-        raise OptionError(
-            f"--memory {memory} was given to {settings.count} processes.",
-            expected="Offloading does not work with several processes.",
-            remedy="Leave --memory out, or start one process.",
-        )
+    for option, given, expected in (
+        ("--memory", memory, "Offloading does not work with several processes."),
+        ("--journal", journal, "A journal contains the calls of one process."),
+    ):
+        if given is not None:
+            raise OptionError(
+                f"{option} {given} was given to {settings.count} processes.",
+                expected=expected,
+                remedy=f"Leave {option} out, or start one process.",
+            )
     device = name_device(device, settings)
     with joined(choose_device(device)) as ranks, ranks.running():
         try:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +24,17 @@ import torch.distributed as dist
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_callees, find_components, read_precisions
 from stopdown.devices.environment import describe_machine
-from stopdown.errors import InputError, OptionError, RankError, StopdownError, take_one_line
+from stopdown.errors import InputError, RankError, StopdownError, take_one_line
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.ranks.context_parallel import find_plan, put_context_parallel
-from stopdown.ranks.guidance import GROUP, put_guidance_parallel
+from stopdown.ranks.context_parallel import put_context_parallel
 from stopdown.records import Plan
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.consensus import Consensus
 from stopdown.runtime.culprit import Culprit
 from stopdown.runtime.fault_texts import Fault, name_fault
-from stopdown.runtime.journal import Answer, CallAnswers, find_device, find_sources, give
-from stopdown.runtime.journal_values import move_structure, unpack
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|peer", re.IGNORECASE)
 """Words of what PyTorch says when a rank cannot be reached any more."""
@@ -239,20 +236,14 @@ class Ranks(Consensus):
         if is_lost(error):
             raise error
 
-    def open_journal(self, open_own: Callable[[], Any]) -> Any:
-        """Open the journal on rank 0; the others follow what it reads."""
-        return self.lead(open_own) or Follower(self)
-
     @contextlib.contextmanager
-    def spread(self, pipe: Any, way: str, announce: Callable[[str], None]) -> Iterator[str]:
-        """Spread each step of a pipeline over the ranks; yield how, in words.
-
-        Args:
-            way: `context`, `guidance`, or `auto`: context if the model has a plan for it.
-        """
+    def spread(self, pipe: Any) -> Iterator[str]:
+        """Spread each step of a pipeline over the ranks by its tokens; yield how, in words."""
         with Patches() as patches:
-            way = put_parallel(pipe, way, patches, announce)
-            yield f"{way} parallel over {self.count} processes"
+            for callee in find_callees(pipe):
+                if callee.stage == "denoise":
+                    put_context_parallel(callee.owner, patches)
+            yield f"context parallel over {self.count} processes"
 
 
 def is_lost(error: Exception) -> bool:
@@ -268,12 +259,8 @@ def find_group(pipe: Any) -> tuple[Any] | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    parts = [vars(part) for part in find_components(pipe).values()]
-    for part in parts:
-        if (group := part.get(GROUP)) is not None:
-            return (group,)
-    for part in parts:
-        config = getattr(part.get("_parallel_config"), "context_parallel_config", None)
+    for part in find_components(pipe).values():
+        config = getattr(vars(part).get("_parallel_config"), "context_parallel_config", None)
         if config is not None:
             return (config._flattened_mesh.get_group(),)
     return None
@@ -283,40 +270,3 @@ def find_ranks(pipe: Any) -> Ranks | None:
     """Return the ranks over which calls of a pipeline are spread; None for a process alone."""
     group = find_group(pipe)
     return None if group is None else Ranks(*group)
-
-
-def put_parallel(
-    pipe: Any, way: str, patches: Patches, announce: Callable[[str], None]
-) -> Literal["context", "guidance"]:
-    """Spread each denoiser call of a pipeline over all ranks; return how it was done."""
-    denoisers = [callee.owner for callee in find_callees(pipe) if callee.stage == "denoise"]
-    if way == "guidance" or (way == "auto" and not all(map(_has_plan, denoisers))):
-        put_guidance_parallel(pipe, patches, announce=announce)
-        return "guidance"
-    for denoiser in denoisers:
-        put_context_parallel(denoiser, patches)
-    return "context"
-
-
-def _has_plan(denoiser: torch.nn.Module) -> bool:
-    try:
-        find_plan(denoiser)
-    except OptionError:
-        return False
-    return True
-
-
-class Follower(CallAnswers):
-    """Answers to component calls as rank 0 has them in its journal."""
-
-    def __init__(self, ranks: Consensus) -> None:
-        self._ranks = ranks
-
-    def answer(self, call: ComponentCall) -> Any:
-        """Return what rank 0 reads for a call, or make the call if rank 0 makes it."""
-        told = self._ranks.share(None)
-        if told is None:
-            return call.proceed()
-        structure, tensors, random, repaired = told
-        output = unpack(move_structure(structure, find_device(call.callee)), tensors)
-        return give(Answer(output, random, repaired), call, find_sources(call))

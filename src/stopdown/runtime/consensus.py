@@ -81,12 +81,8 @@ class Consensus:
         """Return the value of the first process in all of them."""
         return value
 
-    def open_journal(self, open_own: Callable[[], Any]) -> Any:
-        """Open the journal in the one process that has it."""
-        return open_own()
-
     @contextlib.contextmanager
-    def spread(self, pipe: Any, way: str, announce: Callable[[str], None]) -> Iterator[str]:
+    def spread(self, pipe: Any) -> Iterator[str]:
         """Spread each step over the processes; yield how in words, "" for a process alone."""
         yield ""
 

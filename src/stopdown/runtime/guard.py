@@ -40,7 +40,7 @@ from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.records import ComponentPlan, GuardRecord, Plan, Repair, Scaling
 from stopdown.runtime.dtype_repairs import add_note
 from stopdown.runtime.fault_handler import FaultHandler
-from stopdown.runtime.journal import CallAnswers, Journal
+from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.repairs import ComponentState, name_action
 from stopdown.runtime.run_check import RunCheck
@@ -68,7 +68,7 @@ class Guard:
         self._watch = Watch(session, FaultHandler(session, self._runs.find_origin))
         self.run, self.check_frames = self._runs.run, self._runs.check_frames
         self.limit_inputs = session.limit_inputs
-        self._journal: CallAnswers | None = None
+        self._journal: Journal | None = None
         self._repair_cache = self.options.repair_cache
         self._reused: list[str] = []
 
@@ -115,10 +115,10 @@ class Guard:
             session.limit_inputs(entry.component, entry.in_force.limits, entry.in_force.sizes)
             session.planned[entry.component] = entry.in_force
         if journal is not None:
-            journal.put_on(self.pipe, self._patches, lambda: len(self._log), self.session.consensus)
+            journal.put_on(self.pipe, self._patches, lambda: len(self._log))
         self._journal = journal
 
-    def _open_journal(self) -> CallAnswers | None:
+    def _open_journal(self) -> Journal | None:
         journal = self.options.journal
         if journal is not None and self.steps.pipe is None:
             raise InputError(
@@ -126,11 +126,14 @@ class Guard:
                 expected="A journal identifies calls by their order in a pipeline's run.",
                 remedy="Leave the journal out.",
             )
-        if isinstance(journal, str | Path):
-            announce = self.session.announce
-            journal = self.session.consensus.open_journal(
-                functools.partial(Journal, journal, announce=announce)
+        if journal is not None and not self.session.consensus.is_alone:
+            raise InputError(
+                f"A journal was requested for {self.session.consensus.count} processes.",
+                expected="A journal contains the calls of one process.",
+                remedy="Leave the journal out, or start one process.",
             )
+        if isinstance(journal, str | Path):
+            journal = Journal(journal, announce=self.session.announce)
             self._patches.defer(journal.close)
         return journal
 

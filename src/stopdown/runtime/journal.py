@@ -7,8 +7,6 @@ once; its arguments must be the same bytes. No state of a scheduler has to be un
 be again. The numbers that a call drew are drawn from then on as after that call. A call that was
 repaired is run once more, so that its repair is in force for those that follow.
 
-Of several processes that make one result the first one has the journal, and tells the others what it reads.
-
 Not covered: components that change their arguments in place, or that draw from NumPy's or
 Python's random numbers inside a call. Components that remember earlier calls (step caches) are refused
 when the journal is put on.
@@ -17,7 +15,6 @@ when the journal is put on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -52,7 +49,6 @@ from stopdown.interception.randomness import RandomSource, find_random
 from stopdown.number_formats import name_dtype
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import JournalUse
-from stopdown.runtime.consensus import Consensus
 from stopdown.runtime.journal_values import (
     PackingError,
     digest_call,
@@ -82,7 +78,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Answer:
+class _Answer:
     """One call as the journal has it."""
 
     output: Any
@@ -90,72 +86,19 @@ class Answer:
     repaired: bool
 
 
-class CallAnswers:
-    """Answers to all component calls of a pipeline, from outside of what else stands there.
-
-    Attributes:
-        own_s: seconds that were spent besides the calls.
-    """
-
-    own_s: float = 0.0
-    _depth = 0
-
-    @property
-    def use(self) -> JournalUse | None:
-        """What was answered and written; None if another process records it."""
-        return None
-
-    def put_on(
-        self, pipe: Any, patches: Patches, count_repairs: Callable[[], int], consensus: Consensus
-    ) -> None:
-        """Intercept the component calls of a pipeline, outside of what stands there already.
-
-        Args:
-            count_repairs: how many calls were repaired so far.
-        """
-        consensus.lead(functools.partial(self.prepare, pipe, consensus))
-        self._consensus, self._count_repairs = consensus, count_repairs
-        for callee in find_callees(pipe):
-            intercept(callee, self._enter, patches, Rank.JOURNAL)
-
-    def prepare(self, pipe: Any, consensus: Consensus) -> None:
-        """Compare the pipeline with what was written before; called in the first process alone."""
-
-    def close(self) -> None:
-        """Let go of what was opened. A second call does nothing."""
-
-    def clear(self) -> None:
-        """Remove what was written: the run has come to its end."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _enter(self, call: ComponentCall) -> Any:
-        """Answer a call, or make it; one inside of another component's call is left alone."""
-        if self._depth:
-            return call.proceed()
-        self._depth += 1
-        try:
-            return self.answer(call)
-        finally:
-            self._depth -= 1
-
-    def answer(self, call: ComponentCall) -> Any:
-        """Return the output of a call, made or read."""
-        raise NotImplementedError
-
-
-class Journal(CallAnswers):
+class Journal:
     """A folder with the calls of one run; also a context manager, which lets the folder go.
 
     Args:
         folder: made when it is missing.
         run: what tells the run apart, beyond the pipeline: prompt, seed, checkpoint. JSON values.
         limit_bytes: size at which no more calls are written.
+
+    Attributes:
+        own_s: seconds that were spent besides the calls.
     """
+
+    _depth = 0
 
     def __init__(
         self,
@@ -184,6 +127,23 @@ class Journal(CallAnswers):
             self._lock.release()
             raise
 
+    def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
+        """Intercept the component calls of a pipeline, outside of what stands there already.
+
+        Args:
+            count_repairs: how many calls were repaired so far.
+        """
+        self._prepare(pipe)
+        self._count_repairs = count_repairs
+        for callee in find_callees(pipe):
+            intercept(callee, self._enter, patches, Rank.JOURNAL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let the folder go. A second call does nothing."""
         self._lock.release()
@@ -202,10 +162,10 @@ class Journal(CallAnswers):
             folder, counts.total(), self._written, size, tuple(self._notes), dict(counts)
         )
 
-    def prepare(self, pipe: Any, consensus: Consensus) -> None:
+    def _prepare(self, pipe: Any) -> None:
         """Compare the pipeline with what was written before."""
         _refuse_memories(pipe)
-        head = {**self._run, "ranks": consensus.count, **_describe_pipeline(pipe)}
+        head = {**self._run, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
         self._digest = _digest_head(head)
         if self._head is None:
@@ -227,37 +187,40 @@ class Journal(CallAnswers):
                 remedy="Name another folder for the journal.",
             ) from error
 
-    def answer(self, call: ComponentCall) -> Any:
+    def _enter(self, call: ComponentCall) -> Any:
+        """Answer a call, or make it; one inside of another component's call is left alone."""
+        if self._depth:
+            return call.proceed()
+        self._depth += 1
+        try:
+            return self._answer(call)
+        finally:
+            self._depth -= 1
+
+    def _answer(self, call: ComponentCall) -> Any:
         """Return the output of a call from the journal; else make the call and write it there."""
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
-            self._share(None)
             return call.proceed()
-        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), find_sources(call)
+        digest, sources = digest_call(call.callee.name, call.args, call.kwargs), _find_sources(call)
         found = self._read(number, digest, len(sources))
-        self._share(found)
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
             self._answered[call.callee.name] += 1
-            return give(found, call, sources)
+            return _give(found, call, sources)
         repairs = self._count_repairs()
         output = call.proceed()
         begun = time.perf_counter()
         if not self._stopped:
             is_repaired = self._count_repairs() > repairs
-            answer = Answer(output, _read_drawn(sources, before), is_repaired)
+            answer = _Answer(output, _read_drawn(sources, before), is_repaired)
             self._write(number, call.callee.name, digest, answer)
         self.own_s += time.perf_counter() - begun
         return output
 
-    def _share(self, found: Answer | None) -> None:
-        """Tell the other processes whether a call is answered, and with what."""
-        if not self._consensus.is_alone:
-            self._consensus.share(found and (*pack(found.output), found.random, found.repaired))
-
-    def _write(self, number: int, component: str, digest: str, answer: Answer) -> None:
+    def _write(self, number: int, component: str, digest: str, answer: _Answer) -> None:
         try:
             structure, kept = pack(answer.output)
             tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
@@ -288,7 +251,7 @@ class Journal(CallAnswers):
         self._notes.append(text)
         self._announce(text)
 
-    def _read(self, number: int, digest: str, sources: int) -> Answer | None:
+    def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
         """A call as it was written; None where the journal has no such call, or none to trust."""
         path = self._find_entry(number)
         if path is None:
@@ -303,7 +266,7 @@ class Journal(CallAnswers):
             random = {i: tensors[name] for name, i in entry.random.items()}
             if not all(0 <= index < sources for index in random):
                 raise PackingError("it names random numbers that no call draws from")
-            return Answer(unpack(entry.structure, kept), random, entry.repaired)
+            return _Answer(unpack(entry.structure, kept), random, entry.repaired)
         except (KeyError, PackingError) as error:
             lacks = "it lacks the tensor " if isinstance(error, KeyError) else ""
             self._rebuild(number, f"is of no use: {lacks}{error}")
@@ -359,7 +322,7 @@ class Journal(CallAnswers):
             )
 
 
-def give(found: Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
+def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
     """The output of a call that was made before, with random numbers as after it."""
     if found.repaired:
         call.proceed()
@@ -455,7 +418,7 @@ def _lock_folder(folder: Path) -> filelock.BaseFileLock:
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
     """What of a pipeline and a machine decides the bits of a run, by names for people."""
     machine = describe_machine()
-    device = find_device(next(iter(find_callees(pipe))))
+    device = _find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
     found = {
         "pipeline": type(pipe).__name__,
@@ -500,12 +463,12 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, hook
 
 
-def find_sources(call: ComponentCall) -> list[RandomSource]:
+def _find_sources(call: ComponentCall) -> list[RandomSource]:
     """List what a call may draw random numbers from."""
-    return find_random(find_device(call.callee), (*call.args, *call.kwargs.values()))
+    return find_random(_find_device(call.callee), (*call.args, *call.kwargs.values()))
 
 
-def find_device(callee: Callee) -> torch.device:
+def _find_device(callee: Callee) -> torch.device:
     weight = next(find_module(callee).parameters(), None)
     return torch.device("cpu") if weight is None else weight.device
 

@@ -78,18 +78,6 @@ def unpack(structure: Any, tensors: list[torch.Tensor]) -> Any:
         raise PackingError(f"its structure is not right: {error}") from error
 
 
-def move_structure(structure: Any, device: torch.device) -> Any:
-    """A structure whose tensors come back on this device where they were on one of another process."""
-    if isinstance(structure, list):
-        return [move_structure(item, device) for item in structure]
-    if not isinstance(structure, dict):
-        return structure
-    moved = {name: move_structure(item, device) for name, item in structure.items()}
-    if "tensor" in moved and moved["on"] != "cpu":
-        moved["on"] = str(device)
-    return moved
-
-
 def _unpack(node: dict[str, Any], tensors: list[torch.Tensor], made: dict[int, Any]) -> Any:
     def unpack_pairs(pairs: Any) -> dict[str, Any]:
         return {str(name): _unpack(item, tensors, made) for name, item in pairs}

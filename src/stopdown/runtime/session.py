@@ -60,7 +60,7 @@ from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.consensus import find_consensus
 from stopdown.runtime.guarded_call import GuardedCall
-from stopdown.runtime.journal import CallAnswers
+from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState, RepairCache
@@ -101,7 +101,7 @@ class GuardOptions:
     announce: Announce | None = None
     plan: Plan | None = None
     loaded: Loaded | None = None
-    journal: CallAnswers | str | Path | None = None
+    journal: Journal | str | Path | None = None
     maxima: bool = False
     repair_cache: RepairCache | None = None
     frames: bool = True
