@@ -23,10 +23,9 @@ from typing import Any
 from stopdown.app.batch_command import BatchOptions, batch
 from stopdown.app.display import Display
 from stopdown.batch import dispatch
-from stopdown.batch.jobs import prepare
+from stopdown.batch.jobs import Settings, prepare
 from stopdown.batch.prompt_maker import PromptMaker
 from stopdown.batch.prompts import Item
-from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
 from stopdown.devices.environment import describe_machine
 from stopdown.runtime.guard import GuardOptions

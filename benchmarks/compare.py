@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import sync_playwright
 
-from stopdown.comparison.pictures import make_sheet, share_bytes
+from stopdown.comparison.cells import make_sheet, share_bytes
 from stopdown.comparison.records import Cell, Comparison, Row
 from stopdown.devices.environment import describe_machine
 from stopdown.records import from_json

@@ -96,7 +96,7 @@ class Recorder:
         import torch
 
         import stopdown
-        from stopdown.quantizers.pipelines import join_plans
+        from stopdown.quantizers.script_loading import join_plans
 
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "model"
         pipe.save_pretrained(folder)

@@ -40,7 +40,7 @@ from models.pipeline_calls import call_pipeline  # noqa: E402
 from processes.documented_scripts import ADDED, run_script  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.quantizers.pipelines import join_plans  # noqa: E402
+from stopdown.quantizers.script_loading import join_plans  # noqa: E402
 from stopdown.records import Plan  # noqa: E402
 from stopdown.testing import PIPELINE_NAMES, make_pipeline, overflow_  # noqa: E402
 

@@ -15,7 +15,7 @@ from stopdown.plans.applier import apply_plan as apply_plan
 from stopdown.plans.plan_files import read_plan as read_plan
 from stopdown.plans.plan_files import write_plan as write_plan
 from stopdown.quantizers.config import StopdownConfig as StopdownConfig
-from stopdown.quantizers.pipelines import quantization as quantization
+from stopdown.quantizers.script_loading import quantization as quantization
 from stopdown.runtime.guard import guard as guard
 from stopdown.runtime.load import load as load
 from stopdown.runtime.plan_maker import fp16 as fp16

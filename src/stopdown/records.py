@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from stopdown.record_display import Displayed, Summary
 SCHEMA = 1
 
 Record = TypeVar("Record")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, repr=False)
@@ -547,11 +548,9 @@ class RunRecord(Displayed):
     def list_reasons(self) -> list[tuple[str, str]]:
         """Each reason once, after the components that it holds for."""
         called = {call.component for call in self.calls}
-        grouped: dict[str, list[str]] = {}
-        for decision in self.decisions:
-            if decision.component in called:
-                grouped.setdefault(decision.reason, []).append(decision.component)
-        return [(", ".join(names), reason) for reason, names in grouped.items()]
+        return group_components(
+            (x.component, x.reason) for x in self.decisions if x.component in called
+        )
 
     def list_costs(self) -> list[tuple[str, str]]:
         """Seconds by stage, the highest memory, and how steps were spread over processes."""
@@ -1233,3 +1232,11 @@ def read_record(path: Path, kind: type[Record]) -> Record:
             f"The record {path} cannot be read: {error}.", remedy="Name a file that exists."
         ) from error
     return from_json(content, kind)
+
+
+def group_components(named: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key]]:
+    """Return each value once, after the names of the components that have it, joined by commas."""
+    grouped: dict[_Key, list[str]] = {}
+    for component, value in named:
+        grouped.setdefault(value, []).append(component)
+    return [(", ".join(names), value) for value, names in grouped.items()]

@@ -29,7 +29,7 @@ from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
 from stopdown.app.generate_command import GenerateOptions, list_runs
 from stopdown.app.progress import Bars, Lines
-from stopdown.app.remedies import reword
+from stopdown.app.registration import reword
 from stopdown.devices.environment import Device, token_in_use
 from stopdown.errors import OptionError, OutputError, StopdownError
 

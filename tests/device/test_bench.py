@@ -19,8 +19,7 @@ from stopdown.bench import session
 from stopdown.bench.bench_command import BenchOptions, bench
 from stopdown.bench.records import Benchmark, render
 from stopdown.bench.session import hide_paths
-from stopdown.bench.subjects import choose_shape, make_generated
-from stopdown.bench.ways import WAYS
+from stopdown.bench.ways import WAYS, choose_shape, make_generated
 from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.records import read_record

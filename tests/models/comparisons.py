@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
+from stopdown.comparison.cells import make_sheet
 from stopdown.comparison.measures import measure_frames
-from stopdown.comparison.pictures import make_sheet
 from stopdown.comparison.records import (
     SPOILT,
     CallError,

@@ -20,7 +20,7 @@ import pytest
 from stopdown.app import batch_command
 from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
-from stopdown.batch import jobs, request_digest
+from stopdown.batch import jobs, prompts
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
 from stopdown.frames.media import write_media
@@ -491,7 +491,7 @@ def test_nothing_left_to_do_is_answered_without_pytorch(
     assert is_answered()
     assert is_answered("--quiet", "--tries", "2")
     assert not is_answered("--seed", "1")
-    monkeypatch.setattr(request_digest, "read_version", lambda name: "0.0.1")
+    monkeypatch.setattr(prompts, "read_version", lambda name: "0.0.1")
     assert not is_answered()
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -19,8 +19,8 @@ from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
 from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.call_recorder import read_call
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.component_calls import read_call
 from stopdown.records import Plan
 from stopdown.sources.sources import Source, resolve_source, verify_source
 from stopdown.testing import save_pipeline

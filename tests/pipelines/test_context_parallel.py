@@ -13,8 +13,9 @@ from processes.several_ranks import call_small, gather_results, make_with_heads,
 from stopdown.component_calls.step_caches import in_full, is_spread
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
-from stopdown.ranks.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
 from stopdown.ranks.context_parallel import (
+    REPLACED,
+    CogVideoXAttnProcessor,
     find_plan,
     put_context_parallel,
 )

@@ -29,7 +29,12 @@ from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
-from stopdown.checkpoints.file_exponents import Expressed, express_component
+from stopdown.checkpoints.file_exponents import (
+    Expressed,
+    express_component,
+    find_eps_fields,
+    list_eps,
+)
 from stopdown.checkpoints.output_places import Target
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, put_layer
@@ -39,7 +44,6 @@ from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.pipelines import single_files
-from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.single_files import (
     Rows,

@@ -21,7 +21,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import write_plan
-from stopdown.quantizers.pipelines import join_plans
+from stopdown.quantizers.script_loading import join_plans
 from stopdown.records import Plan
 from stopdown.testing import save_pipeline
 from test_public import run_fresh

@@ -15,7 +15,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.devices.environment import RankSettings, read_rank
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image
-from stopdown.ranks.processes import name_device
+from stopdown.ranks.ranks import name_device
 from stopdown.records import RunRecord, read_record
 
 TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

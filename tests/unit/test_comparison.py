@@ -15,7 +15,13 @@ from PIL import Image
 
 from models.comparisons import draw_clip, make_comparison
 from stopdown.app.compare_command import LONGEST, read_prompts
-from stopdown.comparison.cells import fail_cell, read_outcome, write_outcome
+from stopdown.comparison.cells import (
+    fail_cell,
+    make_sheet,
+    read_outcome,
+    share_bytes,
+    write_outcome,
+)
 from stopdown.comparison.measures import (
     clean_frames,
     draw_heats,
@@ -25,7 +31,6 @@ from stopdown.comparison.measures import (
     measure_frames,
     measure_latents,
 )
-from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures, Thresholds

@@ -7,7 +7,7 @@ from torch import nn
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
-from stopdown.runtime.failed_call_ranges import Calibration
+from stopdown.runtime.repairs import Calibration
 from stopdown.scaling import find_scaling, fold_scaling
 
 

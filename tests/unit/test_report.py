@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from models.comparisons import NAMES, RUN, make_comparison
-from stopdown.app.comparison_cards import strip_pictures
+from stopdown.app.cards import strip_pictures
 from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError

@@ -21,8 +21,7 @@ from stopdown.app.flags import LEFT_OUT, make_options
 from stopdown.app.registration import list_options
 from stopdown.app.request_options import PAIRS, check_pairs
 from stopdown.batch.jobs import sign_item
-from stopdown.batch.prompts import Item
-from stopdown.batch.request_digest import digest_request
+from stopdown.batch.prompts import Item, digest_request
 from stopdown.errors import OptionError
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, check_values
 

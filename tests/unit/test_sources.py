@@ -702,3 +702,16 @@ def test_libraries_that_load_no_checkpoint_are_named(monkeypatch: pytest.MonkeyP
         "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI do not. Install them: pip "
         "install 'stopdown[pipelines]'"
     )
+
+
+def test_a_hub_that_could_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers that came are kept for the process; that none could come is not."""
+    listed: list[dict[str, Any] | None] = [None, {"vae/model.safetensors": None}]
+    monkeypatch.setattr(hub, "_list_files", lambda repo, commit: listed.pop(0))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.parse_safetensors_file_metadata", lambda self, *_, **__: "header"
+    )
+    asked = "maker/tiny", "0" * 40, ("vae",)
+    assert not hub.read_remote_headers(*asked)
+    assert hub.read_remote_headers(*asked) == [("vae", "header")]
+    assert hub.read_remote_headers(*asked) == [("vae", "header")]

@@ -27,8 +27,7 @@ from stopdown.app.flags import (
     SourceArgument,
     StrictOption,
 )
-from stopdown.app.registration import describe_command
-from stopdown.app.remedies import reword_text
+from stopdown.app.registration import describe_command, reword_text
 from stopdown.app.request_options import (
     check_pairs,
     check_rate,
@@ -39,10 +38,8 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.output_folder import OutputFolder
-from stopdown.batch.plan_versions import PlanVersions, read_versions
-from stopdown.batch.prompts import Item, naming_line, read_items
+from stopdown.batch.prompts import Item, digest_request, naming_line, read_items
 from stopdown.batch.records import TRIES, BatchRecord, ItemResult
-from stopdown.batch.request_digest import digest_request
 from stopdown.devices.environment import (
     choose_device,
     describe_machine,
@@ -57,9 +54,9 @@ from stopdown.records import from_json, to_json
 from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
-    from stopdown.batch.jobs import Prepared, Task
+    from stopdown.batch.dispatch import PlanVersions
+    from stopdown.batch.jobs import Prepared, Settings, Task
     from stopdown.batch.pools import Pool
-    from stopdown.batch.settings import Settings
 
 SUMMARY, PAGE = "batch.json", "batch.html"
 """What is beside the outputs."""
@@ -192,7 +189,7 @@ def _run(
     begun: float,
 ) -> BatchRecord:
     """Sign the items, give out those that are not finished, and return what came of all."""
-    from stopdown.batch.dispatch import Dispatch
+    from stopdown.batch.dispatch import Dispatch, PlanVersions, read_versions
     from stopdown.batch.jobs import prepare
     from stopdown.batch.worker import describe_result, find_finished
 
@@ -257,7 +254,7 @@ def _refuse_too_large(
 
 
 def _read_settings(options: BatchOptions) -> Settings:
-    from stopdown.batch.settings import Settings
+    from stopdown.batch.jobs import Settings
 
     shared = {entry.name for entry in dataclasses.fields(Settings)} & vars(options).keys()
     settings = Settings(**{name: getattr(options, name) for name in shared})

@@ -1,12 +1,16 @@
-"""A run's record as a card in the terminal."""
+"""Records in the terminal: the card of a run, the table of a comparison."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
 from stopdown.app.progress import make_table
+from stopdown.comparison.records import Comparison
 from stopdown.records import RunRecord
 
 
@@ -37,3 +41,39 @@ def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> N
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
     said = "Written" if is_new else "The card of"
     console.print(f"{said}: {record.output}", soft_wrap=True, highlight=False)
+
+
+_STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
+
+
+def print_record(record: Comparison | RunRecord, page: Path, console: Console) -> None:
+    if isinstance(record, RunRecord):
+        print_card(record, console, is_new=False)
+        console.print(f"Written: {page}", soft_wrap=True, highlight=False)
+        return
+
+    summary = record.summarise()
+    table = make_table(*summary.headings, right=summary.headings[2:], no_wrap=True)
+    for variant, row in zip(record.variants, summary.rows, strict=True):
+        table.add_row(row[0], Text(row[1], style=_STYLES.get(variant.verdict, "")), *row[2:])
+    console.print(table)
+    for index, note in enumerate(summary.list_sentences()):
+        style = "bold" if index == 0 else ""
+        console.print(Text(f"\n{note}" if index < 2 else note, style=style), soft_wrap=True)
+    console.print(f"\nWritten: {page}", soft_wrap=True, highlight=False)
+
+
+def strip_pictures(record: Comparison | RunRecord) -> Comparison | RunRecord:
+    """A comparison without its frames, which the file keeps."""
+    if isinstance(record, RunRecord):
+        return record
+    rows = tuple(
+        dataclasses.replace(
+            row,
+            cells=tuple(
+                dataclasses.replace(cell, sheet=None, difference=None) for cell in row.cells
+            ),
+        )
+        for row in record.rows
+    )
+    return dataclasses.replace(record, rows=rows)

@@ -17,7 +17,7 @@ import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
-from stopdown.app.remedies import name_source
+from stopdown.app.registration import name_source
 from stopdown.app.request_options import check_pairs, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError

@@ -132,8 +132,8 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.checkpoints.output_places import Target
+    from stopdown.plans.call_recorder import read_call
     from stopdown.plans.certified import certify_plan
-    from stopdown.plans.component_calls import read_call
     from stopdown.sources.library_messages import quiet_libraries
 
     if options.call is not None:

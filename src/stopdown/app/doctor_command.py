@@ -15,7 +15,7 @@ from stopdown.devices.device_profiles import find_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
-from stopdown.records import DeviceHealth, MachineHealth
+from stopdown.records import DeviceHealth, MachineHealth, group_components
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,16 +134,13 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
     from stopdown.app.progress import print_prose
 
     console.print("\nWhat --precision auto would choose", style="bold")
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for outlook in device.outlooks:
-        key = (outlook.model, outlook.precision, outlook.reason)
-        grouped.setdefault(key, []).append(outlook.component)
+    told = ((x.component, (x.model, x.precision, x.reason)) for x in device.outlooks)
     model = ""
-    for (name, precision, reason), components in grouped.items():
+    for components, (name, precision, reason) in group_components(told):
         if name != model:
             console.print(f"  {name}")
             model = name
-        console.print(f"    {', '.join(components)}: {precision}")
+        console.print(f"    {components}: {precision}")
         print_prose(console, f"      {reason}")
 
 

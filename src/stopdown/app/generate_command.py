@@ -255,7 +255,7 @@ def _find_source(
         found = find_source(options, display, with_weights=False)
         refuse_missing_prompt(found.pipeline_class, found.components, request)
         if not is_complete(found):
-            from stopdown.app.download_card import show_before_download
+            from stopdown.app.size_limits import show_before_download
 
             kept.forecast = show_before_download(options, found, request, display)
     return find_source(options, display)

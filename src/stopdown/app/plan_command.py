@@ -160,9 +160,9 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         check_components(others, source.components)
     load_libraries(display)
     from stopdown.plans.calibrated import STEPS
+    from stopdown.plans.call_recorder import read_call
     from stopdown.plans.certificate_files import write_certificate
     from stopdown.plans.certified import certify_plan
-    from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
     from stopdown.runtime.plan_maker import make_plan
     from stopdown.sources.library_messages import quiet_libraries

@@ -1,9 +1,13 @@
 """A command from its record: the fields are its arguments and options, the docstring is its help.
 
 A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`;
-those of a class that it shares with others come after its own. A field of several values is a tuple; Typer
-hears of a list, and a list not given is the default. What a docstring has below `Examples:` is shown
-line by line.
+those of a class that it shares with others come after its own. A field of several values is a tuple;
+Typer hears of a list, and a list not given is the default. What a docstring has below `Examples:` is
+shown line by line.
+
+The package's errors name arguments as Python does, precision="fp16" or `precision`, and write SOURCE
+where they do not know the model's name. In a command's messages the one is a flag, and the other is
+what was typed.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from stopdown.app.flags import SHOWN
-from stopdown.app.remedies import reword
 from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, StopdownError
 
@@ -150,3 +154,55 @@ def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
     hint = _describe_value(entry, hint)
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(entry.name, kind, default=default, annotation=hint)
+
+
+_VALUE = r'("[^"]*"|-?\w(?:[\w.]*\w)?)'
+_ALIASES = {"precisions": ("precision",)}
+"""Further names of an option in the package."""
+
+_FLAGS = {'allow="overwrite"': "--force", 'allow="eps"': "--allow-eps"}
+"""What is one argument in the package, and a flag of its own on the command line."""
+
+
+def reword(error: StopdownError, options: Any) -> None:
+    """Put an error into the words of a command, in place."""
+    error.what, error.expected, remedy = (
+        reword_text(part, options) for part in (error.what, error.expected, error.remedy)
+    )
+    error.remedy = name_source(remedy, getattr(options, "source", None) or "SOURCE")
+
+
+def reword_text(text: str, options: Any) -> str:
+    """A text in which `frames` and frames=9 are flags, or PROMPT where the command takes an argument."""
+    for said, flag in _FLAGS.items():
+        text = text.replace(said, flag)
+    pattern, arguments = _read_options(options.__class__)
+
+    def write(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name in arguments:
+            return name.upper()
+        value = "True" if found[1] else found[3].strip('"')
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value == "True" else f"{flag} {shlex.quote(value)}"
+
+    return pattern.sub(write, text)
+
+
+@functools.cache
+def _read_options(command: type) -> tuple[re.Pattern[str], frozenset[str]]:
+    """How messages name the options of a command, and those of them that are arguments."""
+    names = [entry.name for entry in dataclasses.fields(command)]
+    names += [alias for name in names for alias in _ALIASES.get(name, ())]
+    either = "|".join(names)
+    hints = get_type_hints(command, include_extras=True)
+    return re.compile(rf"(?<![\w.(])(?:(?<!field )`({either})`|({either})={_VALUE})"), frozenset(
+        name
+        for name, hint in hints.items()
+        if any(isinstance(x, ArgumentInfo) for x in get_args(hint))
+    )
+
+
+def name_source(text: str, source: str) -> str:
+    """A text in which the name of the model stands for SOURCE, as it is typed in a shell."""
+    return re.sub(r"\bSOURCE\b", lambda _: shlex.quote(source), text)

@@ -59,7 +59,7 @@ class ReportOptions(CommandOptions):
 
 
 def main(options: ReportOptions) -> int:
-    from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.app.cards import print_record, strip_pictures
     from stopdown.app.progress import print_result
 
     found, page = report(options.record, options.output, force=options.force)

@@ -14,9 +14,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from stopdown.batch.jobs import Task
+from stopdown.batch.jobs import Job, Task
 from stopdown.batch.records import MOST_EARLY_DEATHS
-from stopdown.batch.settings import Job
 from stopdown.batch.worker import Answer, Worker
 from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError

@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stopdown.batch.jobs import Prepared, prepare
+from stopdown.batch.jobs import Prepared, Settings, prepare
 from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.prompts import Item
-from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
 from stopdown.errors import InputError
 

@@ -1,13 +1,22 @@
-"""Items of a batch from a file: one prompt a line, JSON lines or CSV; local, a URL, or standard input."""
+"""Items of a batch from a file: one prompt a line, JSON lines or CSV; or from standard input.
+
+What is asked for is one hash, found without PyTorch: over the items, the options, and name, size and
+time of every file that these name: the model, plans, LoRAs, pictures. A batch whose summary has this
+hash, and all of whose outputs are there, has nothing to do.
+
+Not covered: a file that was rewritten with the same size and time; versions of other libraries.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +25,7 @@ from typing import Any
 import msgspec
 
 from stopdown.batch.records import MOST_ITEMS
+from stopdown.devices.environment import read_version
 from stopdown.errors import InputError, take_first_line
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request
@@ -224,3 +234,46 @@ def _refuse_repeated_names(given: str, items: list[Item]) -> None:
                 remedy="Give one of them another name, or none.",
             )
         first[name] = item.line
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def digest_request(items: Iterable[Item], options: Mapping[str, Any], built_in: bool) -> str:
+    """Return the hash of what a batch is asked for; "" if it cannot be known without asking elsewhere.
+
+    Args:
+        items: with all media in their places.
+        options: everything else that determines the outputs, by name; `source` is the model.
+        built_in: the model comes with Stopdown.
+    """
+    listed = [dataclasses.asdict(item) for item in items]
+    named = {str(x) for part in (options, *listed) for x in _list_texts(part.values())}
+    is_here = built_in or Path(options["source"]).exists()
+    is_fixed = _COMMIT.fullmatch(str(options.get("revision"))) is not None
+    if not (is_here or is_fixed):
+        return ""
+    places = {x for name in named for x in (name, name.rpartition(":")[0]) if x}
+    stamps = {x: _stamp(Path(x)) for x in places}
+    text = json.dumps(
+        [read_version("stopdown"), listed, options, stamps], sort_keys=True, default=str
+    )
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _list_texts(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _list_texts(value)
+        elif isinstance(value, str | Path):
+            yield value
+
+
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of a file, or of all files in a folder; nothing if there is none."""
+    try:
+        paths = sorted(path.rglob("*")) if path.is_dir() else [path]
+        told = [(x, x.stat()) for x in paths if x.is_file()]
+    except (OSError, ValueError):  # no path can be so long, or have such characters
+        return []
+    return [(str(x), stat.st_size, stat.st_mtime_ns) for x, stat in told]

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.jobs import Task, describe_request
+from stopdown.batch.jobs import Job, Task, describe_request
 from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.records import ItemResult, Status
-from stopdown.batch.settings import Job
 from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path

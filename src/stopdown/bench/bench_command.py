@@ -25,7 +25,7 @@ from stopdown.records import describe_other, read_record, to_json
 from stopdown.sources.sources import resolve_source, verify_source
 
 if TYPE_CHECKING:
-    from stopdown.bench.subjects import Subject
+    from stopdown.bench.ways import Subject
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _list_ways(options: BenchOptions) -> list[str]:
 
 def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     """The model that was named, and generated weights of the size that was asked for or fits."""
-    from stopdown.bench.subjects import make_generated, make_real
+    from stopdown.bench.ways import make_generated, make_real
     from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
     from stopdown.pipelines.loader import complete_source
     from stopdown.sources.component_classes import find_class
@@ -186,7 +186,7 @@ def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
 
 def find_size(device: Device) -> int:
     """Bytes in fp16 of the largest weights that fit in fp32, and on a CPU of those that take seconds."""
-    from stopdown.bench.subjects import FP32_SHARE
+    from stopdown.bench.ways import FP32_SHARE
 
     fits = int(FP32_SHARE * device.memory_bytes / 2)
     return min(fits, _MOST_ON_CPU) if device.type == "cpu" else fits

@@ -22,8 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.bench.records import Benchmark, KernelTime, Measurement
-from stopdown.bench.subjects import Subject
-from stopdown.bench.ways import WAYS, Way, running
+from stopdown.bench.ways import WAYS, Subject, Way, running
 from stopdown.component_calls.call_interception import Rank
 from stopdown.component_calls.components import find_components
 from stopdown.component_calls.step_counter import StepCounter

@@ -39,6 +39,7 @@ from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
     Expressed,
     express_component,
+    find_eps_fields,
     rests_on_bounds,
 )
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
@@ -53,7 +54,6 @@ from stopdown.fold_names import Folds, list_folds, name_exponents, spread_column
 from stopdown.mapped_weights import choose_folder, map_copy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
@@ -66,8 +66,7 @@ from stopdown.pipelines.single_files import (
 )
 from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests
-from stopdown.plans.call_recorder import record_calls, record_run
-from stopdown.plans.component_calls import play_calls
+from stopdown.plans.call_recorder import play_calls, record_calls, record_run
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.fp16_sums import describe_whole_sums

@@ -1,8 +1,8 @@
 """What files can hold of a component's plan: folds, and the eps that its configuration sets.
 
-A weight file has no place for multiplies, fp32 modules and casts, and a `config.json` sets the eps of many
-norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has a
-field. Else eps have to stay as they are, or the exponents are found again. In this order:
+A weight file has no place for multiplies, fp32 modules and casts, and a `config.json` sets the eps of
+many norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has
+a field. Else eps have to stay as they are, or the exponents are found again. In this order:
 
 1. the plan's own folds, where the eps that cannot be written change no bit of an output, or little of a
    certified one;
@@ -11,14 +11,21 @@ field. Else eps have to stay as they are, or the exponents are found again. In t
 4. the plan's own folds with a change, or folds found anew with eps free: what changes least.
 
 Where the plan rests on bounds, so do exponents that are found anew, where there are some within them.
-What 1, 3 and 4 change in the component's output is measured on recorded calls, in fp32: outputs with and
-without the eps that cannot be written.
+What 1, 3 and 4 change in the component's output is measured on recorded calls, in fp32: outputs with
+and without the eps that cannot be written.
 
-Not covered: an effect on other calls than those that were recorded.
+Which field sets the eps of which norms is found by trying: a component is built twice without memory
+for its weights, once as its configuration says and once with one field doubled. The eps that double
+with it are those that the field sets. Nested configurations (a language model inside one for pictures)
+are walked into.
+
+Not covered: eps written into the code of a class, which no configuration reaches; an effect on other
+calls than those that were recorded.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,9 +38,9 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import bared
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.fold_names import read_clamp, split_name
+from stopdown.graph.capture import build_fake
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.eps_fields import find_eps_fields, read_field
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
@@ -341,3 +348,79 @@ def _compare(old: torch.Tensor, new: torch.Tensor) -> float:
     size = float(old.double().norm()) or 1.0
     error = float((new.double() - old.double()).norm()) / size
     return error if math.isfinite(error) else math.inf
+
+
+_LARGEST = 0.1
+"""What is called eps and is larger is something else."""
+
+
+def find_eps_fields(module: torch.nn.Module) -> dict[str, frozenset[str]]:
+    """Field of a component's configuration to the places `module.path.attribute` whose eps it sets.
+
+    A field inside another configuration is written `text_config.rms_norm_eps`. Empty for a module
+    without a configuration.
+
+    Cost: the component built once without weights for each field.
+    """
+    fields = dict(_iterate_fields(_read_config(module)))
+    if not fields:
+        return {}
+    before = list_eps(_build(module, {}))
+    found = {}
+    for name, value in fields.items():
+        after = list_eps(_build(module, {name: 2 * value}))
+        found[name] = frozenset(x for x, eps in before.items() if after.get(x) == 2 * eps)
+    return {name: places for name, places in found.items() if places}
+
+
+def read_field(module: torch.nn.Module, name: str) -> float:
+    value: Any = _read_config(module)
+    for part in name.split("."):
+        value = value[part]
+    return float(value)
+
+
+def list_eps(module: torch.nn.Module) -> dict[str, float]:
+    """`module.path.attribute` of every eps of a module to its value."""
+    return {
+        ".".join(filter(None, (path, name))): held
+        for path, owner in module.named_modules()
+        for name, held in vars(owner).items()
+        if _is_eps(name, held)
+    }
+
+
+def _is_eps(name: Any, held: Any) -> bool:
+    return "eps" in str(name).lower() and type(held) is float and 0 < held < _LARGEST
+
+
+def _read_config(module: torch.nn.Module) -> dict[str, Any]:
+    config: Any = getattr(module, "config", None)
+    if config is None:
+        return {}
+    return dict(config) if isinstance(config, Mapping) else config.to_dict()
+
+
+def _iterate_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, held in config.items():
+        if isinstance(held, Mapping):
+            yield from _iterate_fields(held, f"{prefix}{name}.")
+        elif _is_eps(name, held):
+            yield f"{prefix}{name}", held
+
+
+def _build(module: torch.nn.Module, changes: Mapping[str, float]) -> torch.nn.Module:
+    """The component as its configuration with some changes describes it, without memory."""
+    kind: Any = type(module)
+    if isinstance(module.config, Mapping):
+        changed = {**module.config, **changes}
+        changed.pop("_use_default_values", None)  # with it Diffusers would overrule the change
+        return build_fake(lambda: kind.from_config(changed), torch.float32)
+    config: Any = copy.deepcopy(module.config)
+    for name, value in changes.items():
+        *outer, last = name.split(".")
+        owner = config
+        for part in outer:
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return build_fake(lambda: kind(config), torch.float32)

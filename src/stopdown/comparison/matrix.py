@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
-from stopdown.comparison.cells import Outcome, fail_cell, read_outcome, run_cell, write_outcome
+from stopdown.comparison.cells import (
+    Outcome,
+    fail_cell,
+    make_sheet,
+    read_outcome,
+    run_cell,
+    share_bytes,
+    write_outcome,
+)
 from stopdown.comparison.measures import (
     draw_heats,
     find_parting,
@@ -32,7 +40,6 @@ from stopdown.comparison.measures import (
     measure_latents,
     measure_values,
 )
-from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.records import Cell, Comparison, Heat, Row, Thresholds, Variant
 from stopdown.comparison.subjects import Run, Subject, describe_subject, explain_meaning

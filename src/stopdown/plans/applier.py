@@ -1,9 +1,15 @@
 """`apply_plan`: a plan put on a pipeline, after a look whether it belongs there; taken off exactly.
 
-**Catches** another checkpoint, other classes, other versions of them, adapters that were loaded
-since, components that are missing or new: every difference in one message; exponents with which a weight
-leaves the format that it is cast to, or vanishes in it.
-**Does not catch** weights that differ only between the sampled values.
+If a call fails because a component was cast after its plan was put on (`pipe.unet.float()`), the dtypes
+of all components are compared with those that the plan left, and the error names the cast.
+
+**Catches** another checkpoint, other classes, other versions of them, adapters that were loaded since,
+components that are missing or new: every difference in one message; exponents with which a weight
+leaves the format that it is cast to, or vanishes in it; `.float()`, `.half()`, `.to(dtype)` of
+components and of the whole pipeline, if a call fails.
+**Does not catch** weights that differ only between the sampled values; a cast after which every call
+still runs: the component then computes in its new dtype; what a guard watches: it explains or repairs
+such calls itself.
 """
 
 from __future__ import annotations
@@ -20,8 +26,11 @@ import torch
 from stopdown.component_calls.attribute_walk import find_parts
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import (
+    UNPLANNED,
     Rank,
     drop_upcast,
+    find_slot,
+    has_layer,
     intercept,
     intercept_components,
     put_cast,
@@ -34,15 +43,15 @@ from stopdown.component_calls.components import (
     find_components,
     put_precision,
 )
+from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
-from stopdown.graph.capture import casts_weights
+from stopdown.graph.capture import casts_weights, name_parameters
 from stopdown.interception.accumulation import accumulating, sum_linear_in_fp16
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, put_
-from stopdown.number_formats import FORMATS
+from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
-from stopdown.plans.foreign_casts import explain_foreign_casts
 from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
@@ -473,3 +482,52 @@ def load_entry(
     _watch_saving(module, scaling, patches, savers)
     watch_calls(module, scaling, put_on, patches, WatchOptions(entry.component))
     return patches
+
+
+def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Explain failing calls of a planned pipeline by casts that happened since."""
+    entries = {entry.component for entry in plan.components}
+    modules = {name: x for name, x in find_components(pipe).items() if name in entries}
+    known = {name: _read_dtypes(module) for name, module in modules.items()}
+
+    def put(callee: Callee, layers: Patches) -> None:
+        def explain(call: ComponentCall) -> Any:
+            try:
+                return call.proceed()
+            except REFUSALS as error:
+                is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
+                changed = "" if is_guarded or not is_refusal(error) else _find_cast(modules, known)
+                if not changed:
+                    raise
+                raise PlanError(
+                    f"{callee.name} stopped at operands of two dtypes: {changed}.",
+                    expected="A plan casts every component, and the arguments of their calls with them.",
+                    remedy="Take the plan off first (.undo()), cast, and make a plan of the result; or "
+                    "leave the cast out.",
+                ) from error
+
+        if callee.component_name in modules:
+            intercept(callee, explain, layers, Rank.EXPONENTS)
+
+    intercept_components(pipe, put, patches)
+
+
+def _find_cast(
+    modules: dict[str, torch.nn.Module], known: dict[str, dict[str, torch.dtype]]
+) -> str:
+    """Return the first component that has other dtypes than its plan left, in words; "" for none."""
+    for name, module in modules.items():
+        now = {} if vars(module).get(UNPLANNED, False) else _read_dtypes(module)
+        for key, dtype in now.items():
+            if known[name].get(key, dtype) != dtype:
+                before = name_dtype(known[name][key])
+                return (
+                    f"{name} was cast after its plan was put on ({key} is {name_dtype(dtype)}, and was "
+                    f"{before})"
+                )
+    return ""
+
+
+def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    named = name_parameters(module).items()
+    return {name: tensor.dtype for name, tensor in named if tensor.is_floating_point()}

@@ -61,10 +61,11 @@ from stopdown.pipelines.requests import (
 from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.plans.call_recorder import (
     PROMPTS,
+    list_part_calls,
+    play_calls,
     record_calls,
     record_run,
 )
-from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision

@@ -5,6 +5,12 @@ around each attention (Ulysses), and gathers the result: from outside the call i
 Here it is put on with the plan that a class lacks, for lengths and numbers of heads that the ranks do not
 divide, and on a CPU, where Diffusers finds no accelerator to count.
 
+Diffusers 0.42 has no plan for CogVideoX and CogView3-Plus. The plans here say, in Diffusers' own terms,
+which tensors are split and where they are gathered; the processor calls attention through Diffusers'
+dispatch, which exchanges tokens for heads. Text and video tokens are both split, and each rank attends over
+its own text and video tokens together. After the exchange the keys are in another order, so sums are added
+in another order: in fp32 the result is that of one rank within rounding.
+
 Not covered: attention backends that cannot be spread: Diffusers refuses them by name.
 """
 
@@ -15,6 +21,14 @@ import inspect
 from typing import Any
 
 import torch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import (
+    Attention,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
+from diffusers.models.embeddings import apply_rotary_emb
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, put_layer
@@ -57,8 +71,6 @@ def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
 
 def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
     """Return what of a transformer is split and gathered: by Diffusers' plan of its class, or by ours."""
-    from stopdown.ranks.cogvideox_parallel import PLANS
-
     name = type(transformer).__name__
     plan = getattr(transformer, "_cp_plan", None) or PLANS.get(name)
     if plan is None:
@@ -122,8 +134,6 @@ _REPLACED = ("forward", "_diffusers_hook", "_parallel_config")
 
 def _put_processors(transformer: torch.nn.Module, patches: Patches) -> None:
     """Give each attention that Diffusers calls directly the processor that can be spread."""
-    from stopdown.ranks.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
-
     for child in transformer.modules():
         if isinstance(vars(child).get("processor"), REPLACED):
             patches.set_attribute(child, "processor", CogVideoXAttnProcessor())
@@ -212,3 +222,75 @@ def _find_modules(transformer: torch.nn.Module, path: str) -> list[torch.nn.Modu
         return [transformer.get_submodule(path)]
     children = transformer.get_submodule(before.rstrip(".")).children()
     return [child.get_submodule(after.lstrip(".")) for child in children]
+
+
+_TOKENS = ContextParallelInput(split_dim=1, expected_dims=3)
+_ROTARY = ContextParallelInput(split_dim=0, expected_dims=2)
+_RESULT = ContextParallelOutput(gather_dim=1, expected_dims=3)
+
+PLANS: dict[str, dict[str, Any]] = {
+    "CogVideoXTransformer3DModel": {
+        "transformer_blocks.0": {"hidden_states": _TOKENS, "encoder_hidden_states": _TOKENS},
+        "transformer_blocks.*": {"image_rotary_emb": [_ROTARY, _ROTARY]},
+        "proj_out": _RESULT,
+    },
+    "CogView3PlusTransformer2DModel": {
+        "transformer_blocks.0": {"hidden_states": _TOKENS, "encoder_hidden_states": _TOKENS},
+        "proj_out": _RESULT,
+    },
+}
+"""`_cp_plan` of a class of transformers. Text tokens leave the last block unused and are not gathered."""
+
+REPLACED = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
+"""Processors that call attention directly, which `CogVideoXAttnProcessor` replaces."""
+
+
+class CogVideoXAttnProcessor:
+    """Joint attention over text and video tokens, through Diffusers' dispatch of attention backends."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        text_length = encoder_hidden_states.size(1)
+        tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        if attn.fused_projections:
+            projected = attn.to_qkv(tokens).chunk(3, dim=-1)
+        else:
+            projected = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in projected)
+        if attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if attn.norm_k is not None:
+            key = attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query = _rotate(query, text_length, image_rotary_emb)
+            if not attn.is_cross_attention:
+                key = _rotate(key, text_length, image_rotary_emb)
+        tokens = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        tokens = tokens.flatten(2, 3).type_as(query)
+        tokens = attn.to_out[1](attn.to_out[0](tokens))
+        text, video = tokens.split([text_length, tokens.size(1) - text_length], dim=1)
+        return video, text
+
+
+def _rotate(
+    x: torch.Tensor, text_length: int, rotary: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Rotary embeddings on the video tokens of `[B, S, H, D]`; text tokens have none."""
+    video = apply_rotary_emb(x[:, text_length:], rotary, sequence_dim=1)
+    return torch.cat([x[:, :text_length], video], dim=1)

@@ -5,7 +5,13 @@ Exponents come from the ranges of the calls that failed, all of them together, m
 component as it was found: a plan's part is taken off for that. What these calls do not touch (an
 encoder, when decoding failed) keeps the plan's exponents.
 
-Not covered: values that the weights lost when they were cast to fp16 while loading.
+For ranges, each failed call is run once more as its captured graph in fp32, and of every value only three
+figures are kept, so that no more than the component and one call are in memory. Calls of one kind (the same
+method, sizes and options) share a capture and merge their figures; kinds of different lengths stay
+apart as values and meet in the parameters, where the solver sees them together.
+
+Not covered: what other prompts reach: exponents from here keep headroom and say that they rest
+on measurements; values that the weights lost when they were cast to fp16 while loading.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,12 +42,13 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
-from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
 from stopdown.runtime.weight_history import WeightHistory
 from stopdown.scaling import Measured, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.search import plan_stream
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -67,6 +74,51 @@ def name_action(repair: ComponentPlan) -> str:
         return "fp32-module"
     is_scaled = repair.precision == "fp16" and repair.scaling is not None
     return "rescaled" if is_scaled else "cast"
+
+
+@dataclass
+class Calibration:
+    """What the calls of one module have reached so far.
+
+    Attributes:
+        residual: what the residual stream is kept in: `native` or `fp32`.
+        stream: where it becomes fp32; None before the first call, and for `native`.
+    """
+
+    calls: int = 0
+    residual: str = "native"
+    stream: ResidualStream | None = None
+    _kinds: dict[Hashable, list[Measured]] = field(default_factory=dict)
+
+    def observe(
+        self,
+        module: torch.nn.Module,
+        call: ComponentCall,
+    ) -> None:
+        """Measure one call of the module, and merge what it reached.
+
+        Args:
+            module: in the place of the callee's owner.
+
+        Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
+            residual stream three.
+        """
+        kind = self._kinds.setdefault(call.key, [])
+        captures = Captures(torch.float16)
+        one = call.callee.bind(module), call.args, call.kwargs
+        with without_autocast():
+            if self.residual == "fp32" and not kind:
+                found = plan_stream(module, [one], captures)
+                if self.stream not in (None, found):
+                    raise ScalingError("Other calls that failed have a different residual stream.")
+                self.stream = found
+            add_call(kind, module, one, captures, self.stream)
+        self.calls += 1
+
+    @property
+    def measured(self) -> list[Measured]:
+        """One entry for each kind of call, its ranges merged over the calls."""
+        return [entry for kind in self._kinds.values() for entry in kind]
 
 
 @dataclass

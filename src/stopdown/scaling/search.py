@@ -35,7 +35,12 @@ from stopdown.graph.capture import Capture
 from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import ResidualStream, Scaling
-from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
+from stopdown.scaling.certificate import (
+    BoundedCalls,
+    bound_kinds,
+    describe_solution,
+    leave_unmeasured,
+)
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.linear_system import ZERO
@@ -53,7 +58,6 @@ from stopdown.scaling.residual import (
     measure_wide_flops,
     open_fp32_modules,
 )
-from stopdown.scaling.solution import describe_solution
 from stopdown.scaling.solver import (
     ASKED_BITS,
     CALIBRATED_BITS,

@@ -298,7 +298,6 @@ Headers = Sequence[tuple[str, Any]]
 """Component and header of each of its files, as `huggingface_hub` reads it."""
 
 
-@functools.lru_cache(maxsize=4)
 def read_remote_headers(
     repo: str, commit: str, folders: tuple[str, ...], variant: str = ""
 ) -> Headers:
@@ -306,10 +305,24 @@ def read_remote_headers(
 
     Each header is fetched by an HTTP range, once in a process: a commit does not change.
     """
+    try:
+        return _fetch_headers(repo, commit, folders, variant)
+    except _UnreachableError:
+        return ()
+
+
+class _UnreachableError(Exception):
+    """The Hub cannot be asked; as an exception it is not kept, so a later call asks again."""
+
+
+@functools.lru_cache(maxsize=4)
+def _fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: str) -> Headers:
     import huggingface_hub
 
     headers = []
-    files: Mapping[str, Any] = _list_files(repo, commit) or {}
+    files = _list_files(repo, commit)
+    if files is None:
+        raise _UnreachableError
     for folder in folders:
         inside = [
             PurePosixPath(name) for name in files if str(PurePosixPath(name).parent) == folder
