@@ -294,7 +294,7 @@ def test_an_error_speaks_of_flags_and_of_the_model() -> None:
     )
 
 
-ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults", "findings", "processes")
+ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults", "findings")
 """What `stopdown run` alone does; and findings, whose remedies are commands wherever they are read."""
 
 

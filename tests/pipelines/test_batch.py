@@ -157,7 +157,7 @@ def test_a_url_is_no_output(run: Run, tiny: str) -> None:
     """A place that is no folder is refused before anything is made, and no folder of its name."""
     code, _, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "s3://bucket/clips", *SIZES)
     assert code == 2
-    assert err.startswith("The output s3://bucket/clips is a URL. ")
+    assert err.startswith("stopdown: The output s3://bucket/clips is a URL. ")
     assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
 
 

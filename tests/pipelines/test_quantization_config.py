@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.plan_files import write_plan
+from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_plans
 from stopdown.records import Plan
 from stopdown.testing import save_pipeline
@@ -225,11 +226,10 @@ def plan(cogvideox: Path) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
-    """A pipeline of the same classes with other weights, and its plan."""
-    folder = tmp_path_factory.mktemp("models") / "other"
-    save_pipeline("cogvideox", folder, seed=1, overflow="transformer")
-    return folder, join_plans(stopdown.quantization(folder))
+def other(plan: Plan) -> Plan:
+    """The plan of a pipeline of the same classes with other weights."""
+    entries = tuple(dataclasses.replace(x, weights="0" * 64) for x in plan.components)
+    return seal_plan(dataclasses.replace(plan, fingerprint="0" * 64, components=entries))
 
 
 def test_a_plan_that_is_given_is_taken(cogvideox: Path, plan: Plan, tmp_path: Path) -> None:
@@ -240,32 +240,32 @@ def test_a_plan_that_is_given_is_taken(cogvideox: Path, plan: Plan, tmp_path: Pa
         assert model.hf_quantizer.applied_plan.components[0] in plan.components
 
 
-def test_a_plan_for_other_weights_is_refused(cogvideox: Path, other: tuple[Path, Plan]) -> None:
+def test_a_plan_for_other_weights_is_refused(cogvideox: Path, other: Plan) -> None:
     """The weights are compared while they arrive; the model is not returned."""
     with pytest.raises(PlanError, match="transformer has other weights"):
-        load_transformer(cogvideox, quantization_config=stopdown.StopdownConfig(other[1]))
+        load_transformer(cogvideox, quantization_config=stopdown.StopdownConfig(other))
     with pytest.raises(PlanError, match="fingerprint"):
-        stopdown.quantization(cogvideox, plan=other[1])
+        stopdown.quantization(cogvideox, plan=other)
 
 
 def test_a_plan_beside_the_model_is_found(
-    plan: Plan, other: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cogvideox: Path, plan: Plan, other: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`stopdown.json` in the folder is taken if it belongs there, and said to be ignored if not."""
     from stopdown.plans import plan_choice
 
-    folder = Path(shutil.copytree(other[0], tmp_path / "other"))
-    write_plan(other[1], folder / "stopdown.json")
+    folder = Path(shutil.copytree(cogvideox, tmp_path / "model"))
+    write_plan(plan, folder / "stopdown.json")
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "empty"))
     with monkeypatch.context() as patch:
         patch.setattr(plan_choice, "certify_plan", None)
         found = stopdown.quantization(folder).quant_mapping["transformer"].plan
-        assert found.components[0] in other[1].components
-    write_plan(plan, folder / "stopdown.json")
-    monkeypatch.setattr(plan_choice, "certify_plan", lambda *_, **__: other[1])
+        assert found.components[0] in plan.components
+    write_plan(other, folder / "stopdown.json")
+    monkeypatch.setattr(plan_choice, "certify_plan", lambda *_, **__: plan)
     with pytest.warns(StopdownWarning, match=r"stopdown\.json is not used.*fingerprint"):
         found = stopdown.quantization(folder).quant_mapping["transformer"].plan
-    assert found.components[0] in other[1].components
+    assert found.components[0] in plan.components
 
 
 # What a program meets
@@ -814,13 +814,15 @@ def test_a_single_file_takes_a_plan(sd: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Flux whose T5 overflows, with a transformer that another method takes."""
-    folder = tmp_path_factory.mktemp("models") / "flux"
-    pipe = testing.make_pipeline("flux")
-    testing.overflow_(pipe.text_encoder_2)
-    pipe.save_pretrained(folder)
-    return folder
+def fluxes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a Flux whose transformer, or whose T5, overflows."""
+    folders = {}
+    for name in ("transformer", "text_encoder_2"):
+        folders[name] = tmp_path_factory.mktemp("models") / name
+        pipe = testing.make_pipeline("flux")
+        testing.overflow_(getattr(pipe, name))
+        pipe.save_pretrained(folders[name])
+    return folders
 
 
 def load_gguf(folder: Path, path: Path) -> Any:
@@ -841,8 +843,9 @@ def load_gguf(folder: Path, path: Path) -> Any:
     )
 
 
-def test_a_gguf_transformer_lies_beside_it(flux: Path, tmp_path: Path) -> None:
+def test_a_gguf_transformer_lies_beside_it(fluxes: dict[str, Path], tmp_path: Path) -> None:
     """The transformer comes from a GGUF file, and T5 by a certificate."""
+    flux = fluxes["text_encoder_2"]
     wanted = call_pipeline(load_pipeline(flux, torch.float32), "flux")
     given = {"transformer": load_gguf(flux, tmp_path / "flux.gguf")}
     assert not np.isfinite(call_pipeline(load_pipeline(flux, **given), "flux")).all()
@@ -853,12 +856,10 @@ def test_a_gguf_transformer_lies_beside_it(flux: Path, tmp_path: Path) -> None:
     assert is_near(call_pipeline(pipe, "flux"), wanted)
 
 
-def run_beside(folder: Path, other: str, config: Any, method: str) -> None:
+def run_beside(fluxes: dict[str, Path], other: str, config: Any, method: str) -> None:
     """Load Flux with one component by another method: the one that overflows is certified, and right."""
     (mine,) = {"transformer", "text_encoder_2"} - {other}
-    pipe = testing.make_pipeline("flux")
-    testing.overflow_(getattr(pipe, mine))
-    pipe.save_pretrained(folder)
+    folder = fluxes[mine]
     wanted = call_pipeline(load_pipeline(folder, torch.float32), "flux")
     mapping = stopdown.quantization(folder)
     mapping.quant_mapping[other] = config
@@ -871,7 +872,7 @@ def run_beside(folder: Path, other: str, config: Any, method: str) -> None:
 
 @pytest.mark.parametrize("other", ["transformer", "text_encoder_2"])
 @pytest.mark.filterwarnings("ignore")  # what torchao says of itself
-def test_a_component_of_torchao_lies_beside_it(tmp_path: Path, other: str) -> None:
+def test_a_component_of_torchao_lies_beside_it(fluxes: dict[str, Path], other: str) -> None:
     """One of them in int8 by the mapping, the other one overflows in fp16 and is certified."""
     pytest.importorskip("torchao", reason="torchao is not among the tested packages")
     import diffusers
@@ -880,13 +881,13 @@ def test_a_component_of_torchao_lies_beside_it(tmp_path: Path, other: str) -> No
 
     kinds = {"transformer": diffusers.TorchAoConfig, "text_encoder_2": transformers.TorchAoConfig}
     own = kinds[other](Int8WeightOnlyConfig())
-    run_beside(tmp_path / "flux", other, own, "torchao")
+    run_beside(fluxes, other, own, "torchao")
 
 
 @pytest.mark.parametrize("other", ["transformer", "text_encoder_2"])
 @pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of itself
 def test_a_component_of_bitsandbytes_lies_beside_it(
-    tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
+    fluxes: dict[str, Path], other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them in int8 by the mapping, the other one overflows in fp16 and is certified.
 
@@ -906,7 +907,7 @@ def test_a_component_of_bitsandbytes_lies_beside_it(
         "text_encoder_2": transformers.BitsAndBytesConfig,
     }
     own = kinds[other](load_in_8bit=True)
-    run_beside(tmp_path / "flux", other, own, "bitsandbytes")
+    run_beside(fluxes, other, own, "bitsandbytes")
 
 
 def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path: Path) -> None:

@@ -157,8 +157,21 @@ def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]
         yield options.device, ALONE
         return
     join_ranks = require_offer("join_ranks", f"A run of {settings.count} processes")
-    with join_ranks(options.device, options.memory, options.journal, settings) as joined:
+    for name, expected in _OF_ONE_PROCESS.items():
+        if (given := getattr(options, name)) is not None:
+            raise OptionError(
+                f"--{name} {given} was given to {settings.count} processes.",
+                expected=expected,
+                remedy=f"Leave --{name} out, or start one process.",
+            )
+    with join_ranks(options.device, settings) as joined:
         yield joined
+
+
+_OF_ONE_PROCESS = {
+    "memory": "Offloading does not work with several processes.",
+    "journal": "A journal contains the calls of one process.",
+}
 
 
 def list_runs(options: GenerateOptions) -> list[GenerateOptions]:

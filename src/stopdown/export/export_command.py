@@ -18,7 +18,9 @@ from stopdown.sources.sources import resolve_source, verify_source
 
 @dataclass(frozen=True)
 class ExportOptions(SizeOptions):
-    """Export the components of a plan as ONNX or OpenVINO graphs that contain its exponents.
+    """Export a plan's components as ONNX or OpenVINO graphs.
+
+    The graphs contain the exponents.
 
     Examples:
       stopdown plan shapes -o plan.json

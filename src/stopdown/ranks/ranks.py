@@ -21,7 +21,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -319,20 +318,8 @@ def joined(device: Device, limit_s: float = _LIMIT_S) -> Iterator[Ranks]:
 
 
 @contextlib.contextmanager
-def join_ranks(
-    device: str, memory: str | None, journal: Path | None, settings: RankSettings
-) -> Iterator[tuple[str, Ranks]]:
+def join_ranks(device: str, settings: RankSettings) -> Iterator[tuple[str, Ranks]]:
     """Join the processes that were started with this one; yield its device, and the ranks."""
-    for option, given, expected in (
-        ("--memory", memory, "Offloading does not work with several processes."),
-        ("--journal", journal, "A journal contains the calls of one process."),
-    ):
-        if given is not None:
-            raise OptionError(
-                f"{option} {given} was given to {settings.count} processes.",
-                expected=expected,
-                remedy=f"Leave {option} out, or start one process.",
-            )
     device = name_device(device, settings)
     with joined(choose_device(device)) as ranks, ranks.running():
         try:
