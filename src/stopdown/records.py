@@ -198,29 +198,22 @@ class MemoryPlan(Displayed):
 
     Attributes:
         asked: an amount, `8GiB`; or `auto`, what the device has: on the CPU what is free.
-        allow: what may change for it: `smaller`, the size of what is made.
         share: runs that the device has at the same time, which `auto` divides by.
         limit_bytes: what `asked` comes to; 0 until a run is placed.
         strategy: `resident`, `component+tiling`; "" until a run is placed.
         peak_bytes: most bytes on the device at a time, weights included.
         stored_bytes: weights that wait in host memory or in their files.
         seconds: of the run; None where the speed of the device is not known.
-        size: frames, height and width of what is made; None where nothing is decoded, and where nothing
-            was predicted.
-        reduced: what is made smaller than asked for; None when nothing is.
         reason: why so, a whole sentence.
     """
 
     asked: str = "auto"
-    allow: tuple[str, ...] = ()
     share: int = 1
     limit_bytes: int = 0
     strategy: str = ""
     peak_bytes: int = 0
     stored_bytes: int = 0
     seconds: float | None = None
-    size: tuple[int, int, int] | None = None
-    reduced: Reduction | None = None
     reason: str = ""
 
 
@@ -480,7 +473,6 @@ class RunRecord(Displayed):
         journal: what the journal was good for; None without one.
         strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
         steps_down: calls that ran out of memory, and what they were run again with.
-        reduced: what was made smaller than asked for; None when nothing was.
         item: hash of what determines an item of a batch; "" outside of one.
         plan: seal of the plan that an item of a batch was made by; "" without one.
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
@@ -513,7 +505,6 @@ class RunRecord(Displayed):
     journal: JournalUse | None = None
     strategy: str = ""
     steps_down: tuple[StepDown, ...] = ()
-    reduced: Reduction | None = None
     item: str = ""
     plan: str = ""
     preview: str = ""
@@ -572,7 +563,6 @@ class RunRecord(Displayed):
         limit = self.request.get("memory") or "auto"
         limit = "the device's memory" if limit == "auto" else limit
         lines = [f"predicted to fit in {limit}: {self.strategy}"]
-        lines += [self.reduced.reason] if self.reduced else []
         return lines + [
             f"{one.component} ran out of memory with {one.before}; run again with {one.after}"
             for one in self.steps_down

@@ -118,14 +118,12 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("fit shapes --memory lots", 2, "--memory lots is not an amount of memory."),
     ("fit shapes --host-memory 12", 2, "--host-memory 12 has no unit. .* Use --host-memory 12GiB."),
     ("plan shapes --memory 8GiB", 2, "plan has no memory limit. .* Use stopdown fit shapes --memory 8GiB"),
-    ("generate shapes a --memory none --allow smaller", 2, "--allow smaller was given with --memory none."),
     # many prompts
     ("batch shapes --prompts none.txt -o out", 2, "The prompts file none.txt cannot be read: "),
     ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
     ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
     ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and at"),
     ("batch shapes --prompts notes.txt -o out --workers 0", 2, "--workers 0 is not above 0."),
-    ("batch shapes --prompts notes.txt -o out --memory none --allow smaller", 2, "--allow smaller was"),
     ("batch shapes --prompts notes.txt -o out --steps 0", 2, "Line 1 of the prompts notes.txt: --st"),
     # outputs
     ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),

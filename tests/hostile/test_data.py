@@ -123,7 +123,6 @@ WRONG_FIELDS: dict[str, Any] = {
     "repairs": "none",
     "maxima": [{"component": "vae", "path": "a", "step": "first", "precision": "fp16", "amax": 1}],
     "journal": [],
-    "reduced": 7,
 }
 
 

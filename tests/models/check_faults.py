@@ -169,12 +169,6 @@ def fill_stored(component: str, key: str, value: float) -> Plant:
     return plant
 
 
-def drop_files(folder: Path) -> None:
-    """A folder with configs only."""
-    for path in folder.rglob("*.safetensors"):
-        path.unlink()
-
-
 def nothing(_: Any) -> None:
     """The fault is in what was asked for."""
 

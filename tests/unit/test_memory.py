@@ -21,7 +21,6 @@ from models import pipeline_calls
 from models.snapshots import assert_untouched
 from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
-from stopdown.app.request_options import read_allowed
 from stopdown.component_calls.call_interception import Rank, intercept
 from stopdown.component_calls.components import (
     find_blocks,
@@ -593,9 +592,7 @@ def test_an_amount_without_a_unit_is_asked_for_one() -> None:
     )
 
 
-def generate_sd(
-    folder: Path, output: Path, memory: str | None, allow: tuple[str, ...] = ()
-) -> RunRecord:
+def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
     return generate(
         GenerateOptions(
             source=str(folder),
@@ -606,7 +603,6 @@ def generate_sd(
             width=64,
             precision="fp32",
             memory=memory,
-            allow=allow,
         )
     )
 
@@ -620,13 +616,6 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     assert record.strategy == "component"
     assert record.steps_down == ()
     assert (tmp_path / "small.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
-
-
-def test_what_may_not_change_the_picture() -> None:
-    """An unknown change is refused before anything is read; what is asked for twice is one."""
-    with pytest.raises(OptionError, match="--allow fp8 is unknown"):
-        read_allowed(("fp8",))
-    assert read_allowed(("smaller", "smaller")) == ("smaller",)
 
 
 @pytest.mark.parametrize(

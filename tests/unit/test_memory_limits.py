@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
@@ -94,26 +92,11 @@ def generate_small(
     )
 
 
-def test_a_smaller_picture_only_when_allowed(folder: Path, tmp_path: Path) -> None:
-    """What fits at no size asked for is made smaller with --allow smaller, said and recorded; refused
-    without."""
-    heard = Heard()
-    record = generate_small(folder, tmp_path / "a.png", "500KiB", heard, allow=("smaller",))
-    assert record.reduced is not None
-    assert record.reduced.asked == "64x64"
-    height, width = np.asarray(Image.open(tmp_path / "a.png")).shape[:2]
-    assert record.reduced.made == f"{height}x{width}"
-    assert height < 64
-    said = f"No strategy stays within 500 KiB at 64x64; {height}x{width} is made instead"
-    assert record.reduced.reason.startswith(said)
-    assert record.reduced.reason in heard.texts
-    assert record.memory is not None
-    assert (record.memory.reduced, record.memory.size) == (record.reduced, (1, height, width))
-    assert (record.memory.strategy, record.memory.limit_bytes) == (record.strategy, 500 * 2**10)
-    assert 0 < record.memory.peak_bytes <= record.memory.limit_bytes
+def test_what_fits_at_no_strategy_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The picture is not made smaller unasked: the refusal names what would do."""
     with pytest.raises(StopdownError) as caught:
         generate_small(folder, tmp_path / "b.png", "500KiB")
-    assert 'Add allow="smaller"' in str(caught.value)
+    assert "Use a smaller `height` and `width`" in str(caught.value)
     assert str(caught.value).startswith(
         "No strategy stays within 500 KiB on cpu in fp32: the smallest"
     )

@@ -109,8 +109,6 @@ class _Options:
     video: Path | None = None
     output: Path | None = None
     fix: bool = False
-    allow: tuple[str, ...] = ()
-    memory: str | None = None
 
 
 @pytest.mark.parametrize(
@@ -118,10 +116,6 @@ class _Options:
     [
         (_Options(image=Path("a"), video=Path("b")), "--image was given with --video."),
         (_Options(output=Path("a")), "-o was given without --fix."),
-        (
-            _Options(allow=("smaller",), memory="none"),
-            "--allow smaller was given with --memory none.",
-        ),
     ],
 )
 def test_a_pair_of_options_is_refused(options: _Options, said: str) -> None:
@@ -132,8 +126,7 @@ def test_a_pair_of_options_is_refused(options: _Options, said: str) -> None:
 
 
 def test_pairs_that_fit_are_taken() -> None:
-    """One of two is enough, a needed one with what it needs, and a limit with what it allows."""
+    """One of two is enough, and a needed one with what it needs."""
     check_pairs(_Options(image=Path("a")))
     check_pairs(_Options(output=Path("a"), fix=True))
-    check_pairs(_Options(allow=("smaller",), memory="8GiB"))
     assert len({(x.option, x.other) for x in PAIRS}) == len(PAIRS)

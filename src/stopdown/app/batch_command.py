@@ -18,7 +18,6 @@ import typer
 from stopdown.app.display import Display
 from stopdown.app.flags import (
     SHOWN,
-    AllowOption,
     DeviceOption,
     ModelOptions,
     PrecisionOption,
@@ -31,7 +30,6 @@ from stopdown.app.registration import describe_command, reword_text
 from stopdown.app.request_options import (
     check_pairs,
     check_rate,
-    read_allowed,
     read_limit,
     read_request,
     refuse_unknown_device,
@@ -115,7 +113,6 @@ class BatchOptions(RunOptions, ModelOptions):
             )
         ),
     ] = None
-    allow: AllowOption = ()
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
@@ -262,7 +259,6 @@ def _read_settings(options: BatchOptions) -> Settings:
         settings,
         suffix=f".{options.format}" if options.format else "",
         journal=str(options.journal.absolute()) if options.journal else None,
-        allow=read_allowed(options.allow),
     )
 
 
@@ -313,7 +309,6 @@ def _repeat(
 
 def _check_options(options: BatchOptions) -> None:
     parse_request(options.precision)
-    read_allowed(options.allow)
     refuse_unknown_device(options.device)
     read_limit(options.memory)
     check_rate(options.fps)

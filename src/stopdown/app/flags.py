@@ -84,7 +84,6 @@ def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
 _NOT_TAKEN = {
     **dict.fromkeys(("memory", "revision", "config", "scheduler", "device")),
     "precision": "auto",
-    "allow": (),
     "lora": (),
 }
 """What a command has that does not take these options."""
@@ -152,13 +151,6 @@ PrecisionOption = Annotated[
 ]
 RateOption = Annotated[float, typer.Option(help="Frames per second of what is written.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
-AllowOption = Annotated[
-    tuple[str, ...],
-    typer.Option(
-        help="Change that is allowed so that the run stays within --memory: smaller makes fewer "
-        "frames or a smaller picture if nothing else fits."
-    ),
-]
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Exit with 1 if frames are black, grey, frozen or noise.")
 ]

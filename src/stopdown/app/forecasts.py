@@ -17,11 +17,12 @@ from stopdown.app.registration import describe_command
 from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
 from stopdown.number_formats import format_bytes
-from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.pipelines.requests import (
     MEDIA,
     Request,
     build_arguments,
+    find_frames,
     find_steps,
     list_needed_fields,
 )
@@ -317,30 +318,33 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
+    from stopdown.memory.smaller_requests import Size, find_largest, list_smaller, shrink_request
     from stopdown.plans.precision_and_memory import build_way
-    from stopdown.runtime.memory_limits import find_size, find_smaller
 
-    size = find_size(build_way(source, first.plan), request, first)
-    if size is None:
+    if first.sides is None:  # nothing is decoded
         return None
+    pipe = build_way(source, first.plan)
+    size = Size(find_frames(pipe, build_arguments(pipe, request)), *first.sides)
 
-    def predict(smaller: Request) -> Fit:
+    def predict(smaller: Size) -> Fit:
         return _try_way(
             source,
             first.plan,
             profile=profile,
             options=options,
-            request=smaller,
+            request=shrink_request(request, smaller),
             display=display,
             answers={},
         )
 
-    found = find_smaller(request, size, read_configs(source.described), predict, limit)
+    grid = find_grid(read_configs(source.described))
+    sizes = list_smaller(size, grid, keeps_frames=request.video is not None)
+    found = find_largest(sizes, predict, limit)
     if found is None:
         return None
-    smaller, _, reduced, made = found
+    made, _ = found
     reason = f"No strategy stays within {format_bytes(limit)} at {size}; at {made} one does."
-    return dataclasses.replace(reduced, reason=reason), smaller
+    return Reduction(str(size), str(made), reason), shrink_request(request, made)
 
 
 _SIZES = ("frames", "height", "width")

@@ -20,7 +20,6 @@ import typer
 from stopdown.app.display import Display, keep_updated, load_libraries
 from stopdown.app.flags import (
     SHOWN,
-    AllowOption,
     DeviceOption,
     ForceOption,
     KeepRepairsOption,
@@ -35,7 +34,6 @@ from stopdown.app.request_options import (
     check_pairs,
     check_rate,
     find_source,
-    read_allowed,
     read_request,
 )
 from stopdown.app.size_limits import refuse_too_large
@@ -126,7 +124,6 @@ class GenerateOptions(RunOptions, ModelOptions):
             "weights on the device."
         ),
     ] = None
-    allow: AllowOption = ()
 
 
 def main(options: GenerateOptions) -> int:
@@ -228,7 +225,6 @@ def generate(
     started = time.perf_counter()
     display = display or Display()
     request = _read_request(options)
-    read_allowed(options.allow)
     numbered = options.output is None
     options = dataclasses.replace(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
@@ -306,7 +302,7 @@ def _decide(
 
     kept, memory = run.kept, None
     if run.consensus.is_alone:
-        memory = ask_memory(options.memory, options.allow, parse_request(options.precision))
+        memory = ask_memory(options.memory, parse_request(options.precision))
     if kept.chosen is None:
         kept.chosen = select_pipeline(source, request, progress=display.progress)
         refuse_too_large(

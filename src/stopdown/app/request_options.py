@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,6 @@ class Pair:
     Attributes:
         option, other: names of fields of a command.
         needed: the first one needs the other.
-        value: of the other one with which they contradict; None for any that is given.
     """
 
     option: str
@@ -61,7 +59,6 @@ class Pair:
     expected: str
     remedy: str
     needed: bool = False
-    value: object = None
 
 
 PAIRS = (
@@ -71,13 +68,6 @@ PAIRS = (
         "journal",
         "A journal belongs to a single run.",
         "Leave one of them out.",
-    ),
-    Pair(
-        "allow",
-        "memory",
-        "It says what may change the picture so that a run stays within a limit.",
-        "Give a limit: --memory 8GiB --allow smaller.",
-        value="none",
     ),
     Pair(
         "output",
@@ -99,13 +89,11 @@ def check_pairs(options: Any) -> None:
         value, other = getattr(options, pair.option), getattr(options, pair.other)
         if value == defaults[pair.option]:
             continue
-        is_given = other != defaults[pair.other] if pair.value is None else other == pair.value
-        if is_given is pair.needed:
+        if (other != defaults[pair.other]) is pair.needed:
             continue
         preposition = "without" if pair.needed else "with"
-        shown = "" if pair.value is None else f" {pair.value}"
         raise OptionError(
-            f"{_name_flag(pair.option, value)} was given {preposition} {_name_flag(pair.other)}{shown}.",
+            f"{_name_flag(pair.option, value)} was given {preposition} {_name_flag(pair.other)}.",
             expected=pair.expected,
             remedy=pair.remedy,
         )
@@ -125,22 +113,6 @@ def find_source(options: Any, display: Display, *, with_weights: bool = True) ->
     grid = find_grid(read_configs(found.path))
     check_sizes(grid, frames=frames, height=options.height, width=options.width)
     return found
-
-
-ALLOWABLE = {"smaller": "fewer frames or a smaller picture"}
-"""What `--allow` lets change the picture."""
-
-
-def read_allowed(allow: Sequence[str]) -> tuple[str, ...]:
-    for name in allow:
-        if name not in ALLOWABLE:
-            known = ", ".join(f"{name} ({what})" for name, what in ALLOWABLE.items())
-            raise OptionError(
-                f"--allow {name} is unknown.",
-                expected=f"Known: {known}.",
-                remedy=f"Use --allow {next(iter(ALLOWABLE))}.",
-            )
-    return tuple(dict.fromkeys(allow))
 
 
 def read_limit(memory: str | None) -> int | None:

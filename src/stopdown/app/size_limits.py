@@ -75,10 +75,9 @@ def refuse_too_large(
     if not limit or (request.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
         return
     from stopdown.memory.forecast import predict_resident
-    from stopdown.memory.smaller_requests import find_largest
+    from stopdown.memory.smaller_requests import find_largest, shrink_request
     from stopdown.pipelines.dry_run import Answer
     from stopdown.plans.precision_and_memory import build_way, find_ways
-    from stopdown.runtime.memory_limits import shrink_request
 
     way = find_ways(source, describe_device(device).supports, precision)[0]
     pipe, answers = build_way(source, way), dict[str, Answer]()  # at all sizes the text is the same
@@ -200,7 +199,7 @@ def show_before_download(
     device = choose_device(options.device)
     asked = None  # several processes keep all weights on their devices
     if read_rank() is None:
-        asked = ask_memory(options.memory, options.allow, parse_request(options.precision))
+        asked = ask_memory(options.memory, parse_request(options.precision))
     limit = count_limit(asked, device) if asked is not None else 0
     path = find_plan_path(options.precision)
     made = fit_source(
@@ -214,8 +213,7 @@ def show_before_download(
     )
     first = made.rows[0].precision
     display.inform(describe_forecast(made, is_limited=bool(limit)))
-    is_reduced = made.reduced is not None and "smaller" in options.allow
-    if limit and made.precision != first and not is_reduced:
+    if limit and made.precision != first:
         raise OptionError(
             f"{options.source} does not fit on {device} in {first}, and its weights were not downloaded.",
             expected=made.answer,

@@ -44,7 +44,6 @@ class Settings:
         scheduler: in the place of the model's own.
         memory: what each item is to stay within, `8GiB`; None and `auto` take all that the device has,
             `none` sets no limit.
-        allow: what may change for that: `smaller`, the size of what is made.
     """
 
     source: str
@@ -61,7 +60,6 @@ class Settings:
     lora: tuple[str, ...] = ()
     scheduler: str | None = None
     memory: str | None = None
-    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:
     return {
         "model": job.fingerprint,
         "pipeline": job.pipeline,
-        **({"memory": [memory, job.settings.allow]} if (memory := job.settings.memory) else {}),
+        **({"memory": memory} if (memory := job.settings.memory) else {}),
         **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
         "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
         "plan": plan.seal or [(x.component, x.precision) for x in plan.components],

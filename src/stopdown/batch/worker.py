@@ -58,7 +58,7 @@ class Worker:
     def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:
         settings = job.settings
         requested = parse_request(settings.precision)
-        self._memory = ask_memory(settings.memory, settings.allow, requested, share)
+        self._memory = ask_memory(settings.memory, requested, share)
         self._job, self.device = job, choose_device(device)
         self._folder = OutputFolder(settings.output)
         found = resolve_whole(settings)

@@ -35,7 +35,6 @@ from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.plans.applier import apply_plan
@@ -238,9 +237,8 @@ def _fit(
     loaded: Loaded,
 ) -> Loaded:
     """The pipeline within the limit of its plan."""
-    configs = read_configs(source.described)
     try:
-        loaded = fit_run(loaded, request, device, configs, lambda _: None, tiling=tiling)
+        loaded = fit_run(loaded, request, device, lambda _: None, tiling=tiling)
     except StopdownError as error:
         raise StopdownError(error.what, expected=error.expected, remedy=_MORE) from error
     if loaded.offloader is not None:

@@ -212,7 +212,7 @@ def _describe_misfit(fit: Fit, limit_bytes: int, where: str) -> StopdownError:
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)} "
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
         expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",
-        remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
+        remedy="Use a smaller `height` and `width`, fewer `frames`, a 16-bit "
         f'`precision`, or memory="{math.ceil(least.peak_bytes / USABLE_SHARE / 2**20)}MiB".',
     )
 

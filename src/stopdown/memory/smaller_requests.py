@@ -23,7 +23,7 @@ from stopdown.pipelines.allowed_sizes import (
     find_grid,
     read_pipe_configs,
 )
-from stopdown.pipelines.requests import find_frames, find_target
+from stopdown.pipelines.requests import Request, find_frames, find_target
 from stopdown.pipelines.skeletons import copy_skeleton
 
 VIDEO_SHARES = ((0.75, 1.0), (0.5, 1.0), (0.5, 0.75), (0.25, 0.75), (0.25, 0.5), (0.125, 0.5))
@@ -93,6 +93,12 @@ def find_largest(
         else:
             found, end = (sizes[middle], fit), middle
     return found
+
+
+def shrink_request(request: Request, size: Size) -> Request:
+    """Return a request at another size; frames that were not asked for stay so where it has one."""
+    frames = size.frames if size.frames > 1 and request.video is None else request.frames
+    return dataclasses.replace(request, frames=frames, height=size.height, width=size.width)
 
 
 def _round_frames(frames: int, share: float, grid: Grid) -> int:

@@ -11,7 +11,6 @@ from stopdown.argument_types import check_type
 from stopdown.devices.environment import Device, choose_device, name_device
 from stopdown.errors import OptionError, warn_user
 from stopdown.number_formats import parse_bytes
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
@@ -117,7 +116,7 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
 def _place(loaded: Loaded, source: Source, target: Device) -> Loaded:
     """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
     request = complete_request(loaded.pipe, Request())
-    loaded = fit_run(loaded, request, target, read_configs(source.described), warn_user)
+    loaded = fit_run(loaded, request, target, warn_user)
     if loaded.offloader is not None:
         loaded.pipe.stopdown_offloader = loaded.offloader.__enter__()
     return loaded

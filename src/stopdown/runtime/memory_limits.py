@@ -1,4 +1,4 @@
-"""How a run stays within a limit of memory: a strategy, or a smaller size where that is allowed."""
+"""How a run stays within a limit of memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,19 @@ from stopdown.devices.device_profiles import describe_device
 from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
-from stopdown.memory.forecast import Fit, choose, keep_tiling
+from stopdown.memory.forecast import Fit, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
-from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.number_formats import format_bytes, parse_bytes
-from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
+from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
 from stopdown.plans.planned_loader import Loaded
-from stopdown.records import MemoryPlan, Plan, Reduction
+from stopdown.records import MemoryPlan
 
 
 def ask_memory(
-    memory: str | None, allow: Collection[str] = (), targets: Iterable[str] = (), share: int = 1
+    memory: str | None, targets: Iterable[str] = (), share: int = 1
 ) -> MemoryPlan | None:
     """Return what runs are to stay within: what was asked for, else all that the device has.
 
@@ -43,7 +42,7 @@ def ask_memory(
     """
     if memory == "none" or (memory is None and any(split_call(name)[1] for name in targets)):
         return None
-    return MemoryPlan(memory or "auto", tuple(allow), share)
+    return MemoryPlan(memory or "auto", share)
 
 
 def count_limit(asked: MemoryPlan, device: Device) -> int:
@@ -58,7 +57,6 @@ def fit_run(
     loaded: Loaded,
     request: Request,
     device: Device,
-    configs: Mapping[str, dict[str, Any]],
     announce: Callable[[str], None],
     *,
     tiling: bool | None = None,
@@ -95,20 +93,6 @@ def fit_run(
     fit = _predict_loaded(loaded, request, device)
     if tiling is not None:
         fit = keep_tiling(fit, tiling)
-    size = find_size(loaded.pipe, request, fit)
-    reduced = None
-    is_too_large = choose(fit, limit_bytes) is None
-    if is_too_large and size is not None and "smaller" in asked.allow:
-        found = find_smaller(
-            request,
-            size,
-            configs,
-            lambda one: _predict_loaded(loaded, one, device),
-            limit_bytes,
-        )
-        if found is not None:
-            _, fit, reduced, size = found
-            announce(reduced.reason)
     stored_bytes = max(one.stored_bytes for one in fit.predictions)
     in_files = device.type == "cpu" or stored_bytes > HOST_SHARE * find_host_bytes()
     offloader = make_offloader(
@@ -130,8 +114,6 @@ def fit_run(
         peak_bytes=taken.peak_bytes,
         stored_bytes=taken.stored_bytes,
         seconds=taken.seconds,
-        size=None if size is None else (size.frames, size.height, size.width),
-        reduced=reduced,
         reason=reason,
     )
 
@@ -139,16 +121,8 @@ def fit_run(
 def _say(loaded: Loaded, **said: Any) -> Loaded:
     """Return a pipeline whose plan says this of memory."""
     asked = loaded.plan.memory or MemoryPlan()
-    memory = MemoryPlan(asked.asked, asked.allow, asked.share, **said)  # nothing of an earlier size
+    memory = MemoryPlan(asked.asked, asked.share, **said)  # nothing of an earlier size
     return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
-
-
-def take_size(request: Request, plan: Plan) -> Request:
-    """Return a request at the size that a plan makes it at: smaller if that was allowed and necessary."""
-    memory = plan.memory
-    if memory is None or memory.reduced is None or memory.size is None:
-        return request
-    return shrink_request(request, Size(*memory.size))
 
 
 def _bound_run(loaded: Loaded, request: Request, device: Device) -> int:
@@ -185,42 +159,6 @@ SCORE_BYTES = 256
 
 MARGIN_BYTES = 2**28
 """What else a run takes: workspaces of kernels, and what the pipeline's own code makes."""
-
-
-def find_size(pipe: Any, request: Request, fit: Fit) -> Size | None:
-    """Frames, height and width of what a run makes; None where nothing is decoded."""
-    if fit.sides is None:
-        return None
-    return Size(find_frames(pipe, build_arguments(pipe, request)), *fit.sides)
-
-
-def shrink_request(request: Request, size: Size) -> Request:
-    """The same request at another size; frames that were not asked for stay so where it has one."""
-    frames = size.frames if size.frames > 1 and request.video is None else request.frames
-    return dataclasses.replace(request, frames=frames, height=size.height, width=size.width)
-
-
-def find_smaller(
-    request: Request,
-    size: Size,
-    configs: Mapping[str, dict[str, Any]],
-    predict: Callable[[Request], Fit],
-    limit_bytes: int,
-) -> tuple[Request, Fit, Reduction, Size] | None:
-    """The largest smaller size that fits, with what is said of it; None when none does."""
-    found = find_largest(
-        list_smaller(size, find_grid(dict(configs)), keeps_frames=request.video is not None),
-        lambda one: predict(shrink_request(request, one)),
-        limit_bytes,
-    )
-    if found is None:
-        return None
-    made, fit = found
-    reason = (
-        f"No strategy stays within {format_bytes(limit_bytes)} at {size}; {made} is made instead, as was "
-        "allowed."
-    )
-    return shrink_request(request, made), fit, Reduction(str(size), str(made), reason), made
 
 
 def _predict_loaded(loaded: Loaded, request: Request, device: Device) -> Fit:

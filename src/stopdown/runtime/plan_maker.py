@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from stopdown.component_calls.components import explain_run
 from stopdown.devices.environment import Device
 from stopdown.errors import warn_user
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
@@ -123,7 +122,7 @@ def run_certified(
         progress=progress,
     )
     pipe = loaded.pipe
-    loaded = fit_run(loaded, requests[0], device, read_configs(source.described), warn_user)
+    loaded = fit_run(loaded, requests[0], device, warn_user)
     pipe.set_progress_bar_config(disable=True)
     sums = WideProducts() if device.type == "cpu" else contextlib.nullcontext()
     options = GuardOptions(decisions=loaded.decisions, loaded=loaded)

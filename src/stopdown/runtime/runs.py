@@ -26,7 +26,6 @@ from stopdown.errors import InputError, StopdownError, warn_user
 from stopdown.files.outputs import find_record_path, written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import choose_format, to_uint8, write_media
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.requests import (
     MEDIA,
     Request,
@@ -46,7 +45,7 @@ from stopdown.records import (
     to_json,
 )
 from stopdown.runtime.guard import Announce, Guard, GuardOptions
-from stopdown.runtime.memory_limits import fit_run, take_size
+from stopdown.runtime.memory_limits import fit_run
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, fingerprint
 
@@ -130,9 +129,8 @@ class Runner:
             with peak_memory(self.device) as peak:
                 self.load(plan, stages, progress)
                 loaded = self._place(request, stages, announce)
-                taken = take_size(request, loaded.plan)
                 with spread(loaded.pipe) as parallel:
-                    made = make_frames(loaded, taken, output=wanted.output, settings=settings)
+                    made = make_frames(loaded, request, output=wanted.output, settings=settings)
         except BaseException:
             self.release()
             raise
@@ -195,9 +193,8 @@ class Runner:
         if sizes in self._misfits:
             raise self._misfits[sizes]
         begun = time.perf_counter()
-        configs = read_configs(self.source.described)
         try:
-            loaded = fit_run(loaded, request, self.device, configs, announce)
+            loaded = fit_run(loaded, request, self.device, announce)
         except StopdownError as error:
             self._misfits[sizes] = error
             raise
@@ -318,7 +315,6 @@ def _describe_run(
         maxima=made.seen.maxima,
         journal=made.seen.journal,
         memory=memory,
-        reduced=memory.reduced if memory is not None else None,
         **others,
     )
 
