@@ -37,7 +37,15 @@ import msgspec
 from stopdown.errors import InputError, make_printable
 from stopdown.files.outputs import find_record_path
 from stopdown.files.toml_files import read_folder
-from stopdown.records import Alternative, Clue, Diagnosis, RunRecord, read_kind, read_record
+from stopdown.records import (
+    Alternative,
+    Clue,
+    Diagnosis,
+    RunRecord,
+    group_components,
+    read_kind,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from stopdown.frames.frame_faults import FrameFault
@@ -646,14 +654,14 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     found = [Clue(0, x.evidence, x.kind) for x in run.findings]
     kinds = [x.kind for x in run.findings] or ["repaired"] * bool(run.repairs)
     state = "found nothing wrong" if not kinds else f"found {', '.join(dict.fromkeys(kinds))}"
-    reasons: dict[str, list[str]] = {}
-    for x in run.decisions:
-        reasons.setdefault(f"ran in {x.precision}. {x.reason}", []).append(x.component)
+    reasons = group_components(
+        (x.component, f"ran in {x.precision}. {x.reason}") for x in run.decisions
+    )
     return Diagnosis(
         fault=kinds[0] if kinds else NONE,
         meaning="what the run itself recorded",
         title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
-        why=" ".join(f"{', '.join(names)} {reason}" for reason, names in reasons.items()),
+        why=" ".join(f"{names} {reason}" for names, reason in reasons),
         evidence=(*found, *_list_repairs(run)),
         remedy=tuple(x.remedy for x in run.findings) or ("Nothing has to be done.",),
         run_next=(f"stopdown report {shlex.quote(str(path))}",),
