@@ -476,6 +476,37 @@ def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
     assert (result.abs().numpy() <= peak).all()
 
 
+class Embedded(torch.nn.Module):
+    """Two embeddings whose sum another linear reads, as time and text in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.text, self.out = (
+            torch.nn.Linear(8, 16),
+            torch.nn.Linear(8, 16),
+            torch.nn.Linear(16, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.out(F.silu(self.time(x) + self.text(x)))
+        return made
+
+
+def test_lengths_of_rows_are_asked_for_through_sums(tmp_path):
+    """The rows of both embeddings have witnesses of singular values: their sum is read by a linear."""
+    from safetensors.torch import save_model
+
+    module, x = Embedded().requires_grad_(False), torch.ones(2, 8)
+    (tmp_path / "net").mkdir()
+    save_model(module, str(tmp_path / "net" / "a.safetensors"))
+    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
+    captured = [(bound_one(module, module, (x,), {}).capture, (x,), {})]
+    load = name_parameters(module).__getitem__
+    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    asked = {n["weight"]: "sigma" in n for n in stated["graphs"][0]["nodes"] if "weight" in n}
+    assert asked == {"time.weight": True, "text.weight": True, "out.weight": False}
+
+
 def test_whole_numbers_are_off_by_what_a_cast_cuts_off():
     """Steps of 0.9 that are cast to whole numbers are 0, and the known value has to say so."""
     nodes = [

@@ -767,4 +767,4 @@ class _NoRule(Exception):
 
 
 _POWERS = ("square", "sqrt", "rsqrt", "reciprocal")
-_PASSING = ("same", "multiply", "scale", "part")
+_PASSING = ("same", "multiply", "scale", "part", "add")
