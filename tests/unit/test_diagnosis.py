@@ -297,6 +297,12 @@ FAMILIES = [
         "sums-in-fp16",
     ),
     (
+        "pytorch version: 2.7.1+cu128\nEnabled fp16 accumulation.\nDevice: cuda:0 NVIDIA GeForce RTX 3090\n"
+        f"model weight dtype torch.float16, manual cast: None\n{CAST}\nPrompt executed in 140.52 seconds",
+        "backend-kernel",
+        "sums-in-fp16",
+    ),
+    (
         f"Using SageAttention 2.2 with Wan 2.2 fp16\n{CAST}",
         "backend-kernel",
         "sums-in-fp16",
