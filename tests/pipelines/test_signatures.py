@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import warnings
 from collections.abc import Iterator
@@ -634,3 +635,29 @@ def test_a_deep_copy_refuses_other_signatures(put: Any) -> None:
     with pytest.raises(ScalingError, match=r"A copy of .* was called with hidden=True"):
         run(copied, {**first, "hidden": True}, torch.float16)
     assert measure_error(run(module, first), wanted) == 0.0
+
+
+class Decoder(Encoder):
+    """An encoder with a method of its own, as an autoencoder has."""
+
+    def decode(self, z: torch.Tensor, hidden: bool = False) -> Any:
+        """As `forward`, without `__call__`, which hooks see."""
+        return self.forward(z, hidden)
+
+
+def test_a_deep_copy_refuses_other_calls_of_its_methods() -> None:
+    """`decode` of a copy is asked as its `forward` is, although no pre-hook sees it."""
+    torch.manual_seed(1)
+    module = Decoder().eval().requires_grad_(False)
+    module.up[2].weight.mul_(2.0**10)
+    module.down[2].weight.mul_(2.0**9)
+    z = torch.randn(2, 5, 32)
+    wanted = module.decode(z)
+    handle = apply_plan({"part": module}, plan_module(module, {"x": z}))
+    copied = copy.deepcopy(copy.deepcopy(module))
+    handle.undo()
+    assert "z" in inspect.signature(copied.decode).parameters
+    assert measure_error(copied.decode(z.half()), wanted) < 2e-3
+    with pytest.raises(ScalingError, match=r"A copy of .* was called as decode\(hidden=True"):
+        copied.decode(z.half(), hidden=True)
+    assert measure_error(module.decode(z), wanted) == 0.0

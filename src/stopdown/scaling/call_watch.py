@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 import sys
 import threading
@@ -185,22 +186,22 @@ class CallWatch:
         return self
 
     def check_copy(
-        self, copied: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Refuse a call of a deep copy that its exponents do not hold for: they cannot be taken off there.
 
-        A pre-hook of the copy; a copy without weights is of a forecast, and runs every call.
+        A copy without weights is of a forecast, and runs every call.
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
-        signature = sign_call(copied, "forward", args, kwargs)
+        signature = sign_call(copied, method, args, kwargs)
         if signature not in self._copied:
             self._copied[signature] = self._verdicts.get(signature) or self._trace(
-                "forward", args, kwargs
+                method, args, kwargs
             )
         ends = self._copied[signature]
         if ends is None or not ends.is_plain:
-            what = _describe_difference(signature, self.scaling, "forward")
+            what = _describe_difference(signature, self.scaling, method)
             raise ScalingError(
                 f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
                 expected="A copy of a planned or repaired module keeps its exponents for good.",
@@ -644,8 +645,13 @@ class Copying:
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         hooks, with_kwargs = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
         if watch is not None and _WATCH not in state[hooks]:
+            stacks = {name: state[name] for name in ("encode", "decode") if name in state}
             state = {
                 **state,
+                **{
+                    name: _CopiedMethod(watch, x.stopdown_stack.original)
+                    for name, x in stacks.items()
+                },
                 hooks: OrderedDict({_WATCH: _CopyCheck(watch), **state[hooks]}),
                 with_kwargs: OrderedDict({_WATCH: True, **state[with_kwargs]}),
             }
@@ -660,10 +666,25 @@ class _CopyCheck:
     watch: CallWatch
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self.watch.check_copy(module, args, kwargs)
+        self.watch.check_copy(module, "forward", args, kwargs)
 
     def __deepcopy__(self, memo: object) -> _CopyCheck:
         return self
+
+
+class _CopiedMethod:
+    """In the place of a copy's `encode` or `decode`, which no pre-hook sees."""
+
+    def __init__(self, watch: CallWatch, method: Any) -> None:
+        functools.update_wrapper(self, method)
+        self._watch, self._method = watch, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._watch.check_copy(self._method.__self__, self._method.__name__, args, kwargs)
+        return self._method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CopiedMethod:
+        return _CopiedMethod(self._watch, copy.deepcopy(self._method, memo))
 
 
 def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
