@@ -18,7 +18,7 @@ from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, measurement, rescale_, search
 from stopdown.scaling.measurement import Captures
-from stopdown.scaling.residual import demand_agreement, open_fp32_modules
+from stopdown.scaling.residual import demand_agreement, find_stream, open_fp32_modules
 from stopdown.scaling.search import plan_stream
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
@@ -82,6 +82,35 @@ def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
     first = captures.take(calls[0], stream)
     assert captures.take(calls[0], stream) is first
     assert captures.take(calls[0], replace(stream, kept=())) is not first
+
+
+class Shortcuts(torch.nn.Module):
+    """A stream that a small layer and a large one read with no norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(8, 64)
+        self.norm = torch.nn.LayerNorm(64)
+        self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+        self.shortcut, self.wide = torch.nn.Linear(64, 8), torch.nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        moved = torch.cat([x, x]).transpose(0, 1)
+        return torch.cat([self.shortcut(moved), self.wide(moved)], -1)
+
+
+def test_small_layers_that_read_the_stream_itself_are_in_fp32() -> None:
+    """They are what its loose bounds scale down most; one of more than 3 % of the work stays in fp16."""
+    capture = capture_call(Shortcuts().eval(), (torch.zeros(4, 3, 8),), {}, dtype=torch.float16)
+    kept = find_stream(Shortcuts(), [capture], rows=True)
+    assert {"shortcut"} == set(kept.cast_input_up) - {"norm"}
+    assert {"shortcut.weight", "shortcut.bias"} <= set(kept.kept)
+    assert {"up", "down", "wide"} <= set(kept.cast_input_down)
+    plain = find_stream(Shortcuts(), [capture])
+    assert "shortcut" in plain.cast_input_down
+    assert "shortcut.weight" not in plain.kept
 
 
 def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:

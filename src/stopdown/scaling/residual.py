@@ -3,10 +3,11 @@
 Torch promotes fp32 + fp16 to fp32 by itself. So a sum becomes fp32 as soon as what its *writers*
 (the last linear of a branch, an embedding, a first convolution) return is widened; norms that read
 it keep their few parameters in fp32; and every module that multiplies matrices casts what reaches
-it in fp32 to fp16 first; but for linears that multiply one row for each picture, the timestep's
-embedding, which stay in fp32 as a whole. Writers are found in the captured graph: module outputs
-that reach a sum of two values or a norm. What functional attention reads (query, key, value, their
-norms and rotations, a position bias) stays in fp16, because its operands must agree.
+it in fp32 to fp16 first. Layers that are next to no work stay in fp32 as a whole: linears that multiply
+one row for each picture, the timestep's embedding, and small layers that read the stream itself.
+Writers are found in the captured graph: module outputs that reach a sum of two values or a norm. What
+functional attention reads (query, key, value, their norms and rotations, a position bias) stays in
+fp16, because its operands must agree.
 
 An fp32 module can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
 in fp32, and a cast back where it ends.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -38,6 +40,9 @@ from stopdown.scaling.problem import count_flops
 LARGEST_KEPT = 1 << 17
 """Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
 
+MOST_WIDE_FLOPS = 0.03
+"""Share of a call's products that layers which read the stream itself may do in fp32."""
+
 _WEIGHTED = ("linear", *CONVOLUTIONS, "matrix", "table")
 _SUMMING = ("power", "square", "rsqrt", "variance", "variance_mean", *NORMS)
 
@@ -55,8 +60,9 @@ def find_stream(
         captures: its calls, captured in the dtype that its matrices are to have.
         attention: narrow what modules with functional attention are given as well: some of them
             cast query and key to the dtype of their input.
-        rows: keep linears outside of lists of blocks in fp32 that multiply one row for each picture:
-            embeddings of a timestep. They are next to no work, and every block reads them.
+        rows: keep in fp32 what is next to no work: linears outside of lists of blocks that multiply one row
+            for each picture (embeddings of a timestep, which every block reads), and layers that read the
+            stream with no norm between (shortcuts, downsamplers), which its bounds would scale down most.
     """
     readers = [_Reader(capture) for capture in captures]
     matrices = {path for reader in readers for path in reader.matrices}
@@ -73,12 +79,12 @@ def find_stream(
     narrow = {name for reader in readers for name in reader.narrow}
     wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
     norms = {path for reader in readers for path in reader.norms(wide)}
-    embedding = _find_embedding(module, readers) if rows else set()
-    wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in embedding}
+    layers = _find_embedding(module, readers) | _find_bare_readers(readers) if rows else set()
+    wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in layers}
     return ResidualStream(
-        cast_output_up=tuple(sorted(writers - embedding)),
-        cast_input_down=tuple(sorted(matrices - embedding)),
-        cast_input_up=tuple(sorted(norms | embedding)),
+        cast_output_up=tuple(sorted(writers - layers)),
+        cast_input_down=tuple(sorted(matrices - layers)),
+        cast_input_up=tuple(sorted(norms | layers)),
         kept=tuple(sorted(wide)),
         returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
     )
@@ -260,6 +266,52 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
     single = {x for x in single - many if x and not is_inside(x, *lists)}
     first = {name.rpartition(".")[0] for name in _first(module)}
     return single - first - {path for reader in readers for path in reader.inner}
+
+
+def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
+    """Layers whose input is the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
+    inner = {path for reader in readers for path in reader.inner}
+    found: set[str] = set()
+    for reader in readers:
+        flops = {node: count_flops(node) for node in reader.nodes}
+        bare = Counter[str]()
+        for node in reader.weighted:
+            if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):
+                bare[module_path(node)] += flops[node]
+        left = MOST_WIDE_FLOPS * sum(flops.values())
+        for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
+            left -= work
+            if path and path not in inner and left >= 0:
+                found.add(path)
+    return found
+
+
+def _is_bare(layer: Node) -> bool:
+    """Whether a layer is given a sum of two values of which none is a norm's, moved and joined or not."""
+    read = _trace(arguments(layer).get("input"))
+    return any(
+        _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read
+    )
+
+
+def _shifts_norm(total: Node) -> bool:
+    """Whether a sum is a norm's output that is scaled and shifted."""
+    return any(is_kind(x, *_SUMMING) for y in total.all_input_nodes for x in _trace(y, "multiply"))
+
+
+def _trace(value: object, *kinds: str) -> set[Node]:
+    """What a value was before its elements were moved or joined, and before operations of these kinds."""
+    found: set[Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in found or not is_float(node):
+            continue
+        found.add(node)
+        known = find_operation(operation(node))
+        if known is not None and ("rearranges" in known.traits or known.kind in kinds):
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _origin(node: Node) -> Node:
