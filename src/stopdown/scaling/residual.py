@@ -278,7 +278,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
         for node in reader.weighted:
             if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):
                 bare[module_path(node)] += flops[node]
-        left = MOST_WIDE_FLOPS * sum(flops.values())
+        left: float = MOST_WIDE_FLOPS * sum(flops.values())
         for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
             left -= work
             if path and path not in inner and left >= 0:
