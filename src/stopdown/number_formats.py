@@ -125,6 +125,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def format_about(seconds: float) -> str:
+    """`40 s`, `12 min`, `2.5 h` for a time that was estimated."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def list_some(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

@@ -14,6 +14,7 @@ from stopdown.number_formats import (
     PRECISIONS,
     Format,
     find_format,
+    format_about,
     name_dtype,
     parse_precision,
 )
@@ -87,3 +88,12 @@ def test_formats_are_known_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == "65504.0 bf16 False\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "1 s"), (99.4, "99 s"), (100, "2 min"), (5990, "100 min"), (9000, "2.5 h")],
+)
+def test_an_estimated_time_is_rounded(seconds: float, said: str) -> None:
+    """Two digits and a unit, since it is an estimate."""
+    assert format_about(seconds) == said

@@ -46,6 +46,7 @@ from stopdown.devices.environment import (
 )
 from stopdown.errors import InputError, OptionError
 from stopdown.files.outputs import find_record_path
+from stopdown.number_formats import format_about
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
 from stopdown.records import from_json, to_json
@@ -420,7 +421,7 @@ class _Batch:
         left_s = sum(x.elapsed_s for x in tried) / len(tried) * left / max(1, len(self.workers))
         what = result.output or f"{result.name} failed"
         line = f"{self._describe_progress()}: {what}, {result.elapsed_s:.1f} s"
-        line += f"; about {_format_time(left_s)} left" if left else ""
+        line += f"; about {format_about(left_s)} left" if left else ""
         return line + (f"; {failed} failed" if failed else "")
 
     def _list(self, *statuses: str) -> list[ItemResult]:
@@ -473,13 +474,6 @@ class _Batch:
             decisions=self.prepared.plan.components if self.prepared.plan.is_bare else (),
             device=self.prepared.device,
         )
-
-
-def _format_time(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 2:
-        return f"{hours:.0f} h"
-    return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
 
 
 def _print_summary(record: BatchRecord, options: BatchOptions, console: Any) -> None:

@@ -16,7 +16,7 @@ from stopdown.app.display import Display
 from stopdown.app.registration import describe_command
 from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
-from stopdown.number_formats import format_bytes
+from stopdown.number_formats import format_about, format_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.pipelines.requests import (
     MEDIA,
@@ -139,7 +139,7 @@ def _answer(made: MemoryForecast, prediction: Prediction) -> str:
     if made.download_bytes:
         parts.append(f"{format_bytes(made.download_bytes)} to download")
     if made.seconds is not None:
-        parts.append(f"about {_format_time(made.seconds)}")
+        parts.append(f"about {format_about(made.seconds)}")
     return f"Fits: yes, {', '.join(parts)}"
 
 
@@ -184,12 +184,6 @@ def _compare_bytes(count: int, limit: int) -> str:
     """`13.0 of 15.0 GiB`; each with its unit when they differ."""
     first, second = format_bytes(count).split(), format_bytes(limit).split()
     return " ".join([first[0], *first[1:] * (first[1] != second[1]), "of", *second])
-
-
-def _format_time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _find_smallest(tried: Sequence[Fit]) -> tuple[Plan, Prediction]:
