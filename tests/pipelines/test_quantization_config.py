@@ -845,11 +845,14 @@ def load_gguf(folder: Path, path: Path) -> Any:
 
 def test_a_gguf_transformer_lies_beside_it(fluxes: dict[str, Path], tmp_path: Path) -> None:
     """The transformer comes from a GGUF file, and T5 by a certificate."""
+    from diffusers import PipelineQuantizationConfig
+
     flux = fluxes["text_encoder_2"]
     wanted = call_pipeline(load_pipeline(flux, torch.float32), "flux")
     given = {"transformer": load_gguf(flux, tmp_path / "flux.gguf")}
     assert not np.isfinite(call_pipeline(load_pipeline(flux, **given), "flux")).all()
-    config = stopdown.quantization(flux)
+    mapping = {name: stopdown.StopdownConfig() for name in ("transformer", "text_encoder_2")}
+    config = PipelineQuantizationConfig(quant_mapping=mapping)
     pipe = load_pipeline(flux, quantization_config=config, **given)
     assert pipe.transformer.quantization_method.value == "gguf"
     assert pipe.text_encoder_2.quantization_method == "stopdown"
