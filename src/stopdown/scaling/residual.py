@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -274,11 +274,11 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_flops(node) for node in reader.nodes}
-        bare = Counter[str]()
+        bare = defaultdict[str, float](float)
         for node in reader.weighted:
             if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):
                 bare[module_path(node)] += flops[node]
-        left: float = MOST_WIDE_FLOPS * sum(flops.values())
+        left = MOST_WIDE_FLOPS * sum(flops.values())
         for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
             left -= work
             if path and path not in inner and left >= 0:
