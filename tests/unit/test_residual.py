@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import functional
 
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
@@ -92,13 +94,15 @@ class Shortcuts(torch.nn.Module):
         self.embed = torch.nn.Linear(8, 64)
         self.norm = torch.nn.LayerNorm(64)
         self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
-        self.shortcut, self.wide = torch.nn.Linear(64, 8), torch.nn.Linear(64, 128)
+        self.shortcut = torch.nn.Linear(64, 8)
+        self.wide: torch.nn.Module | None = torch.nn.Linear(64, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         x = x + self.down(self.up(self.norm(x)).relu())
         moved = torch.cat([x, x]).transpose(0, 1)
-        return torch.cat([self.shortcut(moved), self.wide(moved)], -1)
+        found = self.shortcut(moved)
+        return found if self.wide is None else torch.cat([found, self.wide(moved)], -1)
 
 
 def test_small_layers_that_read_the_stream_itself_are_in_fp32() -> None:
@@ -111,6 +115,29 @@ def test_small_layers_that_read_the_stream_itself_are_in_fp32() -> None:
     plain = find_stream(Shortcuts(), [capture])
     assert "shortcut" in plain.cast_input_down
     assert "shortcut.weight" not in plain.kept
+
+
+def test_a_lora_on_such_a_layer_is_in_fp32() -> None:
+    """It is given the stream, which fp16 does not hold."""
+    torch.manual_seed(0)
+    module, x = Shortcuts().eval().requires_grad_(False), torch.randn(4, 3, 8)
+    module.embed.weight.mul_(2.0**20)
+    module.shortcut.weight.mul_(2.0**-10)
+    module.wide = None  # what reads the stream in fp16 would scale it down
+    layer = inject_adapter_in_model(
+        LoraConfig(target_modules=["shortcut"], init_lora_weights=False), copy.deepcopy(module)
+    )
+    adapter = {n: p * 2.0**-6 for n, p in layer.state_dict().items() if "lora_" in n}
+    layer.load_state_dict(adapter, strict=False)
+    expected = layer.requires_grad_(False)(x)
+    rescaling = rescale_(module, (x,), residual="fp32")
+    cast_(module, torch.float16, rescaling)
+    inject_adapter_in_model(LoraConfig(target_modules=["shortcut"]), module)
+    module.load_state_dict({n: p.half() for n, p in adapter.items()}, strict=False)
+    for name, parameter in module.requires_grad_(False).named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.half()
+    assert relative_l2(module(x.half()).float(), expected) < 2e-3
 
 
 def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:

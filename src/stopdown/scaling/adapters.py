@@ -243,7 +243,7 @@ class _FollowedLayer:
                 "it is added to.",
                 remedy=MERGING,
             ) from error
-        if is_inside(path, *folds.scaling.fp32_modules):
+        if _is_wide(folds.scaling, path):
             for part in parts.values():
                 _widen(part, patches)
         for role, exponents in made.items():
@@ -318,6 +318,12 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
     norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
     measured = parts["magnitude"].detach().float().reshape(-1)
     return len(measured) == len(norms) and torch.allclose(measured, norms, rtol=1e-2, atol=0.0)
+
+
+def _is_wide(scaling: Scaling, path: str) -> bool:
+    """Whether a layer stays in fp32, as a module or beside an fp32 stream: fp16 may not hold its input."""
+    kept = scaling.stream.kept if scaling.stream is not None else ()
+    return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
 
 def _widen(part: torch.Tensor, patches: Patches) -> None:
