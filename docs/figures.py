@@ -185,7 +185,10 @@ def full_runs_table() -> str:
                 name,
                 _full_error(name, "bf16"),
                 *(_full_error(name, f"fp16 {x}") for x in runs),
-                *(f"{x['bounded'] / x['values']:.0%}" if x.get("values") else "–" for x in shares),
+                *(
+                    f"{100 * x['bounded'] // x['values']}%" if x.get("values") else "–"
+                    for x in shares
+                ),
             ]
         )
     heads = ("checkpoint", "bf16", "`auto`", "after `plan --measure`", "measured in fp32",
