@@ -14,11 +14,14 @@ from torch.nn import functional
 
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from models.snapshots import compare_snapshot, take_snapshot
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import Callee
 from stopdown.errors import OptionError, ScalingError, StopdownWarning
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling import cast_, measurement, rescale_, search
+from stopdown.runtime.repairs import Calibration
+from stopdown.scaling import cast_, measurement, rescale_, residual, search
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.residual import demand_agreement, find_stream, open_fp32_modules
 from stopdown.scaling.search import plan_stream
@@ -117,6 +120,20 @@ def test_small_layers_that_read_the_stream_itself_are_in_fp32() -> None:
     assert "shortcut.weight" not in plain.kept
 
 
+def test_a_call_of_another_size_keeps_the_stream_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which layers are small depends on sizes; calls that are repaired together need the same casts."""
+    module, calibration = Shortcuts().eval().requires_grad_(False), Calibration(residual="fp32")
+    for length, share in ((3, 0.03), (5, 0.0)):
+        monkeypatch.setattr(residual, "MOST_WIDE_FLOPS", share)
+        x = torch.full((4, length, 8), 1e4)
+        calibration.observe(module, ComponentCall(Callee("", module, "forward", "call"), (x,)))
+    assert len(calibration.measured) == 2
+    assert calibration.stream is not None
+    assert "shortcut.weight" in calibration.stream.kept
+
+
 def test_a_lora_on_such_a_layer_is_in_fp32() -> None:
     """It is given the stream, which fp16 does not hold."""
     torch.manual_seed(0)
@@ -162,10 +179,10 @@ def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
 def test_it_is_nearer_than_without() -> None:
     """On the SD UNet, whose rescaled error is the largest, the fp32 stream takes a third of it off."""
     errors = {}
-    for residual in (None, "fp32"):
+    for kept in (None, "fp32"):
         module, calls = make_overflowing("SD UNet")
-        rescaling = rescale_(module, calls=calls, residual=residual)
-        errors[residual] = measure_error(module, calls, torch.float16, rescaling)
+        rescaling = rescale_(module, calls=calls, residual=kept)
+        errors[kept] = measure_error(module, calls, torch.float16, rescaling)
     assert errors["fp32"] < 0.67 * errors[None]
 
 

@@ -48,6 +48,7 @@ from stopdown.scaling import Measured, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.residual import demand_agreement
 from stopdown.scaling.search import plan_stream
 
 
@@ -108,10 +109,10 @@ class Calibration:
         one = call.callee.bind(module), call.args, call.kwargs
         with without_autocast():
             if self.residual == "fp32" and not kind:
-                found = plan_stream(module, [one], captures)
-                if self.stream not in (None, found):
-                    raise ScalingError("Other calls that failed have a different residual stream.")
-                self.stream = found
+                if self.stream is None:
+                    self.stream = plan_stream(module, [one], captures)
+                else:  # other sizes may share out the work differently, and need the same casts
+                    demand_agreement(captures.take(one), captures.take(one, self.stream))
             add_call(kind, module, one, captures, self.stream)
         self.calls += 1
 
