@@ -115,6 +115,10 @@ def test_small_layers_that_read_the_stream_itself_are_in_fp32() -> None:
     assert {"shortcut"} == set(kept.cast_input_up) - {"norm"}
     assert {"shortcut.weight", "shortcut.bias"} <= set(kept.kept)
     assert {"up", "down", "wide"} <= set(kept.cast_input_down)
+    first = Shortcuts()
+    for name in ("embed", "norm", "up", "down", "wide"):
+        delattr(first, name)  # the class reports the dtype of its first parameter
+    assert "shortcut.weight" not in find_stream(first, [capture], rows=True).kept
     plain = find_stream(Shortcuts(), [capture])
     assert "shortcut" in plain.cast_input_down
     assert "shortcut.weight" not in plain.kept

@@ -322,7 +322,7 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
 
 def _is_wide(scaling: Scaling, path: str) -> bool:
     """Whether a layer stays in fp32, as a module or beside an fp32 stream: fp16 may not hold its input."""
-    kept = scaling.stream.kept if scaling.stream is not None else ()
+    kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
     return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
 

@@ -79,7 +79,10 @@ def find_stream(
     narrow = {name for reader in readers for name in reader.narrow}
     wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
     norms = {path for reader in readers for path in reader.norms(wide)}
-    layers = _find_embedding(module, readers) | _find_bare_readers(readers) if rows else set()
+    layers = set[str]()
+    if rows:
+        own = {name.rpartition(".")[0] for name in _first(module)}
+        layers = (_find_embedding(module, readers) | _find_bare_readers(readers)) - inner - own
     wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in layers}
     return ResidualStream(
         cast_output_up=tuple(sorted(writers - layers)),
@@ -263,14 +266,11 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
         for node, shape in shapes.items():
             is_row = len(shape) == 2 and shape[0] <= pictures
             (single if is_row else many).add(module_path(node))
-    single = {x for x in single - many if x and not is_inside(x, *lists)}
-    first = {name.rpartition(".")[0] for name in _first(module)}
-    return single - first - {path for reader in readers for path in reader.inner}
+    return {x for x in single - many if x and not is_inside(x, *lists)}
 
 
 def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
     """Layers whose input is the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
-    inner = {path for reader in readers for path in reader.inner}
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_flops(node) for node in reader.nodes}
@@ -281,7 +281,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
         left = MOST_WIDE_FLOPS * sum(flops.values())
         for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
             left -= work
-            if path and path not in inner and left >= 0:
+            if path and left >= 0:
                 found.add(path)
     return found
 
