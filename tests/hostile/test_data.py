@@ -23,7 +23,7 @@ from models.comparisons import RUN, make_comparison
 from stopdown.comparison.records import Heat
 from stopdown.frames.media import write_media
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import CallSummary, ComponentPlan, Plan, Scaling, to_json
+from stopdown.records import ComponentPlan, Plan, Scaling, to_json
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]x[/red]\u202e\x9b1m"
 """Control sequences, markup and reversed text, as a name may hold them."""
@@ -204,20 +204,6 @@ RECORDS = [
         "The comparison {folder}/file.json does not",
     ),
     give(
-        "a cell without its precision",
-        REPORT,
-        break_cell(precision="x"),
-        2,
-        "The comparison {folder}/file.json does",
-    ),
-    give(
-        "a cell of no verdict",
-        REPORT,
-        break_cell(verdict=""),
-        2,
-        "The comparison {folder}/file.json does not fit",
-    ),
-    give(
         "an error below 0",
         REPORT,
         break_cell(latents_rel_err=(-1.0,)),
@@ -231,20 +217,10 @@ RECORDS = [
         2,
         "The comparison {folder}",
     ),
-    give(
-        "two of one name",
-        REPORT,
-        break_variant(name="fp32"),
-        2,
-        "The comparison {folder}/file.json does not fit",
-    ),
 ]
 
 SHOWN = [
     give("a call without a decision", REPORT, put_run(decisions=[]), 0, "╭", left=("out.html",)),
-    give(
-        "no calls and no stages", REPORT, put_run(calls=[], stages_s={}), 0, "╭", left=("out.html",)
-    ),
     give(
         "stages that sum to 0",
         REPORT,
@@ -275,26 +251,6 @@ SHOWN = [
         left=("out.html",),
     ),
     give(
-        "a component that a terminal obeys",
-        REPORT,
-        put_record(
-            lambda: dataclasses.replace(
-                RUN, calls=(CallSummary(HOSTILE, "denoise", 1, 1.0, (HOSTILE,), 0),)
-            )
-        ),
-        0,
-        "╭",
-        left=("out.html",),
-    ),
-    give(
-        "facts that are no table",
-        REPORT,
-        put_run(machine={"versions": 3, "memory_bytes": "x"}),
-        0,
-        "╭",
-        left=("out.html",),
-    ),
-    give(
         "a step far away",
         REPORT,
         put_run(
@@ -310,14 +266,6 @@ SHOWN = [
         ),
         0,
         "╭",
-        left=("out.html",),
-    ),
-    give(
-        "versions that are no table",
-        REPORT,
-        put_record(lambda: dataclasses.replace(comparison(), machine={"versions": 3})),
-        0,
-        "precision",
         left=("out.html",),
     ),
     give(
@@ -404,11 +352,6 @@ PLANS = [
         }.items()
     ),
     take_plan(
-        "edited",
-        put_plan(steps=9),
-        "The plan {folder}/plan.json was edited: its content does not fit",
-    ),
-    take_plan(
         "another seal",
         put_plan(seal=HOSTILE),
         "The plan {folder}/plan.json was edited: its content",
@@ -480,13 +423,6 @@ def put_bomb(path: Path) -> None:
     path.write_bytes(content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:])
 
 
-def put_wide(path: Path) -> None:
-    """A gif that says 65535x65535 pixels."""
-    Image.new("P", (8, 8)).save(path)
-    content = path.read_bytes()
-    path.write_bytes(content[:6] + b"\xff\xff\xff\xff" + content[10:])
-
-
 def repeat_word(word: str) -> Damage:
     """900 lines of a word that a pattern begins with, each a little different: 0.9 MB."""
 
@@ -554,13 +490,7 @@ def list_explained() -> Iterator[Attack]:
         2,
         "The file {folder}/file.mp4 cannot be read as a video: ",
     )
-    yield give(
-        "a list of videos (HLS)",
-        "explain FILE.mp4",
-        put_playlist("#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nsecret.mp4\n#EXT-X-ENDLIST\n"),
-        2,
-        "The file {folder}/file.mp4 cannot be read as a video: ",
-    )
+
     yield give(
         "EPS, for which Pillow starts a program",
         "explain FILE.png",
@@ -568,13 +498,7 @@ def list_explained() -> Iterator[Attack]:
         2,
         "The file {folder}/file.png cannot be read as a picture: cannot identify",
     )
-    yield give(
-        "SVG",
-        "explain FILE.png",
-        write(b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
-        2,
-        "The file {folder}/file.png cannot be",
-    )
+
     yield give(
         "60000x60000 pixels of nothing",
         "explain FILE.png",
@@ -582,13 +506,7 @@ def list_explained() -> Iterator[Attack]:
         2,
         "The file {folder}/file.png cannot be read as a picture: ",
     )
-    yield give(
-        "65535x65535 pixels of nothing",
-        "explain FILE.gif",
-        put_wide,
-        2,
-        "The file {folder}/file.gif cannot be read as a video: ",
-    )
+
     for word in ("bf16 ", "only supports ", "from_pretrained("):
         name = f"many {word.strip()}"
         yield give(name, "explain FILE.log", repeat_word(word), 1, "unknown")
@@ -600,11 +518,7 @@ def list_explained() -> Iterator[Attack]:
         "unknown",
     )
     yield give("one line of 20 MB", "explain FILE.log", write(b"x" * 20_000_000), 1, "unknown")
-    yield give(
-        "20 million empty lines", "explain FILE.log", write(b"\n" * 20_000_000), 1, "unknown"
-    )
-    yield give("64 MiB of zeros", "explain FILE.log", put_sparse(64), 1, "unknown")
-    yield give("nothing", "explain FILE.log", write(b""), 1, "unknown")
+
     yield give(
         "zeros and bytes that are no text",
         "explain FILE.log",
@@ -661,18 +575,9 @@ PROFILES = [
         for name, make, said in (
             ("not TOML", write(b"name ="), "is not TOML: "),
             ("deep brackets", write(b"a = " + b"[" * 30_000), "is not TOML: "),
-            ("deep tables", write(b"[" + b"a." * 20_000 + b"a]"), "is not complete: "),
             ("5000 digits", put_profile(gib="9" * 5000), "is not TOML: "),
             ("not UTF-8", write(b"name = '\xff'"), "cannot be read: "),
-            ("1 MB", write(b"#" * 2**20), "cannot be read: it has 1048576 bytes, and at most"),
             ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
-            ("a folder", Path.mkdir, "cannot be read: is a directory"),
-            (
-                "a loop",
-                lambda path: path.symlink_to(path.name),
-                "cannot be read: too many",
-            ),
-            ("nothing in it", write(b""), "is not complete: "),
             (
                 "a rate of NaN",
                 put_profile(rate="nan"),
@@ -684,21 +589,10 @@ PROFILES = [
                 "gives formats.fp32 inf for rate, which no device has",
             ),
             (
-                "a rate below 0",
-                put_profile(rate=-1.0),
-                "gives formats.fp32 the rate -1.0, which is not above 0",
-            ),
-            (
                 "endless memory",
                 put_profile(gib="inf"),
                 "gives it inf GiB of memory, which no device has",
             ),
-            (
-                "memory below 0",
-                put_profile(gib=-1),
-                "gives it -1.0 GiB of memory, which no device has",
-            ),
-            ("a date as memory", put_profile(gib="2026-01-01"), "is not complete: "),
             (
                 "an unknown state",
                 put_profile(state="fine"),
@@ -750,16 +644,8 @@ GIVEN = [
         take_file(f"prompts: {name}", COMPARED, make, "The prompt file {folder}/file.txt " + said)
         for name, make, said in (
             ("none", void, "cannot be read: no such file"),
-            ("a folder", Path.mkdir, "cannot be read: is a directory"),
             ("a pipe", lambda path: os.mkfifo(path), "cannot be read: it is not a regular file"),
-            ("20 MiB", put_sparse(20), "cannot be read: it has 20971520 bytes, and at most"),
             ("a million lines", write(b"\n" * 10**6), "has 1000000 lines."),
-            ("empty", write(b""), "holds no prompt: it is empty"),
-            (
-                "control characters",
-                write(b"\x1b[2J\n\x07"),
-                "holds no prompt: line 1: it holds control characters",
-            ),
             ("not UTF-8", write(b"\xff\xfe\n"), "holds no prompt: line 1: byte 1 is not utf-8"),
             (
                 "one long line",
@@ -776,7 +662,6 @@ GIVEN = [
             ("a cut picture", ".png", cut(put_picture, 0.5)),
             ("a bomb as picture", ".png", put_bomb),
             ("a pipe as picture", ".png", lambda path: os.mkfifo(path)),
-            ("EPS as picture", ".eps", write(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")),
         )
     ),
     *(
@@ -811,6 +696,7 @@ UNENCODABLE = [
     take_words("generate", "shapes", NO_TEXT),
     take_words("compare", "shapes", "--prompt", NO_TEXT),
     take_words("plan", "shapes", "-o", f"{NO_TEXT}.json"),
+    take_words("convert", "shapes", "out", "--plan", f"{NO_TEXT}.json"),
 ]
 
 
@@ -826,22 +712,11 @@ def test_names_and_prompts_that_are_no_text(row: Attack, tmp_path: Path) -> None
 
 JOURNALS: dict[str, tuple[Damage, int, str]] = {
     "a cut head": (write(b'{"journal": 2, "sha'), 0, ""),
-    "a deep head": (write(b"[" * 100_000), 0, ""),
     "a head without its checksum": (write(b'{"journal": 2, "run": {"seed": 1}}'), 0, ""),
     "a pipe as head": (
         lambda path: os.mkfifo(path),
         2,
         "The folder {folder}/journal is not a journal: it contains journal.json.",
-    ),
-    "a folder as head": (
-        Path.mkdir,
-        2,
-        "The folder {folder}/journal is not a journal: it contains journal.json.",
-    ),
-    "a loop as head": (
-        lambda path: path.symlink_to(path.name),
-        2,
-        "The folder {folder}/journal is not a journal: it",
     ),
     "a file that is not its own": (
         lambda path: path.with_name(f"{path.name}.bak").touch(),

@@ -25,16 +25,9 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "format": ("fp12", "The precision 'fp12' is unknown. Known values are fp32, bf16, fp16, "),
     "8 bits": ("vae=fp8", "The precision 'fp8' is unknown."),
     "control sequence": ("\x1b[2J", "The precision '\\x1b[2J' is unknown."),
-    "no precision": ("vae=", "The precision '' is unknown."),
     "no component": ("=fp16", "The entry '=fp16' of a precision does not name"),
     "bare entry": ("vae=fp16,bf16", "The entry 'bf16' of a precision does not name"),
-    "trailing comma": ("vae=fp16,transformer=fp16,", "The entry '' of a precision does not name"),
-    "two equals": ("vae=fp16=bf16", "The precision 'fp16=bf16' is unknown."),
     "contradiction": ("vae=fp16,vae=bf16", "The precision asks for vae=fp16 and for vae=bf16."),
-    "contradiction by plus": (
-        "vae.decode=fp16+vae.decode=bf16",
-        "The precision asks for vae.decode=fp16 and for vae.decode=bf16.",
-    ),
     "long": ("x" * 5000, "The precision 'xxxxx"),
 }
 """What is wrong whatever the model is, and what is said of it."""
@@ -116,11 +109,7 @@ def remove_weights(folder: Path) -> None:
 DOES_NOT_BELONG = "The plan for model does not belong here: "
 PLANS: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "The plan {folder}/plan.json cannot be read"),
-    "folder": (Path.mkdir, "The plan {folder}/plan.json cannot be read"),
     "FIFO": (os.mkfifo, "The plan {folder}/plan.json cannot be read"),
-    "loop": (lambda path: path.symlink_to(path), "The plan {folder}/plan.json cannot be read"),
-    "no JSON": (lambda path: path.write_text("fp16"), "{folder}/plan.json is not a plan."),
-    "no table": (lambda path: path.write_text("[]"), "{folder}/plan.json is not a plan."),
     "other class": (
         lambda path: write_bare(path, transformer="Other"),
         DOES_NOT_BELONG + "transformer was a Other",

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -295,38 +296,22 @@ def list_streams() -> Iterator[Attack]:
             )
 
 
-def list_bytes() -> Iterator[Attack]:
-    """Names in another encoding, as a model, a prompt file, a plan and an output."""
-    name = os.fsdecode(b"caf\xe9")
-    for words in (
-        ["generate", f"./{name}", "a"],
-        ["generate", "shapes", name],
-        ["generate", "shapes", "a", "-o", f"{name}.mp4"],
-        ["plan", "shapes", "-o", f"{name}.json"],
-        ["convert", "shapes", name, "--plan", "plan.json"],
-        ["convert", "shapes", "out", "--plan", f"{name}.json"],
-        ["compare", "shapes", "--prompts", f"{name}.txt"],
-        ["report", f"{name}.json"],
-        ["check", name],
-        ["explain", f"{name}.log"],
-    ):
-        place = next(index for index, word in enumerate(words) if name in word)
-
-        def build(folder: Path, words: list[str] = words, place: int = place) -> list[str]:
-            (folder / words[place]).touch()
-            return list(words)
-
-        shown = words[place].replace(name, "caf\\xe9")
-        message = f"The argument {shown} holds bytes that are not UTF-8."
-        yield Attack(f"{words[0]} {place}: bytes", build, 2, message)
+WIDE = ("generate", "convert", "report")
+"""Commands that meet every fault in the default run; the others meet one of each kind there."""
 
 
-def list_rows() -> list[Attack]:
-    parts = (list_signals, list_disks, list_places, list_foreign, list_streams, list_bytes)
-    return [row for part in parts for row in part()]
+def list_rows() -> Iterator[Any]:
+    """The rows of each kind, those that another command shows already among the slow tests."""
+    for part in (list_signals, list_disks, list_places, list_foreign, list_streams):
+        met = set[str]()
+        for row in part():
+            command = row.name.partition(":")[0]
+            is_default = command in WIDE or (part is not list_streams and command not in met)
+            met.add(command)
+            yield pytest.param(row, marks=() if is_default else pytest.mark.slow, id=row.name)
 
 
-@pytest.mark.parametrize("row", list_rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", list(list_rows()))
 def test_a_fault_while_writing_is_one_message(row: Attack, tmp_path: Path) -> None:
     """The exit code and the words of the row; what stood there stands there, and nothing half-written."""
     run_attack(row, tmp_path)
@@ -342,7 +327,9 @@ def can_mount() -> bool:
     return done.returncode == 0
 
 
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize(
+    "name", [x if x in WIDE else pytest.param(x, marks=pytest.mark.slow) for x in WRITING]
+)
 @pytest.mark.parametrize(
     ("kind", "code", "cause"),
     [("full", 1, "the disk is full"), ("read-only", 2, "the disk is read-only")],

@@ -7,8 +7,6 @@ import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -895,47 +893,3 @@ def test_a_conversion_that_ends_early_leaves_nothing(
             f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
             "half-written was left behind. Free some space, or choose another disk as OUT."
         )
-
-
-def test_a_disk_that_refuses_weights_is_one_message(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """The library that writes weights has errors of its own; they become the same sentence."""
-    resource = pytest.importorskip("resource")
-    folder, plan = save_planned("sd")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        with pytest.raises(OutputError) as caught:
-            convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "could not be written: the file grew larger than this system allows." in str(
-        caught.value
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_kill_leaves_no_out(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
-) -> None:
-    """A process that is killed between two components has renamed nothing."""
-    from stopdown.plans.plan_files import write_plan
-
-    folder, plan = save_planned("sd")
-    write_plan(plan, tmp_path / "plan.json")
-    script = (
-        "import os, signal, sys\n"
-        "from stopdown.checkpoints import component_folders, convert as converting\n"
-        "write = component_folders.write_weights\n"
-        "def die(*given):\n"
-        "    write(*given)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "component_folders.write_weights = die\n"
-        "converting.convert(*sys.argv[1:4], leave=['unet', 'vae'])\n"
-    )
-    command = [sys.executable, "-c", script, folder, tmp_path / "out", tmp_path / "plan.json"]
-    done = subprocess.run([str(word) for word in command], capture_output=True)
-    assert done.returncode == -9
-    assert not (tmp_path / "out").exists()

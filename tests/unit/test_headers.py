@@ -153,6 +153,7 @@ DAMAGED: dict[str, tuple[Any, int, str]] = {
     "offsets that are a text": (describe(offsets="ab"), 16, UNDESCRIBED),
     "no offsets": (describe(offsets=None), 16, UNDESCRIBED),
     "one offset": (describe(offsets=[16]), 16, UNDESCRIBED),
+    "offsets below 0": (describe(offsets=[-16, 0]), 16, UNDESCRIBED),
     "three offsets": (describe(offsets=[0, 8, 16]), 16, UNDESCRIBED),
     "offsets with a fraction": (describe(offsets=[0, 16.0]), 16, UNDESCRIBED),
     "more bytes than the shape needs": (

@@ -101,7 +101,7 @@ def find_largest(weight: torch.Tensor) -> float:
 
 
 def is_held(weight: torch.Tensor) -> bool:
-    """Whether each value has at most 11 digits, as in bf16: fp16 rounds it only where it is subnormal."""
+    """Return whether fp16 holds each value of a weight, subnormals aside: at most 11 digits, as in bf16."""
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
     return weight.dtype != torch.float64 and torch.equal(significands, significands.round())
 

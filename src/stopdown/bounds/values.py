@@ -91,7 +91,7 @@ class AffineRow:
 
 
 def find_largest_rows(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude by column of a table in parts, which stay in a processor's cache."""
+    """Return the largest magnitude by column of a bound's table, in parts that fit a processor's cache."""
     ends = [torch.maximum(part.amax(0), part.amin(0).neg()) for part in parts]
     return torch.stack(ends).amax(0).abs()
 

@@ -232,7 +232,7 @@ def map_through_view(
 def _keep_producible(
     wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
 ) -> dict[Node, Blocks]:
-    """Drop the demands that do not come from parameters, until what is left supports itself."""
+    """Drop blocks that no parameter's rows or columns lead to, until the rest supports itself."""
     kept = dict(wanted)
     while True:
         lost = [node for node in kept if not _is_producible(node, kept, parameters)]

@@ -114,7 +114,7 @@ def _clip(index: int, size: int) -> int:
 
 
 def list_mixed(node: Node) -> list[int]:
-    """The dimensions of a result whose elements may come from other places of the input's.
+    """Return the dimensions along which a node of the graph moves elements to other places.
 
     Of pooling, upsampling, padding and repetition, with as many dimensions as the input. A dimension may
     keep its size: pooling with a stride of 1 takes means of neighbours, and padding by (1, -1) moves

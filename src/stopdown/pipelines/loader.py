@@ -339,7 +339,7 @@ def _find_common_dtype(stored: Iterable[str]) -> torch.dtype:
 
 
 def _find_configuration(source: Source, progress: Progress | None) -> Source:
-    """The Diffusers folder that describes a single file: configurations and tokenizers."""
+    """Return a single file with the folder of configs and tokenizers by which it is loaded."""
     where = _identify_checkpoint(source) if source.config is None else source.config
     folder = Path(where).expanduser()
     if folder.is_dir():

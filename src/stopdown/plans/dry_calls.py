@@ -78,7 +78,7 @@ class CallListener(Listener):
         self.calls: dict[str, list[ComponentCall]] = {}
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """A call whose code runs is the first of its kind."""
+        """Keep a call of the dry run for the plan: its code runs, so it is the first of its kind."""
         self.calls.setdefault(run.call.callee.component_name, []).append(
             dataclasses.replace(run.call, below=None)
         )

@@ -246,7 +246,7 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def find_component(name: str) -> str:
-    """How the name of a weight begins, where that names a component; "" otherwise."""
+    """Return the component that a weight of a file belongs to, by the prefix of its name; "" if none."""
     return split_prefix(name)[1].rstrip("._")
 
 

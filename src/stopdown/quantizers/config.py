@@ -75,7 +75,7 @@ class StopdownConfig(QuantizationConfigMixin):
         return self.to_dict()
 
     def find_entry(self, class_name: str, component: str = "") -> ComponentPlan:
-        """Return the entry of the plan for a model.
+        """Return the entry that this config's plan has for a model.
 
         Args:
             class_name: of the model.

@@ -30,16 +30,16 @@ class Consensus:
     number, count = 0, 1
 
     def begin(self, pipe: Any, plan: Plan | None) -> None:
-        """Refuse processes that were started otherwise; called when a guard is put on."""
+        """Agree that all ranks were started alike, when a guard is put on: a process alone was."""
 
     def begin_run(self) -> None:
         """Prepare for one call of the pipeline."""
 
     def begin_call(self, call: ComponentCall) -> None:
-        """Refuse processes whose first denoising step begins from other values."""
+        """Agree that the first denoising step begins from the same values: that of one process does."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Enter around one call of the pipeline, to explain errors of a process that is lost."""
+        """Enter around one call of the pipeline: a process alone has no others to lose."""
         return contextlib.nullcontext()
 
     def raise_if_lost(self, error: Exception) -> None:

@@ -128,7 +128,7 @@ class Journal:
             raise
 
     def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
-        """Intercept the component calls of a pipeline, outside of what stands there already.
+        """Answer component calls of a pipeline from the journal, and write down the others.
 
         Args:
             count_repairs: how many calls were repaired so far.

@@ -619,7 +619,7 @@ def _is_narrowing(node: Node) -> bool:
 
 
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
-    """(module path, attribute) of an eps of this value at this place; None when there is none.
+    """Return (module path, attribute) of the eps of this value that a problem may scale; None if none.
 
     Where the code has the same number itself, it is not known which of the two is there.
     """

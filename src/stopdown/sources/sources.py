@@ -446,7 +446,7 @@ def _find_diffusers() -> Path:
 
 
 def has_weights(class_name: str) -> bool:
-    """Whether a component of this class has weights: not a tokenizer, scheduler or processor."""
+    """Return whether a source has weights of components of this class: none of a tokenizer or scheduler."""
     plain = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "Extractor", "Guidance")
     return not class_name.endswith((*plain, "ImageProcessorFast", "ImageProcessorPil"))
 
