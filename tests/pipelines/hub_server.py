@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ class HubServer:
         token: when set, what a request must carry.
         cut_once: files of which only half is sent, the first time.
         withheld: files that are answered with status 500.
+        held_until: file to what it waits for before it is sent as a whole.
         broken: every request is answered with status 500.
         silent: no request whose path holds this is answered; None for an answer to each.
         forged: file → the bytes that are sent in place of its own, under its own ETag.
@@ -40,6 +42,7 @@ class HubServer:
         self.token = ""
         self.cut_once: set[str] = set()
         self.withheld: set[str] = set()
+        self.held_until: dict[str, Callable[[], bool]] = {}
         self.broken = False
         self.silent: str | None = None
         self.forged: dict[str, bytes] = {}
@@ -159,6 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not with_body:
             return
+        while not (is_part or self.server_hub.held_until.get(name, lambda: True)()):
+            if self.server_hub.stopping.wait(0.1):
+                return
         if name in self.server_hub.cut_once:
             self.server_hub.cut_once.discard(name)
             body = body[: len(body) // 2]

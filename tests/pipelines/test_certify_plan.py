@@ -25,7 +25,13 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.certified import certify_plan, load_stored, scale_component, suggest_stream
+from stopdown.plans.certified import (
+    Scope,
+    certify_plan,
+    load_stored,
+    scale_component,
+    suggest_stream,
+)
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -39,6 +45,32 @@ def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int
     """The folder of a pipeline whose transformer overflows, its plan, and the progress told."""
     folder, told = save_tiny("cogvideox", overflow="transformer"), []
     return folder, certify_plan(folder, progress=lambda *said: told.append(said)), told
+
+
+def test_an_interrupted_certificate_goes_on(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], monkeypatch: Any, tmp_path: Path
+) -> None:
+    """What was planned before Ctrl-C is not read again, for this model or another with the same part."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    folder, plan, told = certified
+    first, second, *_ = dict.fromkeys(what for _, what, _, _ in told)
+
+    def stop(stage: str, what: str, done: int, total: int) -> None:
+        if what == second:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        certify_plan(folder, progress=stop, scope=Scope(keeps=True))
+    again = list[str]()
+    made = certify_plan(
+        folder, progress=lambda _, what, *said: again.append(what), scope=Scope(keeps=True)
+    )
+    assert first not in again
+    assert second in again
+    assert made.components == plan.components
+    other = certify_plan(folder, precision=f"{second}=fp32", scope=Scope(keeps=True))
+    assert entries_of(other)[second].precision == "fp32"
+    assert entries_of(other)[first] == entries_of(plan)[first]
 
 
 def test_a_transformer_is_certified_without_a_run(
@@ -88,7 +120,7 @@ def test_tables_in_plain_attributes_have_their_values(tmp_path: Path) -> None:
     module, [(_, args, kwargs)] = make_example("Qwen-Image")
     save_parts(tmp_path, module)
     call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
-    plan = certify_plan(tmp_path, only=["transformer"], calls={"transformer": [call]})
+    plan = certify_plan(tmp_path, scope=Scope(("transformer",), {"transformer": [call]}))
     [entry] = plan.components
     assert entry.precision == "fp16", entry.reasons
     assert entry.in_force.bounded > 0.9 * entry.in_force.values

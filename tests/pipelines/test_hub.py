@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hub_server import COMMIT, HubServer
@@ -19,7 +22,7 @@ from safetensors.torch import save_file
 
 import stopdown
 from stopdown import testing
-from stopdown.plans.plan_files import seal_plan, write_plan
+from stopdown.plans.plan_files import read_plan, seal_plan, write_plan
 from stopdown.records import Plan
 
 CLIENT = """
@@ -483,3 +486,63 @@ def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
     assert there["download"] == _count_weights(saved)
     assert here["download"] == 0
     assert None not in _list_weight_requests(hub)
+
+
+ARRIVAL = """
+import os, psutil, sys
+from stopdown.devices.environment import choose_device
+from stopdown.plans import arrivals
+from stopdown.sources.sources import resolve_source
+arrivals.WORTH_BYTES = 0
+described = resolve_source("maker/tiny", with_weights=False)
+with arrivals.certified_on_arrival(described, "fp16", choose_device("cpu")):
+    print([x.pid for x in psutil.Process().children()], flush=True)
+    if len(sys.argv) > 1:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    resolve_source("maker/tiny")
+"""
+
+
+def _run_arrival(hub: HubServer, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "300",
+        "STOPDOWN_CACHE": str(folder / "cache"),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", ARRIVAL, *given],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_components_are_certified_while_others_are_downloaded(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """The last file is sent once two components are planned; at the end of the block all three are."""
+    last, plans = "vae/diffusion_pytorch_model.safetensors", tmp_path / "cache" / "plans"
+    hub.held_until[last] = lambda: plans.is_dir() and len(list(plans.glob("*.json"))) == 2
+    done = _run_arrival(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = [read_plan(path) for path in plans.glob("*.json")]
+    assert all(len(x.components) == 1 and x.components[0].scaling for x in kept)
+    names = sorted(x.components[0].component for x in kept)
+    assert names == ["text_encoder", "transformer", "vae"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_process_that_certifies_ends_with_the_download(
+    hub: HubServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Killed or interrupted, a download leaves no process behind that writes plans."""
+    done = _run_arrival(hub, tmp_path, str(int(number)))
+    assert done.returncode != 0
+    [child] = json.loads(done.stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(child).wait(timeout=60)

@@ -35,7 +35,7 @@ from stopdown.errors import SourceError  # noqa: E402
 from stopdown.graph.capture import name_parameters  # noqa: E402
 from stopdown.graph.nodes import shape_of  # noqa: E402
 from stopdown.plans.certificate_files import export_calls, write_certificate  # noqa: E402
-from stopdown.plans.certified import certify_plan  # noqa: E402
+from stopdown.plans.certified import Scope, certify_plan  # noqa: E402
 from stopdown.records import ComponentPlan, Scaling  # noqa: E402
 from stopdown.sources.sources import resolve_source  # noqa: E402
 from stopdown.testing import save_pipeline  # noqa: E402
@@ -537,7 +537,7 @@ def fixture_encoder(tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
     place = tmp_path_factory.mktemp("certificate")
     folder = save_pipeline("cogvideox", place / "model", overflow="text_encoder")
     source = resolve_source(folder)
-    plan = certify_plan(source, residual="fp32", only=("text_encoder",))
+    plan = certify_plan(source, residual="fp32", scope=Scope(("text_encoder",)))
     path = place / "certificate.json"
     return write_certificate(plan, source, path), path, folder
 
@@ -571,7 +571,7 @@ def test_certificate_is_of_a_folder(tmp_path):
     """A source with LoRAs has weights that no file of the folder has."""
     folder = save_pipeline("cogvideox", tmp_path / "model")
     source = resolve_source(folder)
-    plan = certify_plan(source, only=("text_encoder",))
+    plan = certify_plan(source, scope=Scope(("text_encoder",)))
     with pytest.raises(SourceError, match="A certificate is of a folder as Diffusers saves it"):
         write_certificate(plan, replace(source, loras=(("a", 1.0),)), tmp_path / "c.json")
 

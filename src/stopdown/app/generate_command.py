@@ -267,6 +267,13 @@ def _find_source(
             from stopdown.app.size_limits import show_before_download
 
             kept.forecast = show_before_download(options, found, request, display)
+            from stopdown.plans.arrivals import certified_on_arrival
+
+            device = choose_device(options.device)
+            with certified_on_arrival(
+                found, options.precision, device, request=request, progress=display.progress
+            ):
+                return find_source(options, display)
     return find_source(options, display)
 
 

@@ -18,6 +18,7 @@ from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request, find_target
+from stopdown.plans.arrivals import certified_on_arrival
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan
@@ -148,7 +149,9 @@ def prepare(
     Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
     """
     device = choose_device(settings.device)
-    source = resolve_whole(settings, progress=progress)
+    described = resolve_whole(settings, with_weights=False, progress=progress)
+    with certified_on_arrival(described, settings.precision, device, progress=progress):
+        source = resolve_whole(settings, progress=progress)
     with naming_line(item):  # its media decide which pipeline class serves all
         first = _read_media(request, item.media)
     with quiet_libraries():

@@ -69,7 +69,7 @@ def read_numeric_variables() -> dict[str, str]:
 
 
 def copy_variables() -> dict[str, str]:
-    """The environment, for a process that a fork server begins: it has that of the server's start."""
+    """The environment of this process, for one that it begins."""
     return dict(os.environ)
 
 

@@ -4,7 +4,8 @@ The pipeline is built without weights and its own code is run once, dry, so each
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
 A single file is loaded as it is stored, because its tensors are not those of the model. So is a component
-whose class renames them. A model with LoRAs is loaded in fp32, so that what they add is in the bounds.
+whose class renames them. A model with LoRAs is loaded as it is stored, so that what they add is in the
+bounds.
 A program that is no pipeline is loaded already: its run is stopped at the first call of each component.
 
 Not covered: resolutions beyond the pipeline's default in models with group norms, and components
@@ -49,6 +50,7 @@ from stopdown.plans.plan_files import (
     keep_plan,
     read_cached_plan,
     read_class_versions,
+    seal_plan,
 )
 from stopdown.plans.precision import (
     check_components,
@@ -105,6 +107,22 @@ def load_stored(
     return made[name]
 
 
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What of a model is certified.
+
+    Attributes:
+        only: components of a folder that are planned; none for all. The others may have no weights.
+        calls: of each component, where no pipeline makes them.
+        keeps: each component is kept once it is planned, and what was kept is taken: a run that was
+            interrupted goes on there, and models that share an encoder plan it once.
+    """
+
+    only: Collection[str] = ()
+    calls: Mapping[str, list[ComponentCall]] | None = None
+    keeps: bool = False
+
+
 def certify_plan(
     source: Source | str | Path,
     *,
@@ -113,8 +131,7 @@ def certify_plan(
     residual: str | None = None,
     device: Device | None = None,
     progress: Progress | None = None,
-    only: Collection[str] = (),
-    calls: Mapping[str, list[ComponentCall]] | None = None,
+    scope: Scope | None = None,
 ) -> Plan:
     """A plan whose exponents rest on bounds, from the weights of a model.
 
@@ -128,47 +145,52 @@ def certify_plan(
         device: where the plan is used: what cannot run in fp16 runs in bf16 only if the device computes
             fast in it. None is a device that does.
         progress: told of stage, what, done and total: tensors that were read.
-        only: components of a folder that are planned; none for all. The others may have no weights.
-        calls: of each component, where no pipeline makes them.
+        scope: None plans all components, and keeps none.
 
     Raises:
         OptionError: the precision is none that needs a plan, or names what is no component; the residual
             is unknown.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: captures of seconds, and one pass over the weights for each kind of call; a single file as it is
-    stored in memory, a model with LoRAs in fp32.
+    Cost: captures of seconds, and one pass over the weights for each kind of call; a single file in memory
+    as it is stored.
     """
-    started = time.perf_counter()
+    started, scope = time.perf_counter(), scope or Scope()
     others, stream = parse_fp16(precision, "A certificate"), check_residual(residual)
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
     whole = complete_source(source)
     whole = select_class(whole, request) if whole.pipeline_class else whole
-    source = narrow_source(whole, only)
+    source = narrow_source(whole, scope.only)
     check_components(others, list_planned(source))
-    calls, unseen = (calls, "") if calls is not None else list_source_calls(whole)
-    if source.loras:  # bounds of the matrices that are added are bounds of their layers' values
-        program = load_program(source, torch_dtypes=torch.float32)
-        modules = {name: getattr(program, name) for name in list_planned(source)}
-        loaded = {name: name_parameters(module) for name, module in modules.items()}
-    else:
-        modules = {  # built anew: what was run dry may have kept tensors of its calls
-            name: build_with_tables(source, name) for name in list_planned(source)
-        }
-        loaded = _load_file(source) if source.kind == "file" else {}
+    calls, unseen = (scope.calls, "") if scope.calls is not None else list_source_calls(whole)
+    names, loaded = list_planned(source), dict[str, dict[str, torch.Tensor]]()
+    if source.loras or source.kind == "file":
+        program = load_program(source, torch_dtypes=None)
+        loaded = {name: name_parameters(getattr(program, name)) for name in names}
+    modules = {  # LoRAs are layers of their own; others are built anew, without tensors of the dry run
+        name: getattr(program, name) if source.loras else build_with_tables(source, name)
+        for name in names
+    }
     put_file_bounds(source, SimpleNamespace(**modules))
     recorded = [call for made in calls.values() for call in made]
     hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
     context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
-    components = []
+    components = list[ComponentPlan]()
     for name, module in modules.items():
+        called, key = calls.get(name, []), ""
+        if scope.keeps and not source.loras and source.kind != "file":
+            own = fingerprint(narrow_source(source, (name,)))
+            key = _hash((own, _read_call_sizes(called), residual, hands_over))
+        if name not in others and key and (kept := read_cached_plan(key)) is not None:
+            components += kept.components
+            continue
         with open_component(source, name, module, loaded.get(name)) as load:
-            called = calls.get(name, [])
-            components.append(
-                _plan_component(context, name, module, load, called, hands_over=hands_over)
-            )
+            planned = _plan_component(context, name, module, load, called, hands_over=hands_over)
+        components.append(planned)
+        if key and planned.scaling is not None:
+            keep_plan(seal_plan(Plan(source.name, key, components=(planned,))))
     known = source.name, fingerprint(source), source.pipeline_class
     return seal_made(known, components, started, choose_device("cpu"))
 
@@ -211,7 +233,7 @@ def certify_program(
         )
         for name, module in modules.items()
     ]
-    key = hashlib.sha256(repr(known).encode()).hexdigest()
+    key = _hash(known)
     kept = read_cached_plan(key)
     if kept is not None and kept.versions == read_class_versions():
         return kept
@@ -231,6 +253,10 @@ def certify_program(
     made = seal_made(identity, components, started, choose_device("cpu"))
     keep_plan(made)
     return made
+
+
+def _hash(known: object) -> str:
+    return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 @functools.cache
@@ -273,14 +299,6 @@ def list_planned(source: Source) -> list[str]:
         for name in held
         if has_weights(source.components[name][1]) and (source.described / name).is_dir()
     ]
-
-
-def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a single file's components, in the one 16-bit format that it has, else in fp32."""
-    stored = {entry for counts in read_stored_dtypes(source).values() for entry in counts}
-    only = stored.pop() if len(stored) == 1 and stored <= {"fp16", "bf16"} else "fp32"
-    program = load_program(source, torch_dtypes=FORMATS[only].torch_dtype)
-    return {name: name_parameters(getattr(program, name)) for name in list_planned(source)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import PlanError, warn_user
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import check_source
-from stopdown.plans.certified import certify_plan
+from stopdown.plans.certified import Scope, certify_plan
 from stopdown.plans.plan_files import (
     describe_no_plan,
     keep_plan,
@@ -32,7 +32,7 @@ from stopdown.plans.precision import (
     list_rescaled,
     parse_request,
 )
-from stopdown.records import MemoryPlan, Plan
+from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.sources.hub import PLAN_BESIDE, Progress
 from stopdown.sources.sources import Source, fingerprint, narrow_source
 
@@ -62,24 +62,43 @@ def choose_plan(
         named = read_plan(path)
         check_source(named, source)
         return dataclasses.replace(named, chosen=Path(path).name, memory=memory)
+    need = find_need(source, precision, device)
+    if not need.why:
+        return Plan(source.name, precision=precision, components=need.decided, memory=memory)
+    plan = find_or_certify(source, device, request=request, progress=progress, others=need.others)
+    why = f"a plan of its own, because {need.why}"
+    return dataclasses.replace(plan, chosen=why, memory=memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Whether a run needs exponents.
+
+    Attributes:
+        why: the reason, as a part of a sentence; "" when it needs none.
+        decided: how each call runs without exponents.
+        others: component to its precision, of those that run without exponents beside others with some.
+    """
+
+    why: str
+    decided: tuple[ComponentPlan, ...]
+    others: Mapping[str, str]
+
+
+def find_need(source: Source, precision: str, device: Device) -> Need:
+    """Find whether a source needs exponents for a precision, from configurations and headers alone."""
     asked, facts, supports = parse_request(precision), gather_facts(source), probe_formats(device)
     decided = decide(facts, supports, precision)
-    others = dict[str, str]()
     if asked.get("") == "auto":
         why = "" if device.type == "cpu" else explain_plan(facts, supports)
-    else:
-        rescaled = list_rescaled(asked, {entry.name: entry.calls for entry in facts})
-        why = "fp16 was requested" if rescaled else ""
-        others = {
-            name: PLAIN_FP16 if asked.get(name) == PLAIN_FP16 else widest
-            for name, widest in widest_by_component(decided).items()
-            if name not in rescaled
-        }
-    if not why:
-        return Plan(source.name, precision=precision, components=decided, memory=memory)
-    plan = find_or_certify(source, device, request=request, progress=progress, others=others)
-    why = f"a plan of its own, because {why}"
-    return dataclasses.replace(plan, chosen=why, memory=memory)
+        return Need(why, decided, {})
+    rescaled = list_rescaled(asked, {entry.name: entry.calls for entry in facts})
+    others = {
+        name: PLAIN_FP16 if asked.get(name) == PLAIN_FP16 else widest
+        for name, widest in widest_by_component(decided).items()
+        if name not in rescaled
+    }
+    return Need("fp16 was requested" if rescaled else "", decided, others)
 
 
 def find_or_certify(
@@ -114,8 +133,7 @@ def find_or_certify(
             device=device,
             request=request,
             progress=progress,
-            only=only,
-            calls=calls,
+            scope=Scope(only, calls, keeps=True),
         )
         if not others:
             keep_plan(made)

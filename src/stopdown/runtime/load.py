@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
+from stopdown.plans.arrivals import certified_on_arrival
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import Loaded, load_plan
 from stopdown.plans.precision import parse_request, write_request
@@ -77,7 +80,14 @@ def load(
     )
     asked = precision if isinstance(precision, Plan) else write_request(precision)
     target = choose_device(name_device("load", device) or "auto")
-    found = resolve_source(source, revision=revision, config=config, variant=variant)
+    resolve = functools.partial(
+        resolve_source, source, revision=revision, config=config, variant=variant
+    )
+    with contextlib.ExitStack() as stack:
+        if not isinstance(asked, Plan):
+            described = resolve(with_weights=False)
+            stack.enter_context(certified_on_arrival(described, asked, target))
+        found = resolve()
     verify_source(found)
     with quiet_libraries():
         found = complete_source(found)

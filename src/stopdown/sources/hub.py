@@ -91,15 +91,30 @@ def download_snapshot(
     if needed > free:
         said = {"needed": format_bytes(needed), "free": format_bytes(free)}
         raise make_error("no-room", repo=repo, folder=index.parent.parent.parent, **said)
-    with _asking(repo, None):
-        huggingface_hub.snapshot_download(
-            repo,
-            revision=commit,
-            allow_patterns=[glob.escape(name) for name in chosen],
-            tqdm_class=_make_bar_class(progress),
-        )
-    _check_files(absent, repo)
+    before = 0
+    for names in _order_files(files, chosen):
+        with _asking(repo, None):
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=commit,
+                allow_patterns=[glob.escape(name) for name in names],
+                tqdm_class=_make_bar_class(progress, before, needed),
+            )
+        came = [index.parent / name for name in names if index.parent / name in absent]
+        _check_files(came, repo)
+        before += sum(path.stat().st_size for path in came)
     return index.parent
+
+
+def _order_files(files: Mapping[str, Any], chosen: Sequence[str]) -> list[list[str]]:
+    """Small files first, then the weights of one component after the other, the smallest first."""
+    weights = dict[str, list[str]]()
+    for name in chosen:
+        folder = name.rpartition("/")[0] if name.endswith(".safetensors") else ""
+        weights.setdefault(folder, []).append(name)
+    small = weights.pop("", [])
+    sizes = {folder: sum(files[x].size for x in names) for folder, names in weights.items()}
+    return [small, *(weights[folder] for folder in sorted(weights, key=sizes.__getitem__))]
 
 
 def count_missing_bytes(
@@ -462,8 +477,12 @@ def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
         raise failure from error
 
 
-def _make_bar_class(progress: Progress | None) -> Any:
-    """A progress bar class that draws nothing and reports received bytes."""
+def _make_bar_class(progress: Progress | None, before: int = 0, needed: int = 0) -> Any:
+    """A progress bar class that draws nothing and reports received bytes.
+
+    Args:
+        before: bytes that came before those of this bar, of all that are `needed`.
+    """
     from huggingface_hub.utils import tqdm
 
     class ReportingBar(tqdm):
@@ -476,6 +495,7 @@ def _make_bar_class(progress: Progress | None) -> Any:
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
             if progress is not None and self.counts_bytes:
-                progress("download", "downloading", int(self.n), int(self.total or 0))
+                total = max(needed, before + int(self.total or 0))
+                progress("download", "downloading", before + int(self.n), total)
 
     return ReportingBar
