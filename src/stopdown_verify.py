@@ -29,22 +29,20 @@ import numpy as np
 Array = Any
 Node = dict[str, Any]
 Shape = tuple[int, ...]
+Known = tuple[Array, Array, float]
 
 LARGEST, STORED, TOLERANCE = 65504, 2.0**-25, 1 + Fraction(1, 2**9)
 UP = 1 + 2.0**-30  # more than float64 loses in a sum of 2**20 terms
 ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-50, "int": 0.0}
 LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 1.0}
-WEIGHT, SUM, NORM = (
-    2.0**-11,
-    2.0**-23,
-    2.0**-10,
-)  # relative errors: a weight, a term of a sum, a norm
+WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a term of a sum, a norm
 MOST, SMALL, ENTRIES, BASIS, TERMS = 1 << 19, 1 << 21, 1 << 20, 32, 16
 MOVING = ("view", "order", "part", "join", "spread")
 KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
 SMALLER = ("silu", "gelu", "hardswish", "mish")
 SATURATING = ("sigmoid", "tanh", "erf")
 BOUNDED = (*SATURATING, "sin", "cos", "sign", "softmax")
+SHRINKING = ("tanh", "erf", "sin", "limit")
 FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
     "silu": (lambda x: x / (1 + np.exp(-x)), 1.13), "relu": (lambda x: np.maximum(x, 0), 1.0),
     "sin": (np.sin, 1.0), "cos": (np.cos, 1.0), "neg": (np.negative, 1.0), "tanh": (np.tanh, 1.0),
@@ -75,7 +73,7 @@ class Value:
     norm: float = math.inf
     rows: frozenset[int] = frozenset()
     exponents: Array = 0
-    exact: tuple[Array, Array, float] | None = None
+    exact: Known | None = None
     affine: tuple[tuple[Any, ...], ...] = ()
     sums: Array = None  # of a product: no part of its sum is larger
 
@@ -143,19 +141,14 @@ def by_channel(x: Value) -> Array:
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     """Runs of dimensions of two shapes that hold the same elements."""
-    demand(math.prod(shape) == math.prod(target), "a view has other elements")
-    groups, ends = [], [[*np.cumprod(s, dtype=object)] for s in (shape, target)]
-    i = j = 0
+    demand(math.prod(shape) == math.prod(target) > 0, "a view has other elements")
+    groups, i, j = [], 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
         i, j = min(i + 1, len(shape)), min(j + 1, len(target))
-        while ((i and ends[0][i - 1]) or 1) != ((j and ends[1][j - 1]) or 1):
-            if j == len(target) or (
-                i < len(shape) and ((i and ends[0][i - 1]) or 1) < ends[1][j - 1]
-            ):
-                i += 1
-            else:
-                j += 1
+        while (sizes := (math.prod(shape[a:i]), math.prod(target[b:j])))[0] != sizes[1]:
+            left = sizes[0] < sizes[1] and i < len(shape)
+            i, j = (i + 1, j) if left or j == len(target) else (i, j + 1)
         groups.append(([*range(a, i)], [*range(b, j)]))
     return groups
 
@@ -246,43 +239,45 @@ def operands(n: Node, xs: list[Value]) -> tuple[Value, Value]:
 
 
 def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """`x * (mean(x**2) + eps) ** -0.5`: a row is no longer than the root of its length."""
-    x, shape = c.bare(n["from"][0]), tuple(n["shape"])
-    root = c.nodes[c.bare(n["from"][1])]
-    total = c.nodes[c.bare(root["from"][0])]
-    mean = c.nodes[c.bare(total["from"][0])]
-    square = c.nodes[c.bare(mean["from"][0])]
-    rules = (
-        root["rule"],
-        root.get("halves"),
-        total["rule"],
-        mean.get("mean"),
-        square.get("halves"),
-    )
-    holds = rules == ("power", -1, "add", True, 4) and float(total.get("number", -1)) >= 0
-    demand(holds and c.bare(square["from"][0]) == x and xs[0].shape == shape, "no norm")
-    if not {square["dtype"], mean["dtype"], total["dtype"]} <= {"fp32", "fp64"}:
+    """`x * m ** -0.5` with `m >= mean(x**2)`: a row is no longer than the root of its length."""
+    shape, below, kinds = tuple(n["shape"]), n["from"][1], set[str]()
+    power, factor, fits, safe = 1.0, 1.0, xs[0].shape == shape, False
+    while (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown") and fits:
+        rule, number = at["rule"], float(at.get("number", 0)) * at.get("factor", 1)
+        power *= at["halves"] / 2 if rule == "power" else 1
+        factor *= number**power if rule == "multiply" and number > 0 else 1
+        larger = rule in ("add", "either") and number > 0 > power
+        fits = rule in ("power", "spread") or larger or (rule == "multiply" and number > 0)
+        fits, safe, below = fits and len(at["from"]) == 1, safe or larger, at["from"][0]
+        kinds.add(at["dtype"])
+    square = c.nodes[c.bare(at["from"][0], kinds)] if fits and at.get("mean") else at
+    kind = power, square["rule"], square.get("halves")
+    if not (fits and safe and kind == (-0.5, "power", 4)
+            and c.bare(square["from"][0]) == c.bare(n["from"][0])
+            and all(at["shape"][d] == 1 for d in at["dims"])
+            and kinds | {at["dtype"], square["dtype"]} <= {"fp32", "fp64"}):  # fmt: skip
         raise Unbounded
-    norm = math.sqrt(math.prod(shape[d] for d in mean["dims"])) * (1 + NORM)
-    made = bound(shape, norm, norm, mean["dims"])
-    one = np.ones(shape[-1])
-    if mean["dims"] == [len(shape) - 1]:
+    norm = factor * math.sqrt(math.prod(shape[d] for d in at["dims"])) * (1 + NORM)
+    made, one = bound(shape, norm, norm, at["dims"]), np.ones(shape[-1])
+    if at["dims"] == [len(shape) - 1]:
         made.affine = ((norm, one, one[None] * 0, one * 0),)
     return made
 
 
 def rule_same(c: Graph, n: Node, xs: list[Value]) -> Value:
-    demand(
-        n["function"] in KEEPING + SMALLER and tuple(n["shape"]) == xs[0].shape, "no such function"
-    )
+    holds = n["function"] in KEEPING + SMALLER and tuple(n["shape"]) == xs[0].shape
+    demand(holds, "no such function")
     return bound(xs[0].shape, xs[0].peak, xs[0].norm, xs[0].rows)
 
 
 def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """No larger than a number, whatever goes in."""
-    shape, name = tuple(n["shape"]), n["function"]
-    demand(name in (*BOUNDED, "clamp", "filled"), "no such function")
-    most = abs(float(n["number"])) if name in ("clamp", "filled") else 1.0
+    """No larger than a number, whatever goes in, and some functions no larger than that."""
+    shape, name, stated = tuple(n["shape"]), n["function"], ("clamp", "limit", "filled")
+    demand(name in (*BOUNDED, *stated), "no such function")
+    most = abs(float(n["number"])) if name in stated else 1.0
+    if name in SHRINKING and xs[0].peak is not None:
+        demand(xs[0].shape == shape, "the shape does not follow")
+        most = np.minimum(most, xs[0].peak)
     return bound(shape, most, *((1.0, (n["dim"],)) if name == "softmax" else ()))
 
 
@@ -300,8 +295,7 @@ def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_either(c: Graph, n: Node, xs: list[Value]) -> Value:
-    rank = len(n["shape"])
-    peaks = [x.peak.reshape((1,) * (rank - x.peak.ndim) + x.peak.shape) for x in xs]
+    peaks = [wide(x.peak, len(n["shape"]), 0) for x in xs]
     most = few(np.max(np.broadcast_arrays(*peaks), axis=0))
     return bound(tuple(n["shape"]), np.maximum(most, abs(float(n.get("number", 0)))))
 
@@ -336,10 +330,8 @@ def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
     (gain, low), (shift, floor) = c.vector(n, "weight", 1.0), c.vector(n, "bias", 0.0)
     errors = np.abs(gain) * WEIGHT + low, np.abs(shift) * WEIGHT + floor
     g, b = (np.abs(x) + e for x, e in zip((gain, shift), errors, strict=True))
-    root, sizes = (
-        math.sqrt(count) * (1 + NORM),
-        [place if x.size > 1 else [1] * rank for x in (g, b)],
-    )
+    root = math.sqrt(count) * (1 + NORM)
+    sizes = [place if x.size > 1 else [1] * rank for x in (g, b)]
     longest = root * math.sqrt(max(groups, 1)) * float(g.max())
     longest += math.sqrt(over((b**2).reshape(sizes[1]), shape, dims))
     made = bound(shape, root * g.reshape(sizes[0]) + b.reshape(sizes[1]), longest, dims)
@@ -467,6 +459,12 @@ def rule_power(c: Graph, n: Node, xs: list[Value]) -> Value:
     return bound(xs[0].shape, xs[0].peak ** (n["halves"] / 2))
 
 
+def rule_exp(c: Graph, n: Node, xs: list[Value]) -> Value:
+    if xs[0].peak.max() > 700:
+        raise Unbounded
+    return bound(xs[0].shape, np.exp(xs[0].peak))
+
+
 def rule_unknown(c: Graph, n: Node, xs: list[Value]) -> Value:
     raise Unbounded
 
@@ -475,7 +473,7 @@ RULES: dict[str, Callable[[Graph, Node, list[Value]], Value]] = {
     "add": rule_add, "multiply": rule_multiply, "unit": rule_unit, "same": rule_same,
     "scale": rule_same, "bounded": rule_bounded, "mix": rule_mix, "either": rule_either,
     "matmul": rule_matmul, "attention": rule_attention, "norm": rule_norm, "lookup": rule_lookup,
-    "product": rule_product, "power": rule_power, "unknown": rule_unknown,
+    "product": rule_product, "power": rule_power, "exp": rule_exp, "unknown": rule_unknown,
     **dict.fromkeys(MOVING, lambda c, n, xs: move_value(n, xs)),
 }  # fmt: skip
 UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the inputs
@@ -484,7 +482,7 @@ UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the 
 # values that depend on nothing but the timestep, one by one; and rows behind a norm
 
 
-def compute(c: Graph, n: Node, xs: list[Value]) -> tuple[Array, Array, float] | None:
+def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
     """Centre, radius and length of a result whose inputs are known; its own rounding is not in it."""
     rule, shapes = n["rule"], [x.shape for x in xs]
     known = [x.exact for x in xs if x.exact is not None]
@@ -497,11 +495,8 @@ def compute(c: Graph, n: Node, xs: list[Value]) -> tuple[Array, Array, float] | 
         moved = (move(n, [x[k] for x in known], shapes, 1 - k) for k in (0, 1))
         return next(moved), next(moved), math.inf
     if rule == "mix" and n.get("repeats") and all(center.shape[d + 1] == 1 for d in n["dims"]):
-        return (
-            center,
-            radius,
-            length if n["dims"] and max(n["dims"]) < center.ndim - 2 else math.inf,
-        )
+        inside = n["dims"] and max(n["dims"]) < center.ndim - 2
+        return center, radius, length if inside else math.inf
     if rule in ("same", "bounded") and n["function"] in FUNCTIONS:
         function, slope = FUNCTIONS[n["function"]]
         return function(center), slope * radius, slope * length
@@ -631,9 +626,8 @@ class Weight:
         kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
         dtype, (first, last) = np.dtype(kinds.get(self.kind, np.uint8)), entry["data_offsets"]
         count = (last - first) // dtype.itemsize
-        self.raw = (
-            np.memmap(path, dtype, "r", start + first, (count,)) if count else np.zeros(0, dtype)
-        )
+        there = path, dtype, "r", start + first, (count,)
+        self.raw = np.memmap(*there) if count else np.zeros(0, dtype)
         sizes = (*self.shape, 1, 1)
         self.rows, self.columns = (np.zeros(max(size, 1), dtype=np.int64) for size in sizes[:2])
         for dim, begin, end, exponent in stated.get("exponents", ()):
@@ -651,9 +645,8 @@ class Weight:
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
         """The rows times columns: their magnitudes, their squares, and as they are."""
-        wide = [
-            np.stack(x, 1) if len(x) else np.zeros((math.prod(self.shape[1:]), 0)) for x in columns
-        ]
+        none = np.zeros((math.prod(self.shape[1:]), 0))
+        wide = [np.stack(x, 1) if len(x) else none for x in columns]
         made: tuple[list[Array], ...] = ([], [], [])
         for _, rows in self.read(start, stop):
             made[2].append(rows @ wide[2].reshape(rows.shape[1], -1))
@@ -730,21 +723,13 @@ class Graph:
     def find_heads(self, n: Node) -> tuple[int, int, Node] | None:
         """Heads and width of the attention that a linear reads, and the linear that gave its values."""
         ends, kinds = [n], set[str]()
-
-        def is_made(rule: str, at: int = 0) -> bool:
+        for rule in ("view", "order", "attention", "order", "view", "product"):
+            at = 2 if ends[-1]["rule"] == "attention" else 0
             ends.append(self.nodes[self.bare(ends[-1]["from"][at], kinds)])
             kinds.add(ends[-1]["dtype"])
-            return bool(ends[-1]["rule"] == rule)
-
-        before = (
-            ("view", 0),
-            ("order", 0),
-            ("attention", 0),
-            ("order", 2),
-            ("view", 0),
-            ("product", 0),
-        )
-        if not all(is_made(rule, at) for rule, at in before) or len(ends[3]["shape"]) != 4:
+            if ends[-1]["rule"] != rule:
+                return None
+        if len(ends[3]["shape"]) != 4:
             return None
         _, rows, turned, mean, values, viewed, inner = ends
         (batch, heads, tokens, width), count = mean["shape"], inner["shape"][1:2]
@@ -760,23 +745,17 @@ class Graph:
 
     def bare(self, name: str, passed: set[str] | None = None) -> str:
         """The value behind casts, whose dtypes go into `passed`."""
-        while self.nodes[name]["rule"] == "same" and self.nodes[name]["function"] in (
-            "cast",
-            "copy",
-        ):
+        while (n := self.nodes[name])["rule"] == "same" and n["function"] in ("cast", "copy"):
             if passed is not None:
-                passed.add(self.nodes[name]["dtype"])
-            name = self.nodes[name]["from"][0]
+                passed.add(n["dtype"])
+            name = n["from"][0]
         return name
 
     def vector(self, n: Node, key: str, default: float) -> tuple[Array, Array]:
         """A bias or a norm's weight, and how far fp16 rounds what is subnormal of it."""
         if key not in n:
             return np.full(1, default), np.zeros(1)
-        w, cut = (
-            self.weights[n[key]],
-            slice(*n["part"]) if key == "bias" and "part" in n else slice(None),
-        )
+        w, cut = self.weights[n[key]], slice(*n.get("part", (None,)) if key == "bias" else (None,))
         whole = np.concatenate([rows.reshape(-1) for _, rows in w.read()])
         demand(len(w.shape) < 2 or w.shape[0] == len(whole), "not a vector")
         return whole[cut], STORED * 2.0 ** -w.rows[cut]
@@ -794,9 +773,7 @@ class Graph:
         own = self.weights[n["bias"]].rows[slice(*n.get("part", (None,)))]
         return bool((made == own.reshape(place)).all())
 
-    def compute_linear(
-        self, n: Node, known: tuple[Array, Array, float]
-    ) -> tuple[Array, Array, float]:
+    def compute_linear(self, n: Node, known: Known) -> Known:
         """A linear of values that are known at each timestep, with the errors of all roundings."""
         center, radius, length = known
         w, width, shape = self.weights[n["weight"]], center.shape[-1], n["shape"]
@@ -875,14 +852,10 @@ class Graph:
 
     def round(self, n: Node, x: Value) -> Value:
         once = n["rule"] == "same" and n["function"] == "cast"
-        relative, low = (
-            ROUNDING[n["dtype"]] / (2 if once else 1),
-            LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float),
-        )
-        more = relative * x.peak + low
-        norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(
-            math.prod(x.shape[d] for d in x.rows)
-        )
+        relative = ROUNDING[n["dtype"]] / (2 if once else 1)
+        low = LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float)
+        more, length = relative * x.peak + low, math.prod(x.shape[d] for d in x.rows)
+        norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(length)
         made = bound(x.shape, x.peak + more, norm, x.rows)
         made.exponents, made.sums = x.exponents, x.sums
         if x.exact is not None:
@@ -949,12 +922,11 @@ class Graph:
 WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64"), ("int", "fp32")}
 
 
-def bound_exact(shape: Shape, exact: tuple[Array, Array, float]) -> Value:
+def bound_exact(shape: Shape, exact: Known) -> Value:
     center, radius, length = exact
     rows = range(len(shape))[-1:]
-    norm = max(math.sqrt(over(c**2, shape, rows)) for c in center) + row_error(
-        radius, shape, length
-    )
+    norm = max(math.sqrt(over(c**2, shape, rows)) for c in center)
+    norm += row_error(radius, shape, length)
     made = bound(shape, np.abs(center).max(0) + radius, norm, rows)
     made.exact = exact
     return made

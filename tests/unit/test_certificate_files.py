@@ -37,6 +37,7 @@ from stopdown.graph.nodes import shape_of  # noqa: E402
 from stopdown.plans.certificate_files import export_calls, write_certificate  # noqa: E402
 from stopdown.plans.certified import Scope, certify_plan  # noqa: E402
 from stopdown.records import ComponentPlan, Scaling  # noqa: E402
+from stopdown.scaling.measurement import Captures  # noqa: E402
 from stopdown.sources.sources import resolve_source  # noqa: E402
 from stopdown.testing import save_pipeline  # noqa: E402
 
@@ -474,6 +475,54 @@ def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
     graph.check()
     peak = np.broadcast_to(peaks[stated["graphs"][0]["outputs"][0][0]], result.shape)
     assert (result.abs().numpy() <= peak).all()
+
+
+class Normed(torch.nn.Module):
+    """A row of length 1 in one of the ways that code has, times a number that fp16 holds only then."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_parameter("size", torch.nn.Parameter(torch.tensor([1e3, 2e3, 100.0, 4.0])))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() * 3e4  # at the end of fp16, and its squares far beyond
+        made = {
+            "normalize": lambda: F.normalize(wide, dim=-1),
+            "divided": lambda: wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
+            "multiplied": lambda: wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6),
+            "layer norm": lambda: F.layer_norm(wide, (4,), self.size.float()),
+            "exp": lambda: (x.tanh() * 9.0).clamp(-30.0, 20.0).exp(),
+        }  # fmt: skip
+        return made[self.way]().to(x.dtype) * 4.0
+
+
+@pytest.mark.parametrize("way", ["normalize", "divided", "multiplied", "layer norm", "exp"])
+def test_what_is_of_length_one_has_a_bound(way, tmp_path):
+    """Every value in fp16 is covered, and no run exceeds the bound of the output."""
+    stated, graph = export_one(Normed(way), torch.full((2, 4), 100.0), tmp_path)
+    graph.check()
+    assert graph.uncovered == []
+    ((output, _),) = stated["graphs"][0]["outputs"]
+    bound = float(stopdown_verify.read_number(graph.nodes[output]["bound"]))
+    module = Normed(way)
+    for x in (torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.randn(8, 4)):
+        assert float(module(x).detach().abs().max()) <= bound
+
+
+def export_one(module: torch.nn.Module, x: torch.Tensor, folder: Path) -> Any:
+    """The certificate of a module that is called with one tensor in fp16, and its graph."""
+    from safetensors.torch import save_model
+
+    module.eval().requires_grad_(False)
+    capture = Captures(torch.float16).take((module, (x,), {}))
+    (folder / "net").mkdir()
+    save_model(module, str(folder / "net" / "a.safetensors"))
+    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
+    load = name_parameters(module).__getitem__
+    stated = export_calls(module, entry, [(capture, (x,), {})], folder, ["a.safetensors"], load)
+    weights = stopdown_verify.open_weights(folder / "net", stated["files"], stated["weights"])
+    return stated, stopdown_verify.Graph(stated["graphs"][0], weights, True)
 
 
 class Embedded(torch.nn.Module):

@@ -111,7 +111,7 @@ def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool]
     if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
         return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
     if inverse and is_kind(node, "vector_norm"):
-        return _read_vector_norm(node)
+        return read_vector_norm(node)
     if not _is_root(node, inverse):
         return None
     node = strip_casts(node.args[0])
@@ -142,7 +142,8 @@ def _is_square(node: Node) -> bool:
     return is_kind(node, "square") or twice or by_power
 
 
-def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
+def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
+    """What a 2-norm is taken of, over which dimensions, which stay with a size of 1; and True: no mean."""
     given, source = arguments(node), node.args[0]
     if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
         return None
@@ -284,7 +285,8 @@ def clamp(op: Operands) -> Bound:
     if len(sizes) == 2 and op.find(op.given["self"]) is None:
         return uniform(max(sizes), op.shape, 0.5 * max(sizes))
     if len(sizes) == 2:
-        return op.made(op.source.peak.clamp(max=max(sizes)), op.source.typical)
+        least = 0.0 if numbers[0] <= 0 <= numbers[1] else min(sizes)
+        return op.made(op.source.peak.clamp(min=least, max=max(sizes)), op.source.typical)
     return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 
 

@@ -26,11 +26,11 @@ from stopdown.bounds.evaluation import writes_in_place
 from stopdown.bounds.input_limits import Stated, state_calls
 from stopdown.bounds.known_values import Load, Operands
 from stopdown.bounds.propagation import find_aliases
-from stopdown.bounds.rules import bound_written_norm
+from stopdown.bounds.rules import bound_written_norm, read_vector_norm
 from stopdown.bounds.singular_values import MOST_WORK, bound_parts
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
-from stopdown.fold_names import split_name
+from stopdown.fold_names import name_clamp, split_name
 from stopdown.graph.blocks import split_bounds
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
@@ -80,6 +80,8 @@ _DTYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+_EXACT = (torch.float16, torch.float32, torch.float64)
+"""What a weight may be cast to: the checker has a weight's rounding to fp16 already."""
 _SAME = {
     "to": "cast",
     "_to_copy": "cast",
@@ -391,6 +393,8 @@ class _Exporter:
         if method is None and found.kind in _POWERS:
             twice = int(found.exponent.removeprefix("halves "))
             method = functools.partial(self._export_halves, twice)
+        if method is None and found.kind == "vector_norm":
+            method = self._export_vector_norm
         if math.prod(shape_of(node)) == 0 or method is None:
             return None
         try:
@@ -565,10 +569,11 @@ class _Exporter:
         return {**made, "number": number, **self._number_exponent(node, other)}
 
     def _number_exponent(self, node: Node, number: Any) -> dict[str, int]:
-        found = (
-            find_eps(self.module, module_path(node), number) if isinstance(number, float) else None
-        )
-        exponent = self.scaling.eps.get(".".join(filter(None, found or ())), 0)
+        if not isinstance(number, float):
+            return {}
+        path = module_path(node)
+        found = find_eps(self.module, path, number) or (path, name_clamp(number))
+        exponent = self.scaling.eps.get(".".join(filter(None, found)), 0)
         return {"number_exponent": exponent} if exponent else {}
 
     def _export_subtract_from(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -597,6 +602,10 @@ class _Exporter:
 
     def _export_divide(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = given["other"]
+        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+            made = {"rule": "power", "halves": -2, "from": [self._need(number, node)]}
+            below = self._add(node, made, shape_of(number))
+            return {"rule": "unit", "from": [self._first(node), below]}
         if (
             not isinstance(number, (int, float))
             or given.get("rounding_mode") is not None
@@ -610,6 +619,23 @@ class _Exporter:
         if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
             raise _NoRule
         return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
+
+    def _export_vector_norm(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The root of a sum of squares, in one kernel: the parts of it are no values in fp16."""
+        found = read_vector_norm(node)
+        if found is None or node.meta["val"].dtype == torch.float16:
+            raise _NoRule
+        source, dims, _ = found
+        before = shape_of(source)
+        kept = [1 if d in dims else size for d, size in enumerate(before)]
+        made = {"rule": "power", "halves": 4, "from": [self._first(node)]}
+        made = {"rule": "mix", "from": [self._add(node, made, before)], "dims": dims, "mean": True}
+        count = math.prod(before[d] for d in dims)
+        made = {"rule": "multiply", "from": [self._add(node, made, kept)], "number": count}
+        return {"rule": "power", "halves": 1, "from": [self._add(node, made)]}
+
+    def _export_exponential(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rule": "exp", "from": [self._first(node)]}
 
     def _export_halves(self, halves: int, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         """Square, roots and reciprocal: `x ** (halves / 2)`, as the table of operations has it."""
@@ -632,9 +658,14 @@ class _Exporter:
         if numbers == [0, None]:
             return {"rule": "same", "function": "relu", "from": [self._first(node)]}
         if not all(isinstance(x, (int, float)) for x in numbers):
-            raise _NoRule
-        most = max(abs(float(x)) for x in numbers)  # type: ignore[arg-type]
-        return {"rule": "bounded", "function": "clamp", "from": [self._first(node)], "number": most}
+            (number,) = (x for x in numbers if x is not None)
+            if not isinstance(number, (int, float)):
+                raise _NoRule
+            made = {"rule": "either", "from": [self._first(node)], "number": abs(float(number))}
+            return {**made, **self._number_exponent(node, number)}
+        least, most = map(float, numbers)  # type: ignore[arg-type]
+        return {"rule": "bounded", "function": "limit" if least <= 0 <= most else "clamp",
+                "from": [self._first(node)], "number": max(abs(least), abs(most))}  # fmt: skip
 
     def _filled(self, number: float) -> dict[str, Any]:
         return {"rule": "bounded", "function": "filled", "number": abs(number)}
@@ -674,6 +705,8 @@ class _Exporter:
             ):
                 bounds, number = split_bounds(value.args[0])[1], int(value.args[1])
                 part, value = bounds[number : number + 2], value.args[0].args[0]
+            while is_kind(value, "identity", "cast") and value.meta["val"].dtype in _EXACT:
+                value = value.args[0]
             name = self.capture.parameters.get(value.name) if isinstance(value, Node) else None
             held = None if name is None else self.reading.find(name)
             if held is None or made.get("part", part) != part:
