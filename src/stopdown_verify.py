@@ -626,8 +626,9 @@ class Weight:
         kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
         dtype, (first, last) = np.dtype(kinds.get(self.kind, np.uint8)), entry["data_offsets"]
         count = (last - first) // dtype.itemsize
-        there = path, dtype, "r", start + first, (count,)
-        self.raw = np.memmap(*there) if count else np.zeros(0, dtype)
+        self.raw: Array = np.zeros(0, dtype)
+        if count:
+            self.raw = np.memmap(path, dtype, "r", start + first, (count,))
         sizes = (*self.shape, 1, 1)
         self.rows, self.columns = (np.zeros(max(size, 1), dtype=np.int64) for size in sizes[:2])
         for dim, begin, end, exponent in stated.get("exponents", ()):
@@ -854,8 +855,8 @@ class Graph:
         once = n["rule"] == "same" and n["function"] == "cast"
         relative = ROUNDING[n["dtype"]] / (2 if once else 1)
         low = LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float)
-        more, length = relative * x.peak + low, math.prod(x.shape[d] for d in x.rows)
-        norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(length)
+        more, size = relative * x.peak + low, math.prod(x.shape[d] for d in x.rows)
+        norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(size)
         made = bound(x.shape, x.peak + more, norm, x.rows)
         made.exponents, made.sums = x.exponents, x.sums
         if x.exact is not None:

@@ -299,6 +299,21 @@ def test_a_quotient_by_what_is_clamped_is_bounded() -> None:
     assert not found
 
 
+@pytest.mark.parametrize(("least", "most"), [(8.0, 16.0), (-16.0, -8.0), (-8.0, 16.0), (None, 8.0)])
+def test_a_clamp_may_make_values_larger(least: float | None, most: float) -> None:
+    """Values at most 1 are 8 behind a clamp that does not let smaller ones through."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh().clamp(least, most) * 1
+
+    x = torch.zeros(2, 4)
+    case = bound_module(Model(), x)
+    bound = case.bounds.values[next(n for n in case.bounds.values if n.startswith("mul"))]
+    assert bound is not None
+    assert float(Model()(x).abs().max()) <= bound.largest
+
+
 def test_a_norm_needs_no_limit_on_its_input() -> None:
     """What a layer norm gives is bounded by its weight, whatever goes in."""
 

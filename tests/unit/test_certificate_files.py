@@ -439,6 +439,7 @@ class Moving(torch.nn.Module):
             "avg_pool1d": lambda: F.avg_pool1d(x, 3, stride=1, padding=1),
             "avg_pool2d": lambda: F.avg_pool2d(x[None], (1, 3), stride=1, padding=(0, 1))[0],
             "pad": lambda: F.pad(x, (1, -1)),
+            "einsum": lambda: torch.einsum("abc->bca", x).permute(2, 0, 1),
             "repeat_interleave": lambda: torch.repeat_interleave(
                 x, torch.tensor([0, 0, 4, 0]), dim=2, output_size=4
             ),
@@ -446,7 +447,10 @@ class Moving(torch.nn.Module):
         return made[self.operation]() * 1
 
 
-@pytest.mark.parametrize("operation", ["avg_pool1d", "avg_pool2d", "pad", "repeat_interleave"])
+MOVES = ("avg_pool1d", "avg_pool2d", "pad", "einsum", "repeat_interleave")
+
+
+@pytest.mark.parametrize("operation", MOVES)
 def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
     """A large place reaches its neighbours: neither the plan's nor the checker's bound is below it."""
     from safetensors.torch import save_model

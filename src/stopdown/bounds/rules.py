@@ -281,11 +281,12 @@ def clamp(op: Operands) -> Bound:
     numbers = [op.given.get(name) for name in ("min", "max")]
     if not all(x is None or isinstance(x, (int, float)) for x in numbers):
         raise UnboundedError
-    sizes = [abs(float(x)) for x in numbers if x is not None]
+    given = [float(x) for x in numbers if x is not None]
+    sizes = [abs(x) for x in given]
     if len(sizes) == 2 and op.find(op.given["self"]) is None:
         return uniform(max(sizes), op.shape, 0.5 * max(sizes))
     if len(sizes) == 2:
-        least = 0.0 if numbers[0] <= 0 <= numbers[1] else min(sizes)
+        least = 0.0 if given[0] <= 0 <= given[1] else min(sizes)
         return op.made(op.source.peak.clamp(min=least, max=max(sizes)), op.source.typical)
     return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 

@@ -750,6 +750,15 @@ class _Exporter:
             raise _NoRule
         return {"rule": "matmul", "from": [self._need(x, node) for x in pair]}
 
+    def _export_einsum(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of one operand whose dimensions are put into another order."""
+        letters, _, kept = str(given["equation"]).replace(" ", "").partition("->")
+        if len(set(letters)) < len(letters) or sorted(letters) != sorted(kept):
+            raise _NoRule
+        (source,) = given["tensors"]
+        order = [letters.index(x) for x in kept]
+        return {"rule": "order", "from": [self._need(source, node)], "order": order}
+
     def _export_attention(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("dropout_p"):
             raise _NoRule
