@@ -333,7 +333,6 @@ COUNTS = grow_rows(
 # Weights: headers, shards, dtypes, and configurations that they do not fit.
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-ENCODER_WEIGHTS = "text_encoder/model.safetensors"
 DAMAGED = f"The weights MODEL/{WEIGHTS} are damaged or cut off: "
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -196,12 +195,7 @@ REFUSED = {
         b'{"prompt": "a"}\n{"prompt": "b", "height": 33}\n',
         "Line 2 of the prompts: The model cannot make --height 33",
     ),
-    "steps": (
-        b'{"prompt": "a", "steps": 0}\n',
-        "Line 1 of the prompts bad.jsonl: --steps 0 is less",
-    ),
     "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png cannot be read"),
-    "video": (b'{"prompt": "a", "video": "gone.mp4"}\n', "gone.mp4 cannot be read"),
     "mask": (b'{"prompt": "a", "mask": "gone.png"}\n', "gone.png cannot be read"),
 }
 
@@ -223,7 +217,6 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--prompts", "gone.txt", "-o", "out"), "The prompts file gone.txt cannot be read"),
         (
             ("--prompts", "nowhere://a/b.txt", "-o", "out"),
             "The prompts file nowhere://a/b.txt cannot",
@@ -238,14 +231,9 @@ def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
             "is not empty (it holds prompts.txt), and is not from a batch.",
         ),
         (
-            ("--prompts", "prompts.txt", "-o", "out", "--workers", "0"),
-            "--workers 0 is not above 0.",
-        ),
-        (
             ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
             "'webp' is not one of 'mp4', 'webm', 'gif', 'png'",
         ),
-        (("--prompts", "prompts.txt", "-o", "out", "--precision", "fp61"), "fp61"),
         (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
     ],
 )
@@ -309,40 +297,6 @@ def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_pa
     again = read_summary()
     assert [x.status for x in again.items] == ["skipped"] * 3 + ["made"]
     assert again.items[-1].plan == record.plans[1]
-
-
-def begin(*words: str) -> subprocess.Popen[bytes]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "stopdown.app.cli", "batch", *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def wait_for(done: Callable[[], bool], process: Any, limit_s: float = 120.0) -> None:
-    """Wait until something is so, or the process has ended."""
-    until = time.monotonic() + limit_s
-    while not done() and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def test_kill_leaves_nothing_half_written(run: Run, tiny: str) -> None:
-    """`kill -9` in the middle: what is there is whole; the same command makes the rest, and no more."""
-    words = ("--prompts", "prompts.txt", "-o", "out", *SIZES)
-    process = begin(tiny, *words)
-    wait_for(lambda: bool(list(Path("out").glob("*.mp4.json"))), process)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
-    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.mp4.json")}
-    assert before
-    for path in before:
-        record = from_json(path.read_bytes(), RunRecord)
-        assert (Path("out") / str(record.output)).stat().st_size > 0
-    code, out, err = run("batch", tiny, *words)
-    assert code == 0, err
-    assert f"{3 - len(before)} made, {len(before)} skipped" in out
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
-    assert len(read_outputs()) == 3
-    assert not list(Path("out").glob(".*"))
 
 
 def test_two_batches_do_not_share_a_folder(run: Run, tiny: str) -> None:

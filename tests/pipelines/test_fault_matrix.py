@@ -22,11 +22,18 @@ COVERING = list_covering()
 ONE_OF_EACH = tuple({(case.kind, case.lasting): case for case in COVERING}.values())
 """A case of each kind, passing and lasting: there is one detector to switch off, whatever the component."""
 
+QUICK = {*ONE_OF_EACH, *COVERING[::3]}
+"""What the default run takes: every pipeline and kind, and a third of the schedulers and components."""
+
 # KDPM2 schedulers take a square root of a tensor through NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in COVERING],
+    ids=str,
+)
 def test_a_fault_is_found_and_repaired(case: Case) -> None:
     """At the right module path and step, with one call run again, and the right pixels at the end."""
     check(case, run_case(case))
@@ -72,6 +79,9 @@ def test_the_covering_set_covers() -> None:
     assert named <= {(c.pipeline, c.component) for c in COVERING}
     assert {c.moment for c in COVERING} == {"first", "middle", "last"}
     assert {c.kind for c in ONE_OF_EACH} == {c.kind for c in COVERING}
+    assert {c.pipeline for c in QUICK} == {c.pipeline for c in COVERING}
+    assert {c.moment for c in QUICK} == {c.moment for c in COVERING}
+    assert parts <= {c.component for c in QUICK}
     repaired = {(c.kind, c.component) for c in list_repairing()}
     assert {(kind, part) for kind in ("range", "clamp") for part in parts} <= repaired
     assert len(list_all()) > 300

@@ -119,13 +119,13 @@ CLASSES = {
 }
 """The class that serves each run."""
 
+QUICK = ("cogvideox", "cogvideox+video", "svd", "sd+mask")
+"""Runs that differ in what they start from: a prompt, a video, a picture, a mask. The others are slow."""
+
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=pytest.mark.slow if x in ("cogvideox-image", "sd", "flux") else ())
-        for x in CLASSES
-    ],
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CLASSES],
 )
 @pytest.mark.usefixtures("each_device")
 def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, name: str) -> None:
@@ -141,10 +141,11 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
 @pytest.mark.parametrize(
     ("name", "precision", "expected"),
     [
-        (
+        pytest.param(
             "cogvideox",
             "text_encoder=fp32,transformer=bf16,vae=fp32",
             {"text_encoder": "fp32", "transformer": "bf16", "vae.decode": "fp32"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "cogvideox",
@@ -266,11 +267,11 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     [
         ("cogvideox", "text_encoder", ""),
         pytest.param("cogvideox", "transformer", " at step 1 of 2", marks=pytest.mark.slow),
-        ("cogvideox", "vae", ""),
+        pytest.param("cogvideox", "vae", "", marks=pytest.mark.slow),
         pytest.param(
             "cogview3plus+large", "transformer", " at step 1 of 2", marks=pytest.mark.slow
         ),
-        ("svd", "unet", " at step 1 of 2"),
+        pytest.param("svd", "unet", " at step 1 of 2", marks=pytest.mark.slow),
         pytest.param("sd", "unet", " at step 1 of 2", marks=pytest.mark.slow),
         ("wan", "transformer", " at step 1 of 2 (sigma 1)"),
     ],
@@ -300,7 +301,7 @@ def test_overflow_in_fp16_stops_the_run(
 @pytest.mark.parametrize(
     ("name", "component"),
     [
-        ("cogvideox", "text_encoder"),
+        pytest.param("cogvideox", "text_encoder", marks=pytest.mark.slow),
         ("cogvideox", "vae"),
         pytest.param("cogview3plus+large", "transformer", marks=pytest.mark.slow),
         pytest.param("svd", "unet", marks=pytest.mark.slow),
@@ -379,7 +380,8 @@ def test_nan_in_the_frames_themselves_is_an_error(
 
 
 @pytest.mark.parametrize(
-    "suffix", ["clip.mp4", pytest.param("clip.gif", marks=pytest.mark.slow), "frames/"]
+    "suffix",
+    ["clip.mp4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("clip.gif", "frames/"))],
 )
 @pytest.mark.usefixtures("each_device")
 def test_the_same_options_give_the_same_bytes(run: Any, out: Path, suffix: str) -> None:

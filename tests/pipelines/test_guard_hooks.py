@@ -93,7 +93,7 @@ def test_compiled_before_it_is_not_compiled_again(compile_: Callable[[Any], None
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("compile_", [compile_in_place, compile_whole])
+@pytest.mark.parametrize("compile_", WAYS[:2])
 def test_compiled_after_it_is_watched_all_the_same(compile_: Callable[[Any], None]) -> None:
     """Compiling a guarded pipeline compiles the model alone, once, and the watch moves around it."""
     pipe = make_pipeline(COMPILED)
@@ -247,14 +247,11 @@ def cache_taylor_lite(pipe: Any) -> None:
 
 
 HOOKS = (
-    offload_groups,
-    pytest.param(offload_leaves, marks=pytest.mark.slow),
-    offload_sequentially,
-    cast_layers,
-    cache_first_block,
-    broadcast_attention,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (offload_groups, offload_leaves)),
+    *(offload_sequentially, cast_layers, cache_first_block),
+    pytest.param(broadcast_attention, marks=pytest.mark.slow),
 )
-CACHES = (cache_first_block, broadcast_attention)
+CACHES = (cache_first_block, pytest.param(broadcast_attention, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("put_on", HOOKS)
@@ -286,12 +283,15 @@ def test_without_its_cache_put_back_a_call_is_another(
         assert not np.array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
 
 
-ALL_CACHES = (*CACHES, cache_faster, cache_magnitudes, cache_taylor, cache_taylor_lite)
+ALL_CACHES = (
+    *(cache_first_block, broadcast_attention, cache_faster),
+    *(cache_magnitudes, cache_taylor, cache_taylor_lite),
+)
 
 
 def list_cached() -> list[Any]:
-    """Each cache at its first and at a later step; three of them in the default suite."""
-    default = ((cache_first_block, 0), (broadcast_attention, 1), (cache_faster, 1))
+    """Each cache at its first and at a later step; two of them in the default suite."""
+    default = ((cache_first_block, 0), (broadcast_attention, 1))
     return [
         pytest.param(*one, marks=() if one in default else pytest.mark.slow)
         for one in itertools.product(ALL_CACHES, (0, 1))
@@ -315,7 +315,9 @@ def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step:
     assert (repair.action, repair.kind, repair.tried) == ("rescaled", "range", ())
 
 
-@pytest.mark.parametrize("put_on", [cache_first_block, cache_faster])
+@pytest.mark.parametrize(
+    "put_on", [cache_first_block, pytest.param(cache_faster, marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("each_device")
 def test_captured_with_its_cache_on_it_is_not_rescaled(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
@@ -333,7 +335,9 @@ def test_captured_with_its_cache_on_it_is_not_rescaled(
     assert handle.repairs[0].tried[0].startswith("rescaled: ")
 
 
-@pytest.mark.parametrize("put_on", [offload_groups, offload_sequentially, *CACHES])
+@pytest.mark.parametrize(
+    "put_on", [offload_sequentially, pytest.param(offload_groups, marks=pytest.mark.slow), *CACHES]
+)
 @pytest.mark.usefixtures("each_device")
 def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> None:
     """A lasting fault is named through the hooks, and its module is put in fp32 beneath them."""
@@ -396,8 +400,7 @@ def test_weights_in_fp8_are_not_repaired() -> None:
         call_pipeline(pipe, HOOKED, steps=3)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize(("kind", "lasting"), [(KeyboardInterrupt, True), (RuntimeError, False)])
 @pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception_inside_of_the_loop(
     kind: type[BaseException], lasting: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -60,6 +61,30 @@ def run(pipe: Any, folder: Path, name: str = "cogvideox", **options: Any) -> Any
     ):
         pixels = call_pipeline(pipe, name)
     return pixels, handle.record.journal
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A pipeline, the pixels of a run of it with a journal, and what that was good for."""
+
+    pipe: Any
+    pixels: np.ndarray[Any, Any]
+    use: JournalUse
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A run of a tiny CogVideoX, and its journal as it was left."""
+    folder, pipe = tmp_path_factory.mktemp("recorded") / "journal", make_pipeline("cogvideox")
+    return Recorded(pipe, *run(pipe, folder), folder)
+
+
+@pytest.fixture
+def whole(recorded: Recorded, folder: Path) -> Recorded:
+    """That run, and a journal of it to damage."""
+    shutil.copytree(recorded.folder, folder)
+    return dataclasses.replace(recorded, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -161,33 +186,28 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, flip, swap, Path.unlink])
-@pytest.mark.usefixtures("each_device")
-def test_what_is_damaged_is_made_anew(folder: Path, harm: Callable[[Path], None]) -> None:
+def test_what_is_damaged_is_made_anew(whole: Recorded, harm: Callable[[Path], None]) -> None:
     """From the first file that is cut, changed, swapped or gone all is made anew, and it is said."""
-    pipe = make_pipeline("cogvideox")
-    pixels, whole = run(pipe, folder)
+    folder = whole.folder
     harm(find_calls(folder)[2])
-    again, use = run(pipe, folder)
-    np.testing.assert_array_equal(again, pixels)
-    assert (use.answered, use.written) == (2, whole.written - 2)
+    again, use = run(whole.pipe, folder)
+    np.testing.assert_array_equal(again, whole.pixels)
+    assert (use.answered, use.written) == (2, whole.use.written - 2)
     (note,) = use.notes
     assert note.startswith(f"Call 2 of the journal {folder} is ")
     assert note.endswith("The calls from there on are made again.")
 
 
-@pytest.mark.usefixtures("each_device")
-def test_with_the_check_deceived_a_changed_file_is_believed(folder: Path) -> None:
+def test_with_the_check_deceived_a_changed_file_is_believed(whole: Recorded) -> None:
     """What shows the damage is the checksum in the name: with one that fits, other bits pass."""
-    pipe = make_pipeline("cogvideox")
-    pixels, _ = run(pipe, folder)
-    last = find_calls(folder)[-1]
+    last = find_calls(whole.folder)[-1]
     changed = bytearray(last.read_bytes())
     changed[-1] ^= 0x40
     last.unlink()
     named = f"{last.name.split('.')[0]}.decode.{hashlib.sha256(changed).hexdigest()}"
     last.with_name(f"{named}.safetensors").write_bytes(changed)
     with pytest.raises(AssertionError):
-        np.testing.assert_array_equal(run(pipe, folder)[0], pixels)
+        np.testing.assert_array_equal(run(whole.pipe, whole.folder)[0], whole.pixels)
 
 
 DAMAGED_HEADS = [
@@ -201,35 +221,30 @@ DAMAGED_HEADS = [
 ]
 
 
-@pytest.mark.usefixtures("each_device")
-def test_a_head_that_cannot_be_read_begins_anew(folder: Path) -> None:
+def test_a_head_that_cannot_be_read_begins_anew(whole: Recorded) -> None:
     """Without a head nothing says whose calls they are: none is used."""
-    pipe = make_pipeline("cogvideox")
-    pixels, whole = run(pipe, folder)
     for content in DAMAGED_HEADS:
-        (folder / "journal.json").write_bytes(content)
-        again, use = run(pipe, folder)
-        np.testing.assert_array_equal(again, pixels)
-        assert (use.answered, use.written) == (0, whole.written), content[:50]
+        (whole.folder / "journal.json").write_bytes(content)
+        again, use = run(whole.pipe, whole.folder)
+        np.testing.assert_array_equal(again, whole.pixels)
+        assert (use.answered, use.written) == (0, whole.use.written), content[:50]
 
 
-@pytest.mark.usefixtures("each_device")
-def test_a_flipped_bit_in_the_head_is_seen(folder: Path) -> None:
+def test_a_flipped_bit_in_the_head_is_seen(whole: Recorded) -> None:
     """Whichever bit it is, the head is either read as it was or called damaged, and nothing is raised."""
-    run(make_pipeline("cogvideox"), folder)
-    path = folder / "journal.json"
-    whole = path.read_bytes()
+    folder, path = whole.folder, whole.folder / "journal.json"
+    content = path.read_bytes()
     with Journal(folder) as journal:
         head = journal._head
     assert head
     with path.open(
         "r+b", buffering=0
     ) as file:  # in place: a file that is emptied waits for its disk
-        for place in range(len(whole)):
-            os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << place % 8]), place)
+        for place in range(len(content)):
+            os.pwrite(file.fileno(), bytes([content[place] ^ 1 << place % 8]), place)
             with Journal(folder) as journal:
                 assert journal._head == head or (journal._head is None and journal.use.notes)
-            os.pwrite(file.fileno(), whole[place : place + 1], place)
+            os.pwrite(file.fileno(), content[place : place + 1], place)
 
 
 def test_a_folder_named_as_a_call_is_refused(folder: Path) -> None:
@@ -267,11 +282,11 @@ def lose(entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("harm", [deepen, misname, widen, draw, lose])
-@pytest.mark.usefixtures("each_device")
-def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, Any]], None]) -> None:
+def test_a_resealed_call_is_made_anew(
+    whole: Recorded, harm: Callable[[dict[str, Any]], None]
+) -> None:
     """A file whose checksum was computed anew raises nothing, whatever it says beside its tensors."""
-    pipe = make_pipeline("cogvideox")
-    pixels, _ = run(pipe, folder)
+    folder = whole.folder
     path = find_calls(folder)[1]
     with safe_open(path, "pt") as opened:
         entry = json.loads(opened.metadata()["call"])
@@ -284,8 +299,8 @@ def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, An
     path.unlink()
     named = f"{path.name.rsplit('.', 2)[0]}.{hashlib.sha256(content).hexdigest()}.safetensors"
     path.with_name(named).write_bytes(content)
-    again, use = run(pipe, folder)
-    np.testing.assert_array_equal(again, pixels)
+    again, use = run(whole.pipe, folder)
+    np.testing.assert_array_equal(again, whole.pixels)
     assert use.answered == 1
     assert use.notes[0].startswith(f"Call 1 of the journal {folder} is of no use: ")
 
@@ -298,10 +313,9 @@ def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, An
         ({"seed": 1}, "vae's weights was "),
     ],
 )
-@pytest.mark.usefixtures("each_device")
-def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: str) -> None:
+def test_another_model_is_refused(whole: Recorded, change: dict[str, Any], said: str) -> None:
     """Other weights or another precision: nothing is run, nothing is lost, the pipeline is as it was."""
-    run(make_pipeline("cogvideox"), folder)
+    folder = whole.folder
     kept = find_calls(folder)
     pipe = make_pipeline("cogvideox", **change)
     with assert_untouched(pipe), pytest.raises(InputError) as caught:
@@ -309,7 +323,7 @@ def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: st
     assert str(caught.value).startswith(f"The journal {folder} belongs to another run: ")
     assert said in str(caught.value)
     assert find_calls(folder) == kept
-    run(make_pipeline("cogvideox"), folder)  # the lock was let go
+    run(whole.pipe, folder)  # the lock was let go
 
 
 @pytest.mark.usefixtures("each_device")
@@ -322,18 +336,16 @@ def test_other_tiles_are_refused(folder: Path) -> None:
         guard(pipe, journal=folder)
 
 
-@pytest.mark.usefixtures("each_device")
-def test_another_prompt_is_never_answered(folder: Path) -> None:
+def test_another_prompt_is_never_answered(whole: Recorded) -> None:
     """From Python, where a journal knows no prompt, the arguments of the calls tell it apart."""
-    pipe = make_pipeline("cogvideox")
-    run(pipe, folder)
+    pipe = whole.pipe
     other = {**CALLS["cogvideox"], "prompt": "b", "num_inference_steps": 2, "output_type": "np"}
 
     def call() -> Any:
         return pipe(**other, generator=torch.Generator().manual_seed(0))[0]
 
     plain = call()
-    with guard(pipe, journal=folder, announce=quiet) as handle:
+    with guard(pipe, journal=whole.folder, announce=quiet) as handle:
         np.testing.assert_array_equal(call(), plain)
     assert handle.record.journal is not None
     assert handle.record.journal.answered == 0
@@ -359,14 +371,11 @@ def test_two_runs_cannot_share_a_journal(folder: Path) -> None:
     Journal(folder).close()
 
 
-@pytest.mark.usefixtures("each_device")
-def test_it_ends_at_its_limit(folder: Path) -> None:
+def test_it_ends_at_its_limit(recorded: Recorded, folder: Path) -> None:
     """Above the limit one word is said, the run goes on, and what is there stays good."""
-    pipe = make_pipeline("cogvideox")
-    pixels, whole = run(pipe, folder)
-    shutil.rmtree(folder)
+    pipe, whole = recorded.pipe, recorded.use
     again, use = run(pipe, folder, limit_bytes=whole.bytes // 2)
-    np.testing.assert_array_equal(again, pixels)
+    np.testing.assert_array_equal(again, recorded.pixels)
     assert use.bytes <= whole.bytes // 2
     assert 0 < use.written < whole.written
     (note,) = use.notes
@@ -374,7 +383,7 @@ def test_it_ends_at_its_limit(folder: Path) -> None:
         f"The journal {folder} ends at call {use.written}: it would grow beyond "
     )
     again, after = run(pipe, folder, limit_bytes=whole.bytes // 2)
-    np.testing.assert_array_equal(again, pixels)
+    np.testing.assert_array_equal(again, recorded.pixels)
     assert after.answered == use.written
 
 
@@ -551,27 +560,23 @@ def test_another_prompt_or_seed_is_refused_early(save_tiny: Any, tmp_path: Path)
     assert "seed was 0 and is 1" in str(caught.value)
 
 
-def test_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(whole: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another PyTorch rounds otherwise: the journal of the old one is named with both, and stays."""
-    pipe = make_pipeline("cogvideox")
-    run(pipe, folder)
+    folder = whole.folder
     kept, machine = find_calls(folder), journal.describe_machine()
     versions = {**machine["versions"], "torch": "1.0.0"}
     monkeypatch.setattr(journal, "describe_machine", lambda: {**machine, "versions": versions})
     with pytest.raises(InputError) as caught:
-        guard(pipe, journal=folder)
+        guard(whole.pipe, journal=folder)
     assert "versions was {" in str(caught.value)
     assert f"'torch': '{torch.__version__}'" in str(caught.value)
     assert "'torch': '1.0.0'" in str(caught.value)
     assert find_calls(folder) == kept
 
 
-@pytest.mark.usefixtures("each_device")
-def test_the_journal_of_a_file_holds_its_tensors(folder: Path) -> None:
+def test_the_journal_of_a_file_holds_its_tensors(recorded: Recorded) -> None:
     """A call's file is plain safetensors, which any reader opens."""
-    pipe = make_pipeline("cogvideox")
-    run(pipe, folder)
-    tensors = load_file(find_calls(folder)[2])
+    tensors = load_file(find_calls(recorded.folder)[2])
     assert tensors["output.0"].dtype == torch.float32
 
 

@@ -25,6 +25,7 @@ from stopdown.memory.offloader import predict_run
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
@@ -88,8 +89,15 @@ def make_encoder() -> tuple[Encoder, dict[str, Any]]:
     return module, {"x": torch.randn(2, 5, 32)}
 
 
+PLANS: dict[tuple[type, str, str], Plan] = {}
+"""By class, weights and arguments: most tests begin with the same."""
+
+
 def plan_module(module: nn.Module, kwargs: dict[str, Any]) -> Plan:
-    return measure_plan({"part": module}, run=lambda: run(module, kwargs))
+    known = type(module), sample_weights(module), str(kwargs)
+    if known not in PLANS:
+        PLANS[known] = measure_plan({"part": module}, run=lambda: run(module, kwargs))
+    return PLANS[known]
 
 
 @contextmanager

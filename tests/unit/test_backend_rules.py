@@ -254,9 +254,6 @@ def change(name: str, **changes: Any) -> Operation:
     return msgspec.structs.replace(operation, rows={**operation.rows, "cpu": row})
 
 
-TAKEN = "fp32, fp32, fp16: Input type" if "fp32" in read_onednn_formats() else ""
-
-
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [
