@@ -31,7 +31,7 @@ from stopdown.graph.capture import Capture, build_fake, capture_call
 from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.graph.range_measurement import Range
 from stopdown.scaling.folds import read_headroom
-from stopdown.scaling.problem import Measured, split_values
+from stopdown.scaling.problem import MeasuredCall, split_values
 from stopdown.scaling.search import find_scaling
 
 RESULTS = Path(__file__).parent / "results"
@@ -226,7 +226,7 @@ def measure(name: str) -> dict[str, Any]:
     build, kwargs = CASES[name]()
     module, built = time_call(lambda: build_fake(build, torch.float16))
     capture, captured = time_call(lambda: capture_call(module, (), kwargs, dtype=torch.float16))
-    measured = Measured(capture, split_values(capture), make_up_ranges(capture))
+    measured = MeasuredCall(capture, split_values(capture), make_up_ranges(capture))
     scaling, solved = time_call(lambda: find_scaling(module, [measured]))
     return {
         "class": name,

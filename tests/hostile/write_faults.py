@@ -49,14 +49,14 @@ def _replace_work() -> None:
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
     from stopdown.runtime import runs
-    from stopdown.runtime.runs import Made
+    from stopdown.runtime.runs import RunResult
     from stopdown.runtime.scripts import ScriptGuard
 
     def run(*_: Any, **named: Any) -> Any:
         import numpy as np
 
         noise = np.random.default_rng(0).integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
-        return Made(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, {})
+        return RunResult(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, 0.0)
 
     runs.make_frames = run
     calibrated.measure_plan = certified.certify_plan = lambda *_, **named: make_plan()

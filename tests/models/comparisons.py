@@ -14,8 +14,8 @@ from stopdown.comparison.records import (
     CallError,
     Cell,
     Comparison,
+    Divergence,
     Heat,
-    Parting,
     Row,
     Thresholds,
     Variant,
@@ -130,7 +130,9 @@ def _make_cell(name: str, clip: np.ndarray, seed: int) -> Cell:
         measures=measures,
         latents_rel_err=tuple(None if is_lost else SPREADS[name] * k for k in (1, 2, 4)),
         calls=(CallError("transformer", 0, None if is_lost else SPREADS[name]),),
-        parting=Parting("transformer", 0, "transformer:block.0", None, 0.05) if is_lost else None,
+        parting=Divergence("transformer", 0, "transformer:block.0", None, 0.05)
+        if is_lost
+        else None,
         sheet=make_sheet(to_uint8(other), 9999),
         difference=make_sheet((maps * 255).round().astype(np.uint8), 9999)
         if maps is not None

@@ -28,7 +28,7 @@ from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import (
-    Expressed,
+    FileExponents,
     express_component,
     find_eps_fields,
     list_eps,
@@ -621,8 +621,8 @@ def test_the_effect_of_an_eps_is_measured() -> None:
     with assert_untouched(module), torch.no_grad():
         whole = Scaling(exponents=folds, eps={"1.eps": -16})
         before = module(*calls[0].args)
-        exact = file_exponents._measure_effect(module, Expressed(whole), calls, [before])
-        folded = Expressed(Scaling(exponents=folds))
+        exact = file_exponents._measure_effect(module, FileExponents(whole), calls, [before])
+        folded = FileExponents(Scaling(exponents=folds))
         left = file_exponents._measure_effect(module, folded, calls, [before])
     assert exact == {"effect": 0.0, "calls": 1}
     rescaling = fold_scaling(module, Scaling(exponents=folds))

@@ -38,7 +38,7 @@ from stopdown.scaling.certificate import (
     mix_ranges,
     state_bounds,
 )
-from stopdown.scaling.problem import Limit, Measured, Problem
+from stopdown.scaling.problem import Limit, MeasuredCall, Problem
 from stopdown.scaling.search import (
     VANISHING_BITS,
     Strategy,
@@ -429,7 +429,9 @@ def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
     rescaling.undo()
 
 
-def find_vanishing(module: nn.Module, calls: list[Measured], *, postpones: bool = False) -> Scaling:
+def find_vanishing(
+    module: nn.Module, calls: list[MeasuredCall], *, postpones: bool = False
+) -> Scaling:
     """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
     bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)
     return Scaling(exponents={"weight": -40} if bounded else {})

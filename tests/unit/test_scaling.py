@@ -26,7 +26,7 @@ from stopdown.scaling import exponent_rules as rules
 from stopdown.scaling import problem as problems
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.scaling.measurement import measure_call
-from stopdown.scaling.problem import Measured, Problem, Statements, state_problem
+from stopdown.scaling.problem import MeasuredCall, Problem, Statements, state_problem
 from stopdown.testing import make_pipeline
 
 WIDTH = 16
@@ -294,7 +294,7 @@ def test_a_problem_with_other_ranges_is_not_stated_again(monkeypatch: pytest.Mon
     module, x = Cubed().eval(), torch.randn(2, 3, 4)
     measured = [measure_call(module, (x,))]
 
-    def enlarge(size: float, least: float = 1.0) -> list[Measured]:
+    def enlarge(size: float, least: float = 1.0) -> list[MeasuredCall]:
         ranges = {
             name: tuple(replace(x, amax=x.amax * size, least=x.least * least) for x in parts)
             for name, parts in measured[0].ranges.items()

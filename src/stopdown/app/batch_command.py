@@ -54,7 +54,7 @@ from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
     from stopdown.batch.dispatch import PlanVersions
-    from stopdown.batch.jobs import Prepared, Settings, Task
+    from stopdown.batch.jobs import PreparedBatch, Settings, Task
     from stopdown.batch.pools import Pool
 
 SUMMARY, PAGE = "batch.json", "batch.html"
@@ -227,7 +227,7 @@ def _write_summary(folder: OutputFolder, record: BatchRecord) -> BatchRecord:
 
 def _refuse_too_large(
     options: BatchOptions,
-    prepared: Prepared,
+    prepared: PreparedBatch,
     asked: Sequence[tuple[Item, Request]],
     display: Display,
 ) -> None:
@@ -357,7 +357,7 @@ def _refuse_other_folder(folder: OutputFolder) -> None:
 
 def _open_pool(
     options: BatchOptions,
-    prepared: Prepared,
+    prepared: PreparedBatch,
     state: _Batch,
 ) -> Pool:
     """The workers: in processes of their own, or the one in this process."""
@@ -382,7 +382,7 @@ class _Batch:
     display: Display
     plain: Any
     begun: float
-    prepared: Prepared
+    prepared: PreparedBatch
     tasks: Sequence[Task]
     versions: PlanVersions
     workers: dict[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ from stopdown.sources.sources import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.dtype_rules.check import Checked
+    from stopdown.dtype_rules.check import CheckResult
 
 _OF_MODELS = (
     "precision",
@@ -238,7 +238,7 @@ def _refuse(options: CheckOptions) -> None:
         check_target(options.output, folder=True)
 
 
-def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
+def _fix(options: CheckOptions, checked: CheckResult) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
     from stopdown.dtype_rules.mend import mend
     from stopdown.pipelines.loader import load_pipeline

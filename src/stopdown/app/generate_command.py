@@ -131,7 +131,7 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_display, print_result
 
-    runs, found, kept = list_runs(options), False, Kept()
+    runs, found, kept = list_runs(options), False, ModelCache()
     with _join_processes(options) as (device, consensus):
         for one in runs:
             one = dataclasses.replace(one, device=device)
@@ -194,7 +194,7 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
 
 
 @dataclass
-class Kept:
+class ModelCache:
     """The model of several runs, which the first of them chooses and loads.
 
     Attributes:
@@ -212,7 +212,7 @@ def generate(
     options: GenerateOptions,
     display: Display | None = None,
     consensus: Consensus = ALONE,
-    kept: Kept | None = None,
+    kept: ModelCache | None = None,
 ) -> RunRecord:
     """Make a video or picture from a prompt, and write it with its record beside it.
 
@@ -231,7 +231,7 @@ def generate(
     )
     consensus.lead(lambda: _check_output_early(options))
 
-    kept = kept or Kept()
+    kept = kept or ModelCache()
     source = (
         kept.chosen.source
         if kept.chosen
@@ -257,7 +257,7 @@ def generate(
 
 
 def _find_source(
-    options: GenerateOptions, request: Request, display: Display, kept: Kept
+    options: GenerateOptions, request: Request, display: Display, kept: ModelCache
 ) -> Source:
     """The model, downloaded if need be: what the run will take is shown before its weights come."""
     if find_kind(options.source) == "hub":
@@ -290,7 +290,7 @@ class _Run:
     numbered: bool
     journal: Journal | None
     consensus: Consensus
-    kept: Kept
+    kept: ModelCache
 
 
 def _decide(
@@ -341,7 +341,7 @@ def _generate(
 ) -> RunRecord:
     """Make the file; what happened is the record."""
     from stopdown.runtime.guard import GuardOptions
-    from stopdown.runtime.runs import Wanted
+    from stopdown.runtime.runs import RunOutput
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
@@ -354,7 +354,7 @@ def _generate(
         record, made = runner.make(
             plan,
             request,
-            Wanted(str(options.output), options.fps, run.started, fields, run.numbered, writes),
+            RunOutput(str(options.output), options.fps, run.started, fields, run.numbered, writes),
             GuardOptions(
                 on_fault=options.on_fault,
                 observer=observe,

@@ -103,7 +103,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBatch:
     """A batch before its workers begin."""
 
     job: Job
@@ -137,7 +137,7 @@ def prepare(
     known: Iterable[Plan] = (),
     earlier: BatchRecord | None = None,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedBatch:
     """Find the model and choose its plan; nothing is loaded.
 
     Args:
@@ -173,7 +173,7 @@ def prepare(
         settings, suffix=settings.suffix or (".mp4" if is_video else ".png")
     )
     job = Job(settings, chosen.source.pipeline_class, model, plan if plan.is_bare else None)
-    return Prepared(job, chosen, plan, device_name)
+    return PreparedBatch(job, chosen, plan, device_name)
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stopdown.batch.jobs import Prepared, Settings, prepare
+from stopdown.batch.jobs import PreparedBatch, Settings, prepare
 from stopdown.batch.output_folder import OutputFolder
 from stopdown.batch.prompts import Item
 from stopdown.batch.worker import Worker
@@ -40,7 +40,7 @@ class PromptMaker:
         shared = {k: v for k, v in defaults.items() if k in names}
         self._settings = Settings(source, output, **shared)
         self._defaults = {k: v for k, v in defaults.items() if k not in names}
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedBatch | None = None
         self._worker: Worker | None = None
 
     def make(self, fields: Mapping[str, Any]) -> dict[str, Any]:

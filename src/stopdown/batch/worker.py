@@ -30,7 +30,7 @@ from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.memory_limits import ask_memory
-from stopdown.runtime.runs import Runner, Wanted, write_record
+from stopdown.runtime.runs import Runner, RunOutput, write_record
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import fingerprint
 
@@ -100,7 +100,7 @@ class Worker:
             record, made = self._runner.make(
                 plan,
                 task.request,
-                Wanted(str(self._folder.path / name), settings.fps, begun, fields),
+                RunOutput(str(self._folder.path / name), settings.fps, begun, fields),
                 GuardOptions(
                     on_fault=settings.on_fault,
                     observer=self.observer,
@@ -108,7 +108,7 @@ class Worker:
                     journal=journal,
                 ),
             )
-            preview = draw_preview(made.frames)
+            preview = draw_preview(made.output)
             record = dataclasses.replace(record, output=name, preview=preview)
             write_record(record, self._folder.path / name)
         return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))

@@ -129,7 +129,7 @@ def _name(path: Any, names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Stated:
+class InputStatement:
     """What the inputs of one captured call are called, and what they can be.
 
     Attributes:
@@ -158,7 +158,7 @@ def state_calls(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     measured: Sequence[Mapping[str, float]] = (),
     encoded: float = EMBEDDINGS,
-) -> list[Stated]:
+) -> list[InputStatement]:
     """The limits of several calls of a module; an argument has the same one in all of them.
 
     Args:
@@ -174,7 +174,7 @@ def state_calls(
         inputs = name_inputs(args, kwargs, names)
         pairs = tuple(zip(capture.inputs, (name for name, _ in inputs), strict=True))
         sizes = read_sizes(args, kwargs, names)
-        found.append(Stated(capture.method or "forward", pairs, limits, tuple(sizes)))
+        found.append(InputStatement(capture.method or "forward", pairs, limits, tuple(sizes)))
     for one in found:
         for placeholder, name in one.inputs:
             size, key = one.limits.largest.get(placeholder, 0.0), (one.method, name)
@@ -182,7 +182,7 @@ def state_calls(
     return [_raise_limits(one, largest) for one in found]
 
 
-def _raise_limits(one: Stated, largest: Mapping[tuple[str, str], float]) -> Stated:
+def _raise_limits(one: InputStatement, largest: Mapping[tuple[str, str], float]) -> InputStatement:
     raised = {
         placeholder: largest[one.method, name]
         for placeholder, name in one.inputs
@@ -191,7 +191,7 @@ def _raise_limits(one: Stated, largest: Mapping[tuple[str, str], float]) -> Stat
     return replace(one, limits=replace(one.limits, largest=raised))
 
 
-def list_limits(stated: Sequence[Stated]) -> dict[str, float]:
+def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
     """`forward.hidden_states` to the magnitude that it must not exceed; what has no limit is left out."""
     found: dict[str, float] = {}
     for one in stated:
@@ -219,7 +219,7 @@ def read_sizes(
     ]
 
 
-def list_sizes(stated: Sequence[Stated]) -> dict[str, tuple[Size, ...]]:
+def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
     """`forward.hidden_states` to the sizes up to which bounds hold; one that another holds is left out."""
     found: dict[str, tuple[Size, ...]] = {}
     for one in stated:
@@ -242,7 +242,7 @@ def show_sizes(sizes: Iterable[Size]) -> str:
     return " or ".join(" × ".join(map(str, size)) for size in sizes)
 
 
-def note_limits(stated: Sequence[Stated]) -> str:
+def note_limits(stated: Sequence[InputStatement]) -> str:
     """What a certificate assumes of the inputs, as the end of a sentence.
 
     `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.cards import word_card
-from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
+from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, FileExponents
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.component_calls.components import find_kept_fp32
 from stopdown.errors import OptionError
@@ -22,7 +22,7 @@ from stopdown.scaling.folds import load_scaled
 from stopdown.sources.folders import edit_config, find_dtype_field, write_card, write_weights
 
 
-def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:
+def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> torch.nn.Module:
     """A component with its exponents, in fp16, tensor by tensor from the format that it is in."""
     load_scaled(module, torch.float16, found.scaling)
     bad = [
@@ -56,7 +56,7 @@ def write_component(
 def describe_component(
     name: str,
     module: torch.nn.Module,
-    found: Expressed,
+    found: FileExponents,
     reasons: Iterable[str],
     *,
     fields: Mapping[str, Any],
@@ -79,7 +79,7 @@ def describe_component(
     )
 
 
-def describe_effect(found: Expressed) -> str:
+def describe_effect(found: FileExponents) -> str:
     """Why exponents whose eps no configuration sets are refused, as the part of a sentence."""
     return (
         f"no configuration field sets {list_some(sorted(found.left))}, and without it the output is "
@@ -87,7 +87,7 @@ def describe_effect(found: Expressed) -> str:
     )
 
 
-def describe_left(found: Expressed) -> str:
+def describe_left(found: FileExponents) -> str:
     """What the eps change that no configuration sets, as sentences."""
     change = f"changes by at most {found.effect:.1e}" if found.effect else "is the same bit for bit"
     return (

@@ -37,7 +37,7 @@ from stopdown.checkpoints.component_folders import (
 )
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
-    Expressed,
+    FileExponents,
     express_component,
     find_eps_fields,
     rests_on_bounds,
@@ -125,7 +125,7 @@ class _Work:
     leave: tuple[str, ...]
     form: Form
     quantised_rows: Rows | None = None
-    expressed: dict[str, Expressed] = field(default_factory=dict)
+    expressed: dict[str, FileExponents] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
 
@@ -553,7 +553,7 @@ _CARRIED = (
 )
 
 
-def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
+def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> Iterator[str]:
     if found.anew:
         yield "Its exponents were recomputed, because a file cannot hold those of the plan."
     if found.scaling.certified:

@@ -43,7 +43,7 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling import Measured, find_folds, fold_scaling
+from stopdown.scaling import MeasuredCall, find_folds, fold_scaling
 from stopdown.scaling.folds import has_more_than_folds
 from stopdown.scaling.measurement import Captures, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
@@ -56,14 +56,14 @@ EFFECT_LIMIT = 2.0**-11
 INVISIBLE = (0.0, 2.0**-24, 2.0**-20, 2.0**-16)
 """Changes of a norm's output with which its eps may stay: none, and ever more."""
 
-_Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling | None]
+_Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling | None]
 
 Fields = Mapping[str, frozenset[str]]
 """Field of a configuration to the places whose eps it sets."""
 
 
 @dataclass(frozen=True)
-class Expressed:
+class FileExponents:
     """Exponents of a component as files hold them.
 
     Attributes:
@@ -87,7 +87,7 @@ def express_component(
     record: Callable[[], Sequence[ComponentCall]],
     *,
     has_config: bool = True,
-) -> Expressed:
+) -> FileExponents:
     """A component's exponents as files hold them, with the least effect that was found.
 
     Args:
@@ -175,9 +175,9 @@ class _Search:
     narrow: Collection[str]
 
     @functools.cached_property
-    def _kinds(self) -> list[Measured]:
+    def _kinds(self) -> list[MeasuredCall]:
         """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
-        kinds: list[Measured] = []
+        kinds: list[MeasuredCall] = []
         for group in group_calls(self.calls):
             try:
                 placed = [call.place(self.module) for call in group]
@@ -188,10 +188,10 @@ class _Search:
         return kinds
 
     def find_best(
-        self, planned: Expressed | None, *, certified: bool
-    ) -> tuple[Expressed | None, _Find | None]:
+        self, planned: FileExponents | None, *, certified: bool
+    ) -> tuple[FileExponents | None, _Find | None]:
         """What changes the outputs least, or little enough; and its search, unless it is the plan's."""
-        best: Expressed | None = None
+        best: FileExponents | None = None
         found_by: _Find | None = None
         if planned is not None and not self.narrow:
             best = self._measure(planned)
@@ -210,7 +210,7 @@ class _Search:
             best = self._measure(planned)
         return best, found_by
 
-    def certify(self, best: Expressed, find: _Find, ranges: str) -> Expressed:
+    def certify(self, best: FileExponents, find: _Find, ranges: str) -> FileExponents:
         """The same kind of exponents with as many bounds as change the outputs little enough.
 
         Cost: passes over the weights and solutions, as for `scale_by_bounds`, and after each solution a
@@ -218,7 +218,7 @@ class _Search:
         """
         most = max(best.effect, EFFECT_LIMIT)
 
-        def demand(module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+        def demand(module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
             if (found := find(module, calls)) is None:
                 raise ScalingError("Folds alone do not keep it in range.")
             if self._measure(_write_eps(module, found, self.fields)).effect > most:
@@ -233,7 +233,7 @@ class _Search:
             return best
         return self._measure(_write_eps(self.module, scaling, self.fields, anew=True))
 
-    def _measure(self, candidate: Expressed) -> Expressed:
+    def _measure(self, candidate: FileExponents) -> FileExponents:
         measured = _measure_effect(self.module, candidate, self.calls, self._before)
         return replace(candidate, **measured)
 
@@ -241,7 +241,7 @@ class _Search:
     def _before(self) -> list[torch.Tensor]:
         return list(_run(self.module, self.calls))
 
-    def _list_finds(self, planned: Expressed | None) -> Iterator[tuple[_Find, float]]:
+    def _list_finds(self, planned: FileExponents | None) -> Iterator[tuple[_Find, float]]:
         """Ways to find exponents but for some eps, and with which effect to look no further."""
         groups, find = list(self.fields.values()), functools.partial(find_folds, narrow=self.narrow)
         for free, most in _list_free(self.module, planned, self.calls):
@@ -251,7 +251,7 @@ class _Search:
 
 
 def _list_free(
-    module: torch.nn.Module, planned: Expressed | None, calls: Sequence[ComponentCall]
+    module: torch.nn.Module, planned: FileExponents | None, calls: Sequence[ComponentCall]
 ) -> Iterator[tuple[Collection[str] | None, float]]:
     """Sets of eps that may change, the smallest first, and with which effect to look no further."""
     yield (), EFFECT_LIMIT
@@ -304,7 +304,7 @@ def measure_norms(
 
 def _write_eps(
     module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
-) -> Expressed:
+) -> FileExponents:
     """Split the eps of a scaling into those that fields set and those that none does."""
     written: dict[str, int] = {}
     values: dict[str, float] = {}
@@ -316,12 +316,12 @@ def _write_eps(
             written |= dict.fromkeys(places, exponent)
             values[name] = value
     left = {place: exponent for place, exponent in scaling.eps.items() if place not in written}
-    return Expressed(replace(scaling, eps=written), values, left, anew=anew)
+    return FileExponents(replace(scaling, eps=written), values, left, anew=anew)
 
 
 def _measure_effect(
     module: torch.nn.Module,
-    expressed: Expressed,
+    expressed: FileExponents,
     calls: Sequence[ComponentCall],
     before: Sequence[torch.Tensor],
 ) -> dict[str, Any]:

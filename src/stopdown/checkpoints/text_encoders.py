@@ -35,7 +35,7 @@ from stopdown.checkpoints.component_folders import (
 )
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
-    Expressed,
+    FileExponents,
     describe_rest,
     express_component,
 )
@@ -271,7 +271,7 @@ def _find_options(module: Any, states: bool) -> dict[str, Any]:
 
 def _express(
     encoder: Encoder, module: Any, certify: bool, allow_eps: bool
-) -> tuple[Expressed, ComponentPlan, list[str]]:
+) -> tuple[FileExponents, ComponentPlan, list[str]]:
     """Exponents as files hold them: with hidden states as they are, or else with what is returned alone."""
     bare = ComponentPlan(encoder.name, encoder.class_name, sample_weights(module), "fp16")
     problems: list[str] = []
@@ -318,7 +318,7 @@ def _plan(
 
 
 def _list_reasons(
-    found: Expressed, entry: ComponentPlan, is_unread: bool, states: bool
+    found: FileExponents, entry: ComponentPlan, is_unread: bool, states: bool
 ) -> Iterator[str]:
     if found.scaling.certified:
         yield "Certified: no text overflows fp16."

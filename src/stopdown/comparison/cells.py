@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from stopdown.comparison.measures import Frames, clean_frames, find_headroom, read_values
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell, Sheet
-from stopdown.comparison.subjects import Opened, Run
+from stopdown.comparison.subjects import OpenSubject, Run
 from stopdown.devices.device_memory import PeakMemory, peak_memory
 from stopdown.devices.environment import Device
 from stopdown.errors import InputError, describe_error, ignoring_warnings, take_first_line
@@ -33,7 +33,7 @@ from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.runtime.guard import GuardOptions, Observer
-from stopdown.runtime.runs import run_guarded, sum_stages
+from stopdown.runtime.runs import run_guarded
 from stopdown.sources.library_messages import quiet_libraries
 
 
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run_cell(
-    opened: Opened,
+    opened: OpenSubject,
     name: str,
     request: Request,
     device: Device,
@@ -83,7 +83,7 @@ def run_cell(
 
 
 def _run(
-    opened: Opened,
+    opened: OpenSubject,
     name: str,
     request: Request,
     device: Device,
@@ -105,14 +105,14 @@ def _run(
 
     ran = run_guarded(opened.loaded, watch, settings)
     ((probe, memory),) = watched
-    frames, broken = read_values(ran.result) if run else clean_frames(read_frames(ran.result))
+    frames, broken = read_values(ran.output) if run else clean_frames(read_frames(ran.output))
     trace = probe.trace
     headroom, tightest = find_headroom(trace)
     cell = Cell(
         precision=name,
         stages_s={  # without the seconds of the probes
             stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
-            for stage, seconds in sum_stages(ran.seen.calls).items()
+            for stage, seconds in ran.stages_s.items()
         },
         elapsed_s=ran.elapsed_s,
         peak_bytes=memory.peak_bytes,
@@ -127,7 +127,7 @@ def _run(
     return Outcome(cell, frames, trace, memory.method)
 
 
-def _prepare(opened: Opened, request: Request, run: Run | None) -> Run:
+def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
     """What runs it: its call with the request's arguments, or a function with the request's seed."""
     if run is None:
         opened.loaded.pipe.set_progress_bar_config(disable=True)

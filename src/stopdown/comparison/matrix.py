@@ -73,7 +73,7 @@ Prompt = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptRow:
     """A measured row as it is kept between two starts."""
 
     row: Row
@@ -98,12 +98,12 @@ class _Matrix:
     variants: dict[str, Variant] = field(default_factory=dict)
     looked: set[str] = field(default_factory=set)
 
-    def run(self) -> list[_Kept]:
+    def run(self) -> list[_KeptRow]:
         rows = []
         for index, (line, text) in enumerate(self.prompts):
             path = self.folder / f"row-{_hash(text, self.request.seed + index)}.json"
             if path.exists():
-                rows.append(from_json(path.read_bytes(), _Kept))
+                rows.append(from_json(path.read_bytes(), _KeptRow))
                 continue
             kept = self._run_row(index, line, text)
             with written_beside(path) as part:
@@ -116,7 +116,7 @@ class _Matrix:
         text = self.prompts[index][1]
         return self.folder / f"cells-{_hash(text, self.request.seed + index)}"
 
-    def _run_row(self, index: int, line: int, text: str) -> _Kept:
+    def _run_row(self, index: int, line: int, text: str) -> _KeptRow:
         folder = self._row_folder(index)
         folder.mkdir(exist_ok=True)
         order = list(self.names) if index % 2 == 0 else list(reversed(self.names))
@@ -182,7 +182,9 @@ class _Matrix:
                 variant = convert_record(plain, Variant)
                 self.variants[name] = dataclasses.replace(variant, error="")
 
-    def _measure_row(self, outcomes: dict[str, Outcome], line: int, text: str, seed: int) -> _Kept:
+    def _measure_row(
+        self, outcomes: dict[str, Outcome], line: int, text: str, seed: int
+    ) -> _KeptRow:
         cells = [outcomes[name].cell for name in self.names]
         reference = outcomes[choose_reference(cells, self.ranked)]
         most_bytes = share_bytes(len(self.prompts) * len(self.names))
@@ -191,7 +193,7 @@ class _Matrix:
         heats = {name: draw_heats(outcomes[name].trace) for name in self.names}
         sources = [outcome.peak_source for outcome in outcomes.values() if outcome.peak_source]
         elapsed_s = sum(cell.elapsed_s for cell in cells)
-        return _Kept(row, heats, sources[0] if sources else "", elapsed_s)
+        return _KeptRow(row, heats, sources[0] if sources else "", elapsed_s)
 
     def _measure(self, outcome: Outcome, reference: Outcome, most_bytes: int) -> Cell:
         cell, frames = outcome.cell, outcome.frames
@@ -329,7 +331,7 @@ def _name_precisions(given: Any, folder: Path) -> tuple[str, ...]:
     return parse_precisions(names)
 
 
-def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comparison:
+def _conclude(matrix: _Matrix, kept: Sequence[_KeptRow], needs_clamp: bool) -> Comparison:
     rows, subject = [entry.row for entry in kept], matrix.subject
     variants = []
     for name in matrix.names:

@@ -20,9 +20,9 @@ from stopdown.comparison.records import (
     PARTING,
     SPOILT,
     CallError,
+    Divergence,
     Heat,
     Measures,
-    Parting,
     count_bits,
     list_bits,
 )
@@ -166,7 +166,7 @@ def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
     )
 
 
-def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | None:
+def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Divergence | None:
     """The first block, in order of the calls, that is not finite or whose sample is off by `PARTING`.
 
     Args:
@@ -181,14 +181,14 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | N
             continue
         if is_lost(trace, reference, key):
             component, step, path = key
-            return Parting(component, step, name_module_path(component, path), None, PARTING)
+            return Divergence(component, step, name_module_path(component, path), None, PARTING)
         value = trace.samples[key]
         value = _take_powers_off(value, other) if scaled else value
         error = relative_l2(value, other)
         if not error <= PARTING:
             component, step, path = key
             finite = error if math.isfinite(error) else None
-            return Parting(component, step, name_module_path(component, path), finite, PARTING)
+            return Divergence(component, step, name_module_path(component, path), finite, PARTING)
     return None
 
 

@@ -102,7 +102,7 @@ class CallError(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class Parting(Displayed):
+class Divergence(Displayed):
     """Where two runs first part by more than a limit.
 
     Attributes:
@@ -161,7 +161,7 @@ class Cell(Displayed):
     measures: Measures | None = None
     latents_rel_err: tuple[float | None, ...] = ()
     calls: tuple[CallError, ...] = ()
-    parting: Parting | None = None
+    parting: Divergence | None = None
     sheet: Sheet | None = None
     difference: Sheet | None = None
     verdict: str = ""

@@ -41,7 +41,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
-from stopdown.plans.planned_loader import Loaded, gather_facts, load_plan
+from stopdown.plans.planned_loader import LoadedPipeline, gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
@@ -76,14 +76,14 @@ def explain_meaning(name: str) -> str:
 
 
 @dataclass
-class Opened:
+class OpenSubject:
     """A pipeline in one precision.
 
     Attributes:
         loaded: the pipeline on its device, with what is taken off when it is closed.
     """
 
-    loaded: Loaded
+    loaded: LoadedPipeline
     load_s: float
     weights_bytes: int
 
@@ -108,16 +108,16 @@ class Subject:
     pipeline: str
     device: Device
     classes: tuple[str, ...]
-    _load: Callable[[str, Plan | None], Loaded]
+    _load: Callable[[str, Plan | None], LoadedPipeline]
     """By a precision; or by a plan, and what it is called."""
     _make_plan: Callable[[], Plan]
-    _fit: Callable[[Loaded], Loaded] = lambda loaded: loaded
-    _opened: dict[str, Opened] = field(default_factory=dict)
+    _fit: Callable[[LoadedPipeline], LoadedPipeline] = lambda loaded: loaded
+    _opened: dict[str, OpenSubject] = field(default_factory=dict)
     scheduler: str = ""
     keeps_one: bool = False
     memory: str = ""
 
-    def open(self, name: str, folder: Path) -> Opened:
+    def open(self, name: str, folder: Path) -> OpenSubject:
         """The pipeline in one precision; an open one is given again.
 
         Args:
@@ -130,7 +130,7 @@ class Subject:
             plan = self._find_plan(name, folder)
             loaded = self._load(_LOADED_AS.get(name, name), plan)
             load_s, size = time.perf_counter() - begun, _count_bytes(loaded.pipe)
-            found = Opened(self._fit(loaded), load_s, size)
+            found = OpenSubject(self._fit(loaded), load_s, size)
         self._opened[name] = found
         return found
 
@@ -191,7 +191,7 @@ def describe_subject(
     limit_bytes = count_limit(memory, target) if memory is not None else 0
     tiling = _choose_tiling(source, target, request, limit_bytes, names) if memory else None
 
-    def load(precision: str, plan: Plan | None) -> Loaded:
+    def load(precision: str, plan: Plan | None) -> LoadedPipeline:
         if plan is None:
             plan = choose_plan(source, precision, target, request=request)
         elif precision.endswith(".json"):
@@ -234,8 +234,8 @@ def _fit(
     device: Device,
     request: Request,
     tiling: bool | None,
-    loaded: Loaded,
-) -> Loaded:
+    loaded: LoadedPipeline,
+) -> LoadedPipeline:
     """The pipeline within the limit of its plan."""
     try:
         loaded = fit_run(loaded, request, device, lambda _: None, tiling=tiling)
@@ -279,7 +279,7 @@ def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
 def _describe(
     program: Any,
     device: str,
-    load: Callable[[str, Plan | None], Loaded],
+    load: Callable[[str, Plan | None], LoadedPipeline],
     make: Callable[[], Plan],
 ) -> Subject:
     kind = type(program).__name__
@@ -287,7 +287,7 @@ def _describe(
     return Subject(kind, "", kind, choose_device(device), classes, load, make)
 
 
-def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
+def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
     dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
     copied = copy.deepcopy(pipe)
     for module in find_components(copied).values():
@@ -296,10 +296,10 @@ def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
         apply_plan(copied, plan)
     calls = [callee.name for callee in find_callees(copied)]
     decided = _decide(calls, precision, plan, "copied from a pipeline in memory")
-    return Loaded(copied, plan or Plan(type(pipe).__name__), decided, Patches())
+    return LoadedPipeline(copied, plan or Plan(type(pipe).__name__), decided, Patches())
 
 
-def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
+def _put_program(program: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
     """A program with its modules in one precision and the arguments of their calls with them, or by a
     plan; it is the caller's: a cast that fails half-way leaves nothing of it.
     """
@@ -316,7 +316,7 @@ def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
         patches.undo()
         raise
     decisions = _decide(parts, precision, plan, "cast where it is in memory")
-    return Loaded(program, plan or Plan(type(program).__name__), decisions, patches)
+    return LoadedPipeline(program, plan or Plan(type(program).__name__), decisions, patches)
 
 
 def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:

@@ -30,13 +30,13 @@ _CHANGING = threading.RLock()
 """Held while layers come and go: pipelines of one class share its `__call__`."""
 
 
-class _Held:
+class _LayerHolder:
     """A layer as an attribute of its pipeline, gone when that is; a copy has it and does not use it."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
-    def __deepcopy__(self, memo: object) -> _Held:
+    def __deepcopy__(self, memo: object) -> _LayerHolder:
         return self
 
 
@@ -49,7 +49,7 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
     owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
     if owner is None:
         return
-    here, held, on_class = weakref.ref(pipe), _Held(layer), Patches()
+    here, held, on_class = weakref.ref(pipe), _LayerHolder(layer), Patches()
     name = f"_stopdown_run_layer_{id(held)}"
 
     def lead(call: ComponentCall) -> Any:

@@ -69,7 +69,7 @@ from stopdown.sources.sources import Source
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """A check with what it rests on.
 
     Attributes:
@@ -148,7 +148,7 @@ def inspect_pipeline(
     arguments: Mapping[str, Any] | None = None,
     sums: bool = False,
     run: Callable[[], Any] | None = None,
-) -> Checked:
+) -> CheckResult:
     """As `check`, with what the findings rest on."""
     path = find_plan_path(precision or "")
     asked = parse_request(precision or "auto") if path is None else read_plan(path)
@@ -187,11 +187,11 @@ def _load_wide(source: Source) -> Any:
 
 
 def _add_sums(
-    checked: Checked,
+    checked: CheckResult,
     pipe: Any,
     arguments: Mapping[str, Any] | None,
     run: Callable[[], Any] | None = None,
-) -> Checked:
+) -> CheckResult:
     callees = checked.seen.callees.values()
     narrow = {d.component_name for d in callees if d.main == torch.float16}
     start = run or functools.partial(run_pipeline, pipe, arguments or {})
@@ -215,7 +215,7 @@ def _check_live(
     asked: Mapping[str, str] | Plan,
     device: str | None,
     arguments: Mapping[str, Any] | None,
-) -> Checked:
+) -> CheckResult:
     place, profile = _find_place(device or find_device(pipe))
     components = find_components(pipe)
     live = _Live(pipe, components, find_callees(pipe), profile)
@@ -237,7 +237,7 @@ def _check_program(
     asked: Mapping[str, str] | Plan,
     device: str | None,
     run: Callable[[], Any],
-) -> Checked:
+) -> CheckResult:
     """A program that is no pipeline: its components are what a run of it calls."""
     place, profile = _find_place(device or find_device(program))
     with apply_plan(program, asked) if isinstance(asked, Plan) else contextlib.nullcontext():
@@ -278,7 +278,7 @@ class _Live:
     profile: Profile
 
 
-def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> Checked:
+def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> CheckResult:
     """What was seen of a program under a plan, with what its weights are like."""
     found = list(parameters.check_values(live.components, {}))
     return _conclude(live, found, [seen], _list_planned(plan))
@@ -289,7 +289,7 @@ def _judge_live(
     options: _Options,
     parts: list[Examination],
     copy: Callable[[dict[str, torch.dtype]], Mapping[str, torch.nn.Module]],
-) -> Checked:
+) -> CheckResult:
     """What was seen of a program, with what its weights are like.
 
     Args:
@@ -308,7 +308,7 @@ def _judge_live(
 
 def _conclude(
     live: _Live, found: list[Finding], parts: list[Examination], chosen: dict[str, str]
-) -> Checked:
+) -> CheckResult:
     rescaled = list(parameters.check_rescaled(live.program, live.components))
     checked = _join([*found, *rescaled], parts, live.profile, chosen, {})
     findings = checked.findings
@@ -322,7 +322,7 @@ def _check_source(
     asked: Mapping[str, str] | Plan,
     device: str | None,
     arguments: Mapping[str, Any] | None,
-) -> Checked:
+) -> CheckResult:
     place, profile = _find_place(device or "auto")
     files, stored = list_files(source), read_stored(source)
     if isinstance(asked, Plan):
@@ -452,7 +452,7 @@ def _join(
     profile: Profile,
     chosen: dict[str, str],
     stored: dict[str, str],
-) -> Checked:
+) -> CheckResult:
     seen = Examination(
         [observation for part in parts for observation in part.observations],
         {call: callee for part in parts for call, callee in part.callees.items()},
@@ -480,7 +480,7 @@ def _join(
             *environment_findings.check_unseen(seen),
         ]
     )
-    return Checked(findings, seen, profile, chosen)
+    return CheckResult(findings, seen, profile, chosen)
 
 
 def make_place(profile: Profile) -> Place:

@@ -10,7 +10,7 @@ import torch
 from stopdown.devices.device_profiles import DeviceFault, Profile
 from stopdown.devices.model_needs import read_needs
 from stopdown.dtype_rules.findings import make_finding
-from stopdown.dtype_rules.inspection import Examination, Seen
+from stopdown.dtype_rules.inspection import CallStats, Examination
 from stopdown.number_formats import list_all, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.records import Finding
@@ -20,7 +20,7 @@ _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "forma
 
 def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
     """Findings about formats that the device lacks, emulates, or is wrong or slow in."""
-    used: dict[str, list[Seen]] = {}
+    used: dict[str, list[CallStats]] = {}
     for callee in seen.callees.values():
         if callee.main is not None:
             used.setdefault(name_dtype(callee.main), []).append(callee)
@@ -57,7 +57,7 @@ def check_schedule(seen: Examination) -> Iterator[Finding]:
         yield from _check_tables(seen.scheduler)
 
 
-def _check_times(callee: Seen, schedule: Any) -> Iterator[Finding]:
+def _check_times(callee: CallStats, schedule: Any) -> Iterator[Finding]:
     given = [time for time in callee.times if time.numel()]
     if not given or given[0].dtype not in HALVES or not isinstance(schedule, torch.Tensor):
         return

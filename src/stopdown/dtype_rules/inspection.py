@@ -49,7 +49,7 @@ from stopdown.scaling.folds import RESCALED
 
 
 @dataclass
-class Seen:
+class CallStats:
     """One component call, as the pipeline used it.
 
     Attributes:
@@ -82,7 +82,7 @@ class Examination:
     """
 
     observations: list[Observation] = field(default_factory=list)
-    callees: dict[str, Seen] = field(default_factory=dict)
+    callees: dict[str, CallStats] = field(default_factory=dict)
     operations: dict[tuple[str, str], str] = field(default_factory=dict)
     unseen: list[tuple[str, str]] = field(default_factory=list)
     scheduler: Any = None
@@ -162,7 +162,7 @@ class DtypeListener(Listener):
         precisions = read_precisions(module)
         main = precisions[0] if precisions else None
         seen = self._result.callees.setdefault(
-            callee.name, Seen(callee.component_name, callee.name, type(module).__name__, main)
+            callee.name, CallStats(callee.component_name, callee.name, type(module).__name__, main)
         )
         config = getattr(module, "config", None)
         seen.main = main

@@ -24,7 +24,7 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, intercept, put_cast
 from stopdown.component_calls.components import Callee, find_components, read_precisions
 from stopdown.devices.environment import name_device
-from stopdown.dtype_rules.check import Checked, check_call, inspect_pipeline
+from stopdown.dtype_rules.check import CheckResult, check_call, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.graph.mixed_dtypes import cast_parameters, cast_to_weights
@@ -128,7 +128,7 @@ def mend(
     return Mending(tuple(done), checked.findings, patches)
 
 
-def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) -> list[str]:
+def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patches) -> list[str]:
     """Mend what may be the cause of the rest first; what was done, and was not done before."""
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
@@ -140,7 +140,7 @@ def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) 
 
 
 def _mend_one(
-    pipe: Any, finding: Finding, checked: Checked, done: Collection[str], patches: Patches
+    pipe: Any, finding: Finding, checked: CheckResult, done: Collection[str], patches: Patches
 ) -> str:
     """Mend one finding; what was done, "" when nothing can be."""
     name, path = split_module_path(finding.module_path)

@@ -39,7 +39,7 @@ Form = Literal["onnx", "openvino"]
 ENDINGS: Mapping[Form, str] = {"onnx": ".onnx", "openvino": ".xml"}
 
 
-class _Traced(torch.nn.Module):
+class _TensorModule(torch.nn.Module):
     """A call of a component as a module of tensors only: what else it was given is closed over."""
 
     def __init__(
@@ -161,7 +161,7 @@ def export_component(
                 x.half() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
                 for x in leaves
             ]
-        traced = _Traced(module, function, leaves, spec).eval()
+        traced = _TensorModule(module, function, leaves, spec).eval()
         given = tuple(x for x in leaves if isinstance(x, torch.Tensor))
         names = list(list_inputs(module, call))
         write = {"onnx": _write_onnx, "openvino": _write_openvino}[form]

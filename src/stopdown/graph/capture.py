@@ -147,7 +147,7 @@ def find_call_operands(
 
     Cost: one run on fake tensors.
     """
-    return _Tracing(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
+    return _ShadowCall(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
 
 
 def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
@@ -461,14 +461,14 @@ class _Call(torch.nn.Module):
 def _export(attempt: _Attempt) -> Capture:
     """A capture; where the code mixes dtypes, one with its operands made one."""
     try:
-        capture = _Tracing(attempt).export()
+        capture = _ShadowCall(attempt).export()
         mixed = find_mixed_operands(capture.graph) or _find_mixed_norms(capture.graph)
         failure = None
     except CaptureError as error:
         capture, mixed, failure = None, [], error
     if not mixed and capture is not None:
         return capture
-    if attempt.operands is None and (found := _Tracing(attempt).find_operands()):
+    if attempt.operands is None and (found := _ShadowCall(attempt).find_operands()):
         return _export(replace(attempt, operands=found))
     if capture is None:
         assert failure is not None
@@ -482,7 +482,7 @@ def _export(attempt: _Attempt) -> Capture:
     return capture
 
 
-class _Tracing:
+class _ShadowCall:
     """One call of a shadow of its module, ready to be traced."""
 
     def __init__(self, attempt: _Attempt) -> None:

@@ -261,7 +261,7 @@ class MemoryListener(Listener):
                     moved = frozenset(_move(x, tile.path, here) for x in users)
                     _join(self._strays, {_move(home, tile.path, here): moved})
         else:
-            given = Given(args, kwargs)
+            given = TileInput(args, kwargs)
             output, tile = self._watch_tile(alive, code, args, kwargs)
             if given.is_left_alone(output):
                 known[key] = tile
@@ -465,7 +465,7 @@ def _describe_kind(value: Any) -> str:
     return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
-class Given:
+class TileInput:
     """What a tile's code was given, as it was before it ran."""
 
     def __init__(self, *given: Any) -> None:

@@ -56,7 +56,7 @@ from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.call_watch import Copying, WatchOptions, watch_calls
+from stopdown.scaling.call_watch import CopyHook, WatchOptions, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
     has_more_than_folds,
@@ -200,7 +200,7 @@ def apply_precision(
         put(patches)
 
 
-class _Pickling(Copying):
+class _Pickling(CopyHook):
     """In the place of a module's `__reduce_ex__`: it is copied, and not pickled."""
 
     def pickle(self, protocol: Any) -> Any:

@@ -115,7 +115,7 @@ class SafeSource:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Subject:
     """What is to be measured: the program, `None` for a checkpoint whose components come one by one."""
 
     pipe: Any
@@ -187,7 +187,7 @@ def measure_plan(
 
 
 def _seal_measured(
-    opened: _Opened,
+    opened: _Subject,
     requests: Sequence[Request],
     components: tuple[ComponentPlan, ...],
     steps: int,
@@ -234,7 +234,7 @@ def _plan_folder(
     prompts: Sequence[str | Mapping[str, Any]],
     options: tuple[str, str],
     progress: Progress | None,
-) -> tuple[_Opened, list[Request], tuple[ComponentPlan, ...]]:
+) -> tuple[_Subject, list[Request], tuple[ComponentPlan, ...]]:
     """Record calls of a checkpoint as it runs by its certificate, and measure each component by itself."""
     where, resized = choose_device(device or "auto"), ""
 
@@ -249,7 +249,7 @@ def _plan_folder(
         name = type(pipe).__name__
     del pipe
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-    opened = _Opened(None, source.name, name, fingerprint(source), stored, where)
+    opened = _Subject(None, source.name, name, fingerprint(source), stored, where)
     components = []
     for number, entry in enumerate(plan.components):
         if progress is not None:
@@ -271,7 +271,7 @@ def _widen_call(call: ComponentCall) -> ComponentCall:
 
 def _measure_component(
     source: Source,
-    opened: _Opened,
+    opened: _Subject,
     certified: ComponentPlan,
     calls: Sequence[ComponentCall],
     options: tuple[str, str],
@@ -306,7 +306,7 @@ def _choose_room(device: Device, needed_bytes: float) -> Device:
 
 
 def _plan_pipeline(
-    opened: _Opened,
+    opened: _Subject,
     requests: Sequence[Request],
     resized: str,
     options: tuple[str, str],
@@ -326,7 +326,7 @@ def _plan_pipeline(
 
 
 def _plan_program(
-    opened: _Opened,
+    opened: _Subject,
     run: Callable[[], Any] | None,
     options: tuple[str, str],
     progress: Progress | None,
@@ -346,7 +346,7 @@ def _plan_program(
         return _plan_components(opened, modules, recorded, options, progress)
 
 
-def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
+def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
     """What makes the given calls of a file's components; None for what is no file."""
     if not opened.fingerprint:
         return None
@@ -364,12 +364,12 @@ def _open(
     given: Any,
     device: str | None,
     progress: Progress | None,
-) -> _Opened:
+) -> _Subject:
     if not isinstance(given, Source):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
         where = choose_device(find_device(given))
         name = type(given).__name__
-        return _Opened(given, name, name, "", stored, where)
+        return _Subject(given, name, name, "", stored, where)
     source = given
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
     pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
@@ -379,7 +379,7 @@ def _open(
         parts = find_components(pipe).values()
         where = _choose_room(where, 1.5 * sum(sum(_count_bytes(m).values()) for m in parts))
     known = source.name, type(pipe).__name__, fingerprint(source)
-    return _Opened(move_program(pipe, where), *known, stored, where)
+    return _Subject(move_program(pipe, where), *known, stored, where)
 
 
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
@@ -446,7 +446,7 @@ def _widen(pipe: Any, patches: Patches) -> None:
 
 
 def _plan_components(
-    opened: _Opened,
+    opened: _Subject,
     modules: Mapping[str, torch.nn.Module],
     recorded: Mapping[str, Sequence[ComponentCall]],
     wanted: tuple[str, str],
@@ -462,7 +462,7 @@ def _plan_components(
 
 
 def _plan_component(
-    opened: _Opened,
+    opened: _Subject,
     name: str,
     module: torch.nn.Module,
     calls: Sequence[ComponentCall],

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 import stopdown_verify
 from stopdown.bounds.evaluation import writes_in_place
-from stopdown.bounds.input_limits import Stated, state_calls
+from stopdown.bounds.input_limits import InputStatement, state_calls
 from stopdown.bounds.known_values import Load, Operands
 from stopdown.bounds.propagation import find_aliases
 from stopdown.bounds.rules import bound_written_norm, read_vector_norm
@@ -59,7 +59,7 @@ from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.problem import (
     CallStatement,
-    Measured,
+    MeasuredCall,
     Problem,
     find_eps,
     find_interiors,
@@ -161,12 +161,12 @@ def export_calls(
 ) -> dict[str, Any]:
     """Put captured calls of a component into the rules of the checker, which has yet to fill in bounds."""
     tensors = stopdown_verify.open_weights(folder / entry.component, files, {})
-    reading = _Reading(tensors, find_tied(module), load)
+    reading = _TensorReader(tensors, find_tied(module), load)
     graphs = []
     for (capture, args, kwargs), stated in zip(
         captured, state_calls(module, captured), strict=True
     ):
-        measured = Measured(capture, split_values(capture), {}, args, kwargs)
+        measured = MeasuredCall(capture, split_values(capture), {}, args, kwargs)
         graphs.append(_Exporter(module, entry, measured, stated, reading).export())
     return {
         "component": entry.component,
@@ -178,7 +178,7 @@ def export_calls(
     }
 
 
-class _Reading:
+class _TensorReader:
     """The tensors of a component's files, and what the code makes for itself."""
 
     def __init__(
@@ -212,8 +212,8 @@ class _Exporter:
     """Puts one captured call into the rules of `stopdown_verify`, in the order of its graph."""
 
     def __init__(
-        self, module: torch.nn.Module, entry: ComponentPlan, measured: Measured, stated: Stated,
-        reading: _Reading,
+        self, module: torch.nn.Module, entry: ComponentPlan, measured: MeasuredCall, stated: InputStatement,
+        reading: _TensorReader,
     ) -> None:  # fmt: skip
         self.module, self.scaling, self.stated, self.reading = (
             module, entry.in_force, stated, reading)  # fmt: skip
@@ -799,7 +799,7 @@ class _Exporter:
 
 
 @functools.lru_cache(maxsize=256)
-def _find_squares(reading: _Reading, name: str, part: tuple[int, int]) -> list[list[int]]:
+def _find_squares(reading: _TensorReader, name: str, part: tuple[int, int]) -> list[list[int]]:
     tensor = reading.load(name)[part[0] : part[1]]
     return [stopdown_verify.write_number(x * 1.002) for x in bound_parts(tensor)]
 

@@ -327,7 +327,7 @@ def _plan_component(
     *,
     hands_over: bool,
 ) -> ComponentPlan:
-    reading = _Reading(load, name, module, context.progress)
+    reading = _TensorReader(load, name, module, context.progress)
     bare = ComponentPlan(name, type(module).__name__, "", "fp32")
     if name in context.others:
         planned = leave_component(bare, context.others[name])
@@ -432,7 +432,7 @@ def _make(source: Source, name: str) -> torch.nn.Module:
         return build_component(source, name)
 
 
-class _Reading:
+class _TensorReader:
     """Loads tensors of a component, keeps samples of each for its hash, and tells how many were read."""
 
     def __init__(

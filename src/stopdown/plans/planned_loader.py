@@ -51,7 +51,7 @@ from stopdown.sources.sources import Source, has_weights, read_stored_dtypes
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPipeline:
     """A pipeline in memory.
 
     Attributes:
@@ -111,7 +111,7 @@ def load_plan(
     device: Device,
     *,
     progress: Progress | None = None,
-) -> Loaded:
+) -> LoadedPipeline:
     """Load a checkpoint as a plan says, and move it to a device.
 
     With `Plan.memory` its weights stay in the checkpoint's files until a run is placed.
@@ -122,7 +122,7 @@ def load_plan(
 
 def _load_bare(
     source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
-) -> Loaded:
+) -> LoadedPipeline:
     """Load a pipeline in the precisions of its calls.
 
     An autoencoder whose two directions differ is loaded in the wider format; the other direction
@@ -157,12 +157,12 @@ def _load_bare(
         for callee in find_callees(pipe):
             if callee.name in wanted:
                 put_cast(callee, wanted[callee.name], patches)
-    return Loaded(pipe, plan, decisions, patches)
+    return LoadedPipeline(pipe, plan, decisions, patches)
 
 
 def _load_scaled(
     source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
-) -> Loaded:
+) -> LoadedPipeline:
     """Load a checkpoint with the exponents of its plan.
 
     Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
@@ -184,7 +184,7 @@ def _load_scaled(
     if move:
         move_program(pipe, device)
     decisions = tuple(describe_calls(plan, gather_facts(source)))
-    return Loaded(pipe, plan, decisions, patches, off)
+    return LoadedPipeline(pipe, plan, decisions, patches, off)
 
 
 def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Patches]:

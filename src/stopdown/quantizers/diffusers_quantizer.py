@@ -10,7 +10,7 @@ from accelerate.utils import set_module_tensor_to_device
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map
+from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_map
 
 
 class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
@@ -18,7 +18,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
 
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._loading, self._files = Loading(quantization_config), list[str | Path]()
+        self._loading, self._files = ModelLoad(quantization_config), list[str | Path]()
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
         """Refuse other formats, and weights on the disk; called again once the device map is known."""

@@ -33,7 +33,7 @@ from stopdown.number_formats import list_some
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
 from stopdown.plans.plan_choice import find_or_certify
-from stopdown.plans.planned_loader import Loaded
+from stopdown.plans.planned_loader import LoadedPipeline
 from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
@@ -56,7 +56,7 @@ def check_device_map(device_map: Any) -> None:
         )
 
 
-class Loading:
+class ModelLoad:
     """One model on its way into memory.
 
     Attributes:
@@ -134,7 +134,7 @@ class Loading:
 
         cast_component_(module, self.bare, put_bare)
 
-    def __deepcopy__(self, memo: object) -> Loading:
+    def __deepcopy__(self, memo: object) -> ModelLoad:
         """Return itself: a copy of the model has hooks of its own."""
         return self
 
@@ -179,7 +179,7 @@ class Loading:
                 self._off.set_attribute(module, name, refuse)
         if self.config.guard:
             options = GuardOptions(
-                loaded=Loaded(program, plan, (), Patches(), {component: self._off})
+                loaded=LoadedPipeline(program, plan, (), Patches(), {component: self._off})
             )
             vars(module)["stopdown_guard"] = Guard(program, options).put_on()
         return self._describe(module, plan)
@@ -297,7 +297,7 @@ class Loading:
 class PlannedModel:
     """Answers what both libraries ask a quantizer about a model that has a plan."""
 
-    _loading: Loading
+    _loading: ModelLoad
 
     @property
     def applied_plan(self) -> Plan | None:

@@ -9,7 +9,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.quantizers.loading import Loading, PlannedModel, check_device_map
+from stopdown.quantizers.loading import ModelLoad, PlannedModel, check_device_map
 
 
 class StopdownQuantizer(PlannedModel, HfQuantizer):
@@ -18,7 +18,7 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
     def __init__(self, quantization_config: StopdownConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.pre_quantized = False  # weights of a folder that carries a plan are folded as well
-        self._loading, self._files = Loading(quantization_config), list[str]()
+        self._loading, self._files = ModelLoad(quantization_config), list[str]()
 
     def validate_environment(self, *args: Any, **options: Any) -> None:
         """Refuse weights on the disk."""
@@ -80,7 +80,7 @@ def _list_parts(config: Any) -> list[Any]:
 class _Fold(ConversionOps):
     """One weight, from the format that it is stored in."""
 
-    def __init__(self, loading: Loading) -> None:
+    def __init__(self, loading: ModelLoad) -> None:
         self._loading = loading
 
     def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:

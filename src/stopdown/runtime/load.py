@@ -18,7 +18,7 @@ from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
 from stopdown.plans.arrivals import certified_on_arrival
 from stopdown.plans.plan_choice import choose_plan
-from stopdown.plans.planned_loader import Loaded, load_plan
+from stopdown.plans.planned_loader import LoadedPipeline, load_plan
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import MemoryPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
@@ -123,7 +123,7 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
     return ask_memory(None if memory == "auto" else memory, targets=targets)
 
 
-def _place(loaded: Loaded, source: Source, target: Device) -> Loaded:
+def _place(loaded: LoadedPipeline, source: Source, target: Device) -> LoadedPipeline:
     """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)

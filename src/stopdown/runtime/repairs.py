@@ -44,7 +44,7 @@ from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.repair_order import Remedy
 from stopdown.runtime.weight_history import WeightHistory
-from stopdown.scaling import Measured, cast_, find_scaling
+from stopdown.scaling import MeasuredCall, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.measurement import Captures, add_call
@@ -89,7 +89,7 @@ class Calibration:
     calls: int = 0
     residual: str = "native"
     stream: ResidualStream | None = None
-    _kinds: dict[Hashable, list[Measured]] = field(default_factory=dict)
+    _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
 
     def observe(
         self,
@@ -117,7 +117,7 @@ class Calibration:
         self.calls += 1
 
     @property
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[MeasuredCall]:
         """One entry for each kind of call, its ranges merged over the calls."""
         return [entry for kind in self._kinds.values() for entry in kind]
 
@@ -465,7 +465,7 @@ def _merge_streams(
     return replace(found, **joined)
 
 
-def _find_used(measured: Iterable[Measured]) -> set[str]:
+def _find_used(measured: Iterable[MeasuredCall]) -> set[str]:
     """Parameters that take part in the calls that were measured."""
     return {
         known.capture.parameters[node.name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +34,8 @@ from stopdown.pipelines.requests import (
     list_own_sides,
     read_frames,
 )
-from stopdown.plans.planned_loader import Loaded, load_plan
+from stopdown.plans.planned_loader import LoadedPipeline, load_plan
 from stopdown.records import (
-    CallSummary,
     Finding,
     GuardRecord,
     Plan,
@@ -51,23 +50,30 @@ from stopdown.sources.sources import Source, fingerprint
 
 
 @dataclass(frozen=True)
-class Made:
-    """What one call of a pipeline gave.
+class RunResult:
+    """What a program gave under a guard.
 
     Attributes:
-        frames: `[T, H, W, 3]` uint8.
+        output: what it returned; of a pipeline its frames, `[T, H, W, 3]` uint8.
         updated: the plan with the repairs in it; None when there is no plan, or was no repair.
-        stages_s: seconds by stage: encode, denoise, decode, other.
     """
 
-    frames: np.ndarray[Any, Any]
+    output: Any
     seen: GuardRecord
     updated: Plan | None
-    stages_s: dict[str, float]
+    elapsed_s: float
+
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """Seconds in the components by stage: encode, denoise, decode."""
+        stages_s = dict[str, float]()
+        for call in self.seen.calls:
+            stages_s[call.stage] = stages_s.get(call.stage, 0.0) + call.elapsed_s
+        return stages_s
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunOutput:
     """What a run is to leave behind.
 
     Attributes:
@@ -101,7 +107,7 @@ class Runner:
 
     def __init__(self, source: Source, device: Device) -> None:
         self.source, self.device = source, device
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedPipeline | None = None
         self._seal: str | None = None
         self._sizes = ""
         self._misfits: dict[str, StopdownError] = {}
@@ -111,12 +117,12 @@ class Runner:
         self,
         plan: Plan,
         request: Request,
-        wanted: Wanted,
+        wanted: RunOutput,
         settings: GuardOptions,
         *,
         spread: Spread = lambda pipe: contextlib.nullcontext(""),
         progress: Progress | None = None,
-    ) -> tuple[RunRecord, Made]:
+    ) -> tuple[RunRecord, RunResult]:
         """Load what is not loaded, make a request under the guard, and write its file.
 
         Args:
@@ -135,12 +141,13 @@ class Runner:
             self.release()
             raise
         stages |= made.stages_s
+        stages["other"] = made.elapsed_s - sum(made.stages_s.values())
         place: str | None = None
         findings: tuple[Finding, ...] = ()
         if wanted.writes:
             begun, numbered = time.perf_counter(), wanted.numbered
             written, findings = write_frames(
-                wanted.output, made.frames, wanted.fps, numbered=numbered
+                wanted.output, made.output, wanted.fps, numbered=numbered
             )
             place = str(written) if numbered else wanted.output
             stages["write"] = time.perf_counter() - begun
@@ -178,7 +185,9 @@ class Runner:
         if stages is not None:
             stages["load"] = time.perf_counter() - begun
 
-    def _place(self, request: Request, stages: dict[str, float], announce: Announce) -> Loaded:
+    def _place(
+        self, request: Request, stages: dict[str, float], announce: Announce
+    ) -> LoadedPipeline:
         """Place the weights for runs of these sizes, unless they are."""
         loaded = self.loaded
         assert loaded is not None
@@ -216,7 +225,9 @@ Spread = Callable[[Any], AbstractContextManager[str]]
 """What a step is spread by: from a pipeline to what is entered around its call."""
 
 
-def make_frames(loaded: Loaded, request: Request, *, output: str, settings: GuardOptions) -> Made:
+def make_frames(
+    loaded: LoadedPipeline, request: Request, *, output: str, settings: GuardOptions
+) -> RunResult:
     """Call a pipeline under the guard, which is gone when this returns.
 
     Args:
@@ -232,23 +243,13 @@ def make_frames(loaded: Loaded, request: Request, *, output: str, settings: Guar
     choose_format(output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
     settings = dataclasses.replace(settings, loaded=loaded)
-    ran = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
-    stages_s = sum_stages(ran.seen.calls)
-    stages_s["other"] = ran.elapsed_s - sum(stages_s.values())
-    return Made(to_uint8(read_frames(ran.result)), ran.seen, ran.updated, stages_s)
+    made = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
+    return dataclasses.replace(made, output=to_uint8(read_frames(made.output)))
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a program gave under a guard."""
-
-    result: Any
-    seen: GuardRecord
-    updated: Plan | None
-    elapsed_s: float
-
-
-def run_guarded(loaded: Loaded, start: Callable[[], Any], settings: GuardOptions) -> Ran:
+def run_guarded(
+    loaded: LoadedPipeline, start: Callable[[], Any], settings: GuardOptions
+) -> RunResult:
     """Run a program once under a guard, which is gone when this returns."""
     settings = dataclasses.replace(settings, decisions=loaded.decisions, frames=False)
     guarding = Guard(loaded.pipe, settings).put_on()
@@ -256,15 +257,7 @@ def run_guarded(loaded: Loaded, start: Callable[[], Any], settings: GuardOptions
     with guarding, torch.no_grad():
         result = start()
         updated = guarding.updated_plan()
-    return Ran(result, guarding.record, updated, time.perf_counter() - begun)
-
-
-def sum_stages(calls: Iterable[CallSummary]) -> dict[str, float]:
-    """Seconds in the components by stage."""
-    stages_s = dict[str, float]()
-    for call in calls:
-        stages_s[call.stage] = stages_s.get(call.stage, 0.0) + call.elapsed_s
-    return stages_s
+    return RunResult(result, guarding.record, updated, time.perf_counter() - begun)
 
 
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
@@ -294,7 +287,12 @@ def write_frames(
 
 
 def _describe_run(
-    source: Source, loaded: Loaded, device: Device, made: Made, peak: PeakMemory, **others: Any
+    source: Source,
+    loaded: LoadedPipeline,
+    device: Device,
+    made: RunResult,
+    peak: PeakMemory,
+    **others: Any,
 ) -> RunRecord:
     memory = loaded.plan.memory
     return RunRecord(

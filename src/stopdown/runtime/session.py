@@ -53,7 +53,7 @@ from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
-from stopdown.plans.planned_loader import Loaded
+from stopdown.plans.planned_loader import LoadedPipeline
 from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
@@ -100,7 +100,7 @@ class GuardOptions:
     observer: Observer | None = None
     announce: Announce | None = None
     plan: Plan | None = None
-    loaded: Loaded | None = None
+    loaded: LoadedPipeline | None = None
     journal: Journal | str | Path | None = None
     maxima: bool = False
     repair_cache: RepairCache | None = None

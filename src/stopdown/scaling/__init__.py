@@ -2,12 +2,12 @@
 
 from stopdown.scaling.folds import Rescaling, cast_, fold_scaling
 from stopdown.scaling.measurement import measure_again, measure_call
-from stopdown.scaling.problem import Measured
+from stopdown.scaling.problem import MeasuredCall
 from stopdown.scaling.rescale import check_residual, rescale_
 from stopdown.scaling.search import find_folds, find_scaling, scale_calls
 
 __all__ = [
-    "Measured",
+    "MeasuredCall",
     "Rescaling",
     "cast_",
     "check_residual",

@@ -25,7 +25,7 @@ from stopdown.interception.patches import Place
 from stopdown.records import Scaling
 from stopdown.scaling.linear_system import ZERO, System
 from stopdown.scaling.problem import (
-    Measured,
+    MeasuredCall,
     Problem,
     list_running,
     split_values,
@@ -71,7 +71,7 @@ def find_ends(
     """
     problem = state_problem(
         module,
-        [Measured(capture, split_values(capture), {})],
+        [MeasuredCall(capture, split_values(capture), {})],
         multiplies=True,
         stream=scaling.stream,
         has_free_ends=True,

@@ -151,7 +151,7 @@ class CallWatch:
         self._switch_on()
         self._own.set_attribute(self.module, _WATCH, self)
         if "__reduce_ex__" not in vars(self.module):
-            self._own.set_attribute(self.module, "__reduce_ex__", Copying(self.module))
+            self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
         callee = Callee("", self.module, "forward", "decode", GENERAL_KEEPS)
         put_layer(self.module, "forward", self._enter_whole, self._own, Rank.EXPONENTS, callee)
@@ -628,7 +628,7 @@ def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Copying:
+class CopyHook:
     """In the place of a module's `__reduce_ex__`: deep copies of it check their calls.
 
     A deep copy has the exponents and casts of the module, and one of these of its own.

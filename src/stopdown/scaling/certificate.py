@@ -21,7 +21,7 @@ import torch
 
 from stopdown.bounds.input_limits import (
     EMBEDDINGS,
-    Stated,
+    InputStatement,
     list_limits,
     list_sizes,
     note_limits,
@@ -40,7 +40,7 @@ from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
 from stopdown.records import Operands, Scaling, SumBound
-from stopdown.scaling.problem import Limit, Measured, Problem, split_values
+from stopdown.scaling.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS, Solution
 
 RANGES = ("measured", "stated", "bound", "auto")
@@ -69,19 +69,19 @@ class BoundedCalls:
         guessed: nothing was measured.
     """
 
-    kinds: Sequence[Measured]
-    stated: Sequence[Stated]
+    kinds: Sequence[MeasuredCall]
+    stated: Sequence[InputStatement]
     bounds: Sequence[Bounds]
     guessed: bool = False
 
-    def state(self) -> list[Measured]:
+    def state(self) -> list[MeasuredCall]:
         """The calls as they were measured, with bounds beside."""
         return [
             replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
-    def mix(self, bits: float) -> list[Measured]:
+    def mix(self, bits: float) -> list[MeasuredCall]:
         """The calls with bounds where those are at most so many bits looser than what was measured."""
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
@@ -103,14 +103,14 @@ class BoundedCalls:
 
 def leave_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
-) -> list[Measured]:
+) -> list[MeasuredCall]:
     """Captured calls and the arguments that they were captured with, without a range."""
-    return [Measured(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
+    return [MeasuredCall(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
 
 
 def bound_kinds(
     module: torch.nn.Module,
-    kinds: Sequence[Measured],
+    kinds: Sequence[MeasuredCall],
     load: Load | None = None,
     loose: Collection[str] = (),
     before: BoundedCalls | None = None,
@@ -148,7 +148,7 @@ def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return stored.read() if stored.folds else stored.values
 
 
-def _guess(kind: Measured, found: Bounds) -> Measured:
+def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
     """A call with stand-ins for its ranges: a few times the typical size; 0 for what is unknown."""
     capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}

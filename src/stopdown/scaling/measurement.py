@@ -25,7 +25,7 @@ from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
 from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
-from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
+from stopdown.scaling.problem import MeasuredCall, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
 
 FEW_FRAMES = 5
@@ -87,16 +87,16 @@ def measure_kinds(
     kinds: Sequence[Sequence[PlainCall]],
     captures: Captures,
     stream: ResidualStream | None,
-) -> list[Measured]:
+) -> list[MeasuredCall]:
     """What calls reach, with a residual stream as it is given.
 
     A kind has one capture with the merged ranges of its calls; more where its path depends on values.
 
     Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
     """
-    measured: list[Measured] = []
+    measured: list[MeasuredCall] = []
     for kind in kinds:
-        found: list[Measured] = []
+        found: list[MeasuredCall] = []
         for call in kind:
             add_call(found, module, call, captures, stream)
         _, args, kwargs = kind[0]
@@ -105,7 +105,7 @@ def measure_kinds(
 
 
 def add_call(
-    found: list[Measured],
+    found: list[MeasuredCall],
     module: torch.nn.Module,
     one: PlainCall,
     captures: Captures,
@@ -159,7 +159,7 @@ def measure_call(
     *,
     dtype: torch.dtype = torch.float16,
     stream: ResidualStream | None = None,
-) -> Measured:
+) -> MeasuredCall:
     """One call captured in `dtype` and its ranges measured in fp32.
 
     Args:
@@ -171,13 +171,13 @@ def measure_call(
     return _measure(Captures(dtype).take(one, stream), one)
 
 
-def _measure(capture: Capture, one: PlainCall) -> Measured:
+def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
     call, args, kwargs = one
     if any(map(is_range_clamp, capture.graph.graph.nodes)):
         capture = replace(capture, keeps_clamps=_clamps_anyway(one))
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
     ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
-    return Measured(capture, blocks, ranges)
+    return MeasuredCall(capture, blocks, ranges)
 
 
 def _clamps_anyway(one: PlainCall) -> bool:
@@ -198,8 +198,8 @@ def _copy_wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure_again(
-    known: Measured, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Measured:
+    known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> MeasuredCall:
     """Another call of a kind that is captured already, its ranges merged with those before.
 
     Cost: one forward in fp32.

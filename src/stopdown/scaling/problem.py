@@ -46,7 +46,7 @@ _PATHS = "stopdown_module_paths"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """One captured call with the ranges of its values and the blocks that they fall into.
 
     Attributes:
@@ -154,7 +154,7 @@ def list_outputs(node: Node) -> list[Any]:
     return leaves
 
 
-def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
+def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
     """Numbers of the fp16 outputs of a module's own calls that fp16 cannot hold."""
     if any(call.capture.method for call in calls):
         return frozenset()
@@ -186,7 +186,7 @@ def _is_kept(node: Node, capture: Capture) -> bool:
 
 def state_problem(
     module: torch.nn.Module,
-    calls: Sequence[Measured],
+    calls: Sequence[MeasuredCall],
     *,
     multiplies: bool = False,
     stream: ResidualStream | None = None,
@@ -228,9 +228,11 @@ class Statements:
     """Problems of the same calls with other ranges: each is stated once, and then gets the ranges."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Sequence[Measured], dict[str, Any], Problem]] = []
+        self._made: list[tuple[Sequence[MeasuredCall], dict[str, Any], Problem]] = []
 
-    def state(self, module: torch.nn.Module, calls: Sequence[Measured], **options: Any) -> Problem:
+    def state(
+        self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
+    ) -> Problem:
         """As `state_problem`, whose options these are."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
@@ -244,7 +246,7 @@ class Statements:
         return replace(problem, system=problem.system.copy(), limits=limits)
 
 
-def _are_stated_alike(calls: Sequence[Measured], others: Sequence[Measured]) -> bool:
+def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
     """Whether the problems of calls differ in the sizes of their limits alone."""
     return len(calls) == len(others) and all(
         one.capture is other.capture
@@ -259,13 +261,13 @@ def _are_stated_alike(calls: Sequence[Measured], others: Sequence[Measured]) -> 
     )
 
 
-def _find_harmless(call: Measured) -> frozenset[Node]:
+def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
     """The values that may be Inf before a saturating function; what no rule bounds may be NaN as well."""
     found = find_saturating(call.capture.graph.graph, call.ranges)
     return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
 
-def _free_ends(problem: Problem, call: Measured) -> None:
+def _free_ends(problem: Problem, call: MeasuredCall) -> None:
     """Give the arguments and outputs of a call unknowns, so that they are not pinned."""
     graph, capture = call.capture.graph.graph, call.capture
     floats = {node.name for node in graph.nodes if is_float(node)}
@@ -292,7 +294,9 @@ def _unite_blocks(problem: Problem) -> None:
             problem.parameters[name] = unknowns[0]
 
 
-def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str, frozenset[str]]:
+def _find_guests(
+    module: torch.nn.Module, calls: Sequence[MeasuredCall]
+) -> dict[str, frozenset[str]]:
     """Parameters that belong to one module by name, and to another by where they are used.
 
     SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
@@ -338,7 +342,7 @@ class CallStatement:
         self,
         problem: Problem,
         module: torch.nn.Module,
-        call: Measured,
+        call: MeasuredCall,
         index: int,
         outer: bool,
         closed: frozenset[str],
@@ -659,7 +663,7 @@ def find_interiors(node: Node) -> tuple[str, ...]:
     return inside
 
 
-def find_exits(call: Measured) -> dict[Node, str]:
+def find_exits(call: MeasuredCall) -> dict[Node, str]:
     """Values that are the one tensor that a module returns, in every call of it."""
     leaving: dict[tuple[str, str], list[Node]] = {}
     for node in call.capture.graph.graph.nodes:
@@ -681,7 +685,7 @@ def _runs_in(node: Node, path: str) -> bool:
     return path in list_running(node) or is_inside(module_path(node), path)
 
 
-def _may_multiply(node: Node, path: str, call: Measured) -> bool:
+def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:
     mutated = any(operation(user).endswith("_") for user in node.users)
     return not mutated and node not in call.blocks and path in call.capture.single_outputs
 

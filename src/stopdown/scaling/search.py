@@ -46,7 +46,7 @@ from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.measurement import Captures, measure_kinds
 from stopdown.scaling.problem import (
-    Measured,
+    MeasuredCall,
     Problem,
     Statements,
     find_wide_outputs,
@@ -103,7 +103,7 @@ VANISHING_BITS = -22
 
 Found = TypeVar("Found")
 StopReason = CaptureError | ScalingError
-Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling]
+Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _describe(problem: Problem, solution: Solution | None) -> Scaling:
 
 def find_scaling(
     module: torch.nn.Module,
-    calls: Sequence[Measured],
+    calls: Sequence[MeasuredCall],
     stream: ResidualStream | None = None,
     *,
     fp32_modules: bool = True,
@@ -280,7 +280,7 @@ def _list_foldings(problem: Problem) -> list[Problem]:
 
 def find_folds(
     module: torch.nn.Module,
-    calls: Sequence[Measured],
+    calls: Sequence[MeasuredCall],
     groups: Sequence[Collection[str]] = (),
     *,
     free: Collection[str] | None = (),
@@ -319,7 +319,7 @@ def _is_stored(place: str) -> bool:
 
 def scale_by_bounds(
     module: torch.nn.Module,
-    kinds: Sequence[Measured],
+    kinds: Sequence[MeasuredCall],
     ranges: str,
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
@@ -430,14 +430,14 @@ def _list_bounds(
         before = ranges
 
 
-def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
     """As `find_visible`, of mixed ranges, in which what was measured has `CALIBRATED_BITS` more."""
     scaling = find_visible(find, module, calls)
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 
 
-def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
     """As `find`, refused where bounds are so loose that parameters would vanish in fp16."""
     scaling = find(module, calls)
     for name, bits, fold in _list_stored(scaling, calls):
@@ -449,7 +449,9 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured])
     return scaling
 
 
-def _list_stored(scaling: Scaling, calls: Sequence[Measured]) -> Iterator[tuple[str, float, int]]:
+def _list_stored(
+    scaling: Scaling, calls: Sequence[MeasuredCall]
+) -> Iterator[tuple[str, float, int]]:
     """Each parameter with the log2 of its largest value as it is stored, and its lowest exponent."""
     for call in calls:
         for node, name in call.capture.parameters.items():
@@ -463,13 +465,13 @@ def _list_folds(scaling: Scaling, name: str) -> list[int]:
     return [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
 
 
-def is_visible(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
     """No more in fp32, and weights keep most of their bits."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
 
 
-def is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
     """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     return (
@@ -485,7 +487,7 @@ def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
     return few and found.fp32_flops <= best.fp32_flops
 
 
-def _measure_strain(scaling: Scaling, calls: Sequence[Measured]) -> float:
+def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     """Bits by which the typical sizes of folded weights lie too low, in the mean.
 
     Biases are left out: what they lose is below the last place of the sum that they are added to.
@@ -608,7 +610,7 @@ class _CallSearch:
         return take_first(strategies)
 
     def _open(
-        self, kinds: Sequence[Measured], stream: ResidualStream | None, whole: Scaling
+        self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None, whole: Scaling
     ) -> Scaling:
         captures = [x.capture for x in kinds]
         opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
@@ -621,14 +623,14 @@ class _CallSearch:
         wide = [max(measure_wide_flops(x.capture) for x in y) for y in (kinds, again)]
         return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
 
-    def _solve(self, kinds: Sequence[Measured], stream: ResidualStream | None) -> Scaling:
+    def _solve(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
         try:
             return self._find(kinds, stream)
         except ScalingError as error:
             self.unsolved = error if self.ranges != "bound" else None  # hooks certify nothing
             raise
 
-    def _find(self, kinds: Sequence[Measured], stream: ResidualStream | None) -> Scaling:
+    def _find(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
         if self.ranges == "measured":
             return find_scaling(self.module, kinds, stream)
         find = partial(find_scaling, stream=stream, statements=Statements())
