@@ -42,7 +42,7 @@ KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "t
 SMALLER = ("silu", "gelu", "hardswish", "mish")
 SATURATING = ("sigmoid", "tanh", "erf")
 BOUNDED = (*SATURATING, "sin", "cos", "sign", "softmax")
-SHRINKING = ("tanh", "erf", "sin", "limit")
+SHRINKING = ("tanh", "sin", "limit")
 FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
     "silu": (lambda x: x / (1 + np.exp(-x)), 1.13), "relu": (lambda x: np.maximum(x, 0), 1.0),
     "sin": (np.sin, 1.0), "cos": (np.cos, 1.0), "neg": (np.negative, 1.0), "tanh": (np.tanh, 1.0),

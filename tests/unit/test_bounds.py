@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 import stopdown
 from models.bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from models.rescaling_models import EXAMPLES
-from stopdown.bounds import evaluation, product_rules, singular_values, values
+from stopdown.bounds import evaluation, product_rules, rules, singular_values, values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
 from stopdown.bounds.evaluation import evaluate
@@ -36,7 +37,7 @@ from stopdown.bounds.values import (
     take,
 )
 from stopdown.graph.nodes import is_kind
-from stopdown.graph.operations import find_operation
+from stopdown.graph.operations import find_operation, read_operations
 from stopdown.scaling.problem import split_values
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
@@ -312,6 +313,32 @@ def test_a_clamp_may_make_values_larger(least: float | None, most: float) -> Non
     bound = case.bounds.values[next(n for n in case.bounds.values if n.startswith("mul"))]
     assert bound is not None
     assert float(Model()(x).abs().max()) <= bound.largest
+
+
+FUNCTIONS = [
+    entry.name
+    for entry in read_operations().values()
+    if entry.kind == "pointwise" and entry.bound in ("same", "shrink", "saturate")
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_stay_below_their_bounds(name: str) -> None:
+    """The rule and the Lipschitz constant that the table gives a function hold on a fine grid."""
+    function = getattr(torch, name, None) or getattr(functional, name)
+    for size in (0.125, 0.5, 2.0, 16.0):
+        x = torch.linspace(-size, size, 4097, dtype=torch.float64)
+        made, bound = function(x), values.uniform(size, (4097,))
+        node = SimpleNamespace(args=(None,))
+        op = SimpleNamespace(
+            node=node, source=bound, find=lambda _, held=bound: held, shape=(4097,)
+        )
+        rule = find_operation(name).bound
+        most = bound if rule == "same" else getattr(rules, rule)(op)
+        assert float(made.abs().max()) <= float(most.peak.max()) * (1 + 1e-12)
+        if (slope := find_operation(name).slope) is not None:
+            steepest = float(made.diff().abs().max()) / float(x[1] - x[0])
+            assert steepest <= slope * (1 + 1e-9)
 
 
 def test_a_norm_needs_no_limit_on_its_input() -> None:
