@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -147,18 +148,23 @@ def test_auto_takes_bounds_that_cost_nothing() -> None:
     rescaling.undo()
 
 
-def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
+def choose_among(
+    folds: list[int], *, free: bool, module: nn.Module | None = None, given: Any = None
+) -> tuple[int, bool]:
     """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
-    module = nn.Linear(4, 4)
-    module.weight.data.fill_(2.0**-4)
-    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    if module is None:
+        module, given = nn.Linear(4, 4), torch.randn(2, 4)
+        module.weight.data.fill_(2.0**-4)
+    name = next(name for name, _ in module.named_parameters())
+    measured = measure_call(module, (given,), {}, dtype=torch.float16)
     plain = find_scaling(module, [measured])
-    found = [replace(plain, exponents={"weight": fold, "bias": fold}) for fold in folds]
+    bias = {"bias": 0} if name == "weight" else {}
+    found = [replace(plain, exponents={name: fold} | dict.fromkeys(bias, fold)) for fold in folds]
     best = replace(plain, exponents={})
     judge = partial(is_free if free else is_visible, best=best, calls=[measured])
     strategies = [Strategy(partial(replace, x), judge) for x in found]
     scaling = take_first([Strategy(lambda: best, lambda found: False), *strategies])
-    return scaling.exponents.get("weight", 0), scaling is not best
+    return scaling.exponents.get(name, 0), scaling is not best
 
 
 def test_auto_passes_over_bounds_that_cost_bits() -> None:
@@ -166,6 +172,15 @@ def test_auto_passes_over_bounds_that_cost_bits() -> None:
     assert choose_among([-12, -9, -8, -6], free=True) == (-8, True)
     assert choose_among([-12, -10, -8, -6], free=False) == (-8, True)
     assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
+
+
+def test_auto_keeps_the_bits_of_a_table() -> None:
+    """All that a text encoder computes rests on its embeddings: they are not one weight of a hundred."""
+    module = nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4) for _ in range(100)))
+    module[0].weight.data.fill_(2.0**-4)
+    chosen = partial(choose_among, module=module, given=torch.arange(8))
+    assert chosen([-12, -10, -9, -6], free=True) == (-9, True)
+    assert chosen([-12, -10, -9, -6], free=False) == (-12, True)
 
 
 def test_bounds_that_fit_measured_exponents_certify(monkeypatch: pytest.MonkeyPatch) -> None:
