@@ -42,7 +42,7 @@ from stopdown.graph.range_measurement import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.records import ResidualStream, Scaling  # noqa: E402
 from stopdown.scaling import (  # noqa: E402
-    Measured,
+    MeasuredCall,
     cast_,
     find_scaling,
     fold_scaling,
@@ -75,8 +75,8 @@ class Prepared:
 
     module: torch.nn.Module
     calls: list[Call]
-    plain: list[Measured]
-    streamed: list[Measured]
+    plain: list[MeasuredCall]
+    streamed: list[MeasuredCall]
     stream: ResidualStream | None
     note: str
     healthy: float
@@ -192,8 +192,8 @@ def share_bytes(module: torch.nn.Module, fp32_modules: tuple[str, ...]) -> float
 
 
 def overflow(
-    module: torch.nn.Module, calls: list[Call], measured: list[Measured], pattern: str
-) -> tuple[int, list[Measured]]:
+    module: torch.nn.Module, calls: list[Call], measured: list[MeasuredCall], pattern: str
+) -> tuple[int, list[MeasuredCall]]:
     """Scale the weights of a way until some fp16 value overflows; the bits, and the new ranges."""
     bits, measured = 0, measure_calls(module, calls, measured)
     while peak_of(measured) < OVERFLOWS_AT and bits < MOST_BITS:
@@ -205,8 +205,8 @@ def overflow(
 
 
 def measure_calls(
-    module: torch.nn.Module, calls: list[Call], measured: list[Measured]
-) -> list[Measured]:
+    module: torch.nn.Module, calls: list[Call], measured: list[MeasuredCall]
+) -> list[MeasuredCall]:
     """The same captures with the ranges that the weights give now."""
     return [
         measure_again(replace(x, ranges={}), module, args, kwargs)
@@ -214,7 +214,7 @@ def measure_calls(
     ]
 
 
-def peak_of(measured: list[Measured]) -> float:
+def peak_of(measured: list[MeasuredCall]) -> float:
     """Largest magnitude of any fp16 value that an operation makes."""
     return max(
         part.amax

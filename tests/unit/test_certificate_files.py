@@ -439,6 +439,11 @@ class Moving(torch.nn.Module):
             "avg_pool1d": lambda: F.avg_pool1d(x, 3, stride=1, padding=1),
             "avg_pool2d": lambda: F.avg_pool2d(x[None], (1, 3), stride=1, padding=(0, 1))[0],
             "pad": lambda: F.pad(x, (1, -1)),
+            "pad_sequence": lambda: torch.nn.utils.rnn.pad_sequence([x[0, :1], x[0]], True)[1:],
+            "rotation": lambda: torch.view_as_real(
+                torch.view_as_complex(x.unflatten(2, (2, 2)))
+                * torch.polar(torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+            ).flatten(2),
             "einsum": lambda: torch.einsum("abc->bca", x).permute(2, 0, 1),
             "repeat_interleave": lambda: torch.repeat_interleave(
                 x, torch.tensor([0, 0, 4, 0]), dim=2, output_size=4
@@ -447,7 +452,9 @@ class Moving(torch.nn.Module):
         return made[self.operation]() * 1
 
 
-MOVES = ("avg_pool1d", "avg_pool2d", "pad", "einsum", "repeat_interleave")
+MOVES = (
+    "avg_pool1d", "avg_pool2d", "pad", "einsum", "pad_sequence", "rotation", "repeat_interleave",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", MOVES)

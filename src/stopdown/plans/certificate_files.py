@@ -495,7 +495,43 @@ class _Exporter:
         return {"rule": "view", "from": [self._add(node, mixed, made)]}
 
     def _export_any(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        return self._mix(node)
+        return self._pad_each(node, given) if operation(node) == "pad_sequence" else self._mix(node)
+
+    def _pad_each(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Sequences one after the other, each with zeros behind it."""
+        shape, parts = shape_of(node), []
+        if not given.get("batch_first") or given.get("padding_value"):
+            raise _NoRule
+        for x in given["sequences"]:
+            made = {"rule": "view", "from": [self._need(x, node)]}
+            name = self._add(node, made, (1, *shape_of(x)))
+            if shape_of(x)[0] != shape[1]:
+                padded = {"rule": "mix", "from": [name], "dims": [1], "rows": True}
+                name = self._add(node, padded, (1, *shape[1:]))
+            parts.append(name)
+        return {"rule": "join", "from": parts, "dim": 0}
+
+    def _export_complex(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The magnitudes of complex numbers stand for them: `sqrt(2 mean(x**2))` of each pair."""
+        before = shape_of(node.args[0])
+        made = {"rule": "power", "halves": 4, "from": [self._first(node)]}
+        kept, last = (*before[:-1], 1), len(before) - 1
+        made = {
+            "rule": "mix",
+            "from": [self._add(node, made, before)],
+            "dims": [last],
+            "mean": True,
+        }
+        made = {"rule": "multiply", "from": [self._add(node, made, kept)], "number": 2}
+        made = {"rule": "power", "halves": 1, "from": [self._add(node, made, kept)]}
+        return {"rule": "view", "from": [self._add(node, made, kept)]}
+
+    def _export_real(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A magnitude times the cosine and the sine of an angle."""
+        shape = shape_of(node)
+        name = self._add(node, {"rule": "view", "from": [self._first(node)]}, (*shape[:-1], 1))
+        turned = self._add(node, {"rule": "bounded", "function": "cos"}, shape)
+        return {"rule": "multiply", "from": [name, turned]}
 
     def _export_tokens(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         before, shape = shape_of(node.args[0]), shape_of(node)

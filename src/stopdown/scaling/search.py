@@ -508,7 +508,7 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     return sum(lost) / max(len(lost), 1)
 
 
-def _measure_tables(scaling: Scaling, calls: Sequence[Measured]) -> float:
+def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     """Bits by which the typical sizes of a table of embeddings lie too low, at most."""
     tables = [
         (call, strip_casts(arguments(node)["weight"]).name)
@@ -520,7 +520,7 @@ def _measure_tables(scaling: Scaling, calls: Sequence[Measured]) -> float:
     return max(lost, default=0.0)
 
 
-def _measure_lost(scaling: Scaling, call: Measured, node: str) -> float:
+def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
     sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
     folds = _list_folds(scaling, call.capture.parameters[node])
     if not sizes or not folds:
