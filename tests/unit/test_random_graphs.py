@@ -22,7 +22,7 @@ def demand_right(seed: int, most: int) -> None:
     assert found.is_right, f"judge({seed}, {most}): {found}"
 
 
-FEW = 12
+FEW = 16
 """Modules of the default run; the slow one draws 5,000."""
 
 
