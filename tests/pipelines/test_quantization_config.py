@@ -210,12 +210,6 @@ KNOWN = (
 """A program's lines that ask whether both tables of each library have the method."""
 
 
-def test_the_method_is_known_to_libraries_that_were_imported_before() -> None:
-    """Their tables have it, and each module is itself."""
-    libraries = "import diffusers.quantizers.auto, transformers.quantizers.auto\n"
-    assert run_fresh(f"{libraries}import stopdown\n{KNOWN}print(json.dumps(known))") == [True] * 4
-
-
 # Plans that are given or found
 
 
@@ -463,7 +457,10 @@ def test_a_cast_by_parameters_is_found(planned: Any) -> None:
 
 
 def test_an_unknown_method_is_named_by_both_libraries(cogvideox: Path, tmp_path: Path) -> None:
-    """Without Stopdown Diffusers stops; Transformers says so, and its weights are right without it."""
+    """Without Stopdown Diffusers stops; Transformers says so, and its weights are right without it.
+
+    Once Stopdown is imported, the tables of both have the method.
+    """
     transformer, encoder = load_transformer(cogvideox), load_encoder(cogvideox / "text_encoder")
     transformer.save_pretrained(tmp_path / "transformer")
     encoder.save_pretrained(tmp_path / "text_encoder")
@@ -476,10 +473,12 @@ def test_an_unknown_method_is_named_by_both_libraries(cogvideox: Path, tmp_path:
         "output = model.float()(torch.tensor([[5, 6, 7, 1]]))[0]\n"
         "try:\n    diffusers.CogVideoXTransformer3DModel.from_pretrained(folder + '/transformer')\n"
         "    text = ''\nexcept ValueError as error:\n    text = str(error)\n"
-        "print(json.dumps(['stopdown' in sys.modules, heard.getvalue(), text, output.tolist()]))"
+        "was_loaded = 'stopdown' in sys.modules\nimport stopdown\n"
+        f"{KNOWN}print(json.dumps([was_loaded, known, heard.getvalue(), text, output.tolist()]))"
     )
-    is_loaded, heard, text, output = said
-    assert not is_loaded
+    was_loaded, known, heard, text, output = said
+    assert not was_loaded
+    assert known == [True] * 4
     assert "Unknown quantization type, got stopdown" in heard
     assert "Unknown quantization type, got stopdown" in text
     with torch.no_grad():
@@ -610,7 +609,8 @@ def test_groups_are_offloaded(planned: Any, pixels: Any) -> None:
     assert makes(planned, pixels)
 
 
-@pytest.mark.parametrize("kind", ["in place", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.slow  # compiled components under a guard: test_guard_hooks
+@pytest.mark.parametrize("kind", ["in place", "whole"])
 def test_compiled_models_make_the_same(planned: Any, pixels: Any, kind: str) -> None:
     """`torch.compile(module)` and `module.compile()`, both after the model was loaded."""
     torch.compiler.reset()
@@ -665,6 +665,7 @@ def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pipeline("sd", tmp_path_factory.mktemp("models") / "sd", overflow="unet")
 
 
+@pytest.mark.slow  # calls with these residuals under a plan: test_signatures
 @pytest.mark.filterwarnings("ignore:unet was called")
 def test_a_controlnet_adds_to_it(sd: Path) -> None:
     """Calls with its residuals are of another signature: they are right, with exponents or without."""
@@ -913,6 +914,7 @@ def test_a_component_of_bitsandbytes_lies_beside_it(
     run_beside(fluxes, other, own, "bitsandbytes")
 
 
+@pytest.mark.slow  # captured with its LoRA: test_adapters
 def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path: Path) -> None:
     """`make_plan` of a pipeline with a LoRA: its matrices have exponents, and come off as they were."""
     from models.lora_cases import draw_lora, load_lora, name_lora
