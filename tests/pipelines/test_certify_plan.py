@@ -174,7 +174,11 @@ def test_a_certificate_with_an_fp32_residual_stream(
     arguments = ["plan", str(folder), "-o", page, "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    plan = read_plan(page)
+    plan, told = read_plan(page), list[str]()
+    cpu, source = choose_device("cpu"), resolve_source(str(folder))
+    run = plan_choice.find_or_certify(source, cpu, progress=lambda stage, *_: told.append(stage))
+    assert run.components == plan.components
+    assert "certify" not in told  # each component is kept since
     scaling = entries_of(plan)["transformer"].scaling
     assert scaling.certified
     assert scaling.stream is not None

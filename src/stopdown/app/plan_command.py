@@ -162,7 +162,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.plans.calibrated import STEPS
     from stopdown.plans.call_recorder import read_call
     from stopdown.plans.certificate_files import write_certificate
-    from stopdown.plans.certified import certify_plan
+    from stopdown.plans.certified import Scope, certify_plan
     from stopdown.plans.fp16_sums import choose_sums
     from stopdown.runtime.plan_maker import make_plan
     from stopdown.sources.library_messages import quiet_libraries
@@ -190,6 +190,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
                 request=request,
                 residual=options.residual or "fp32",
                 progress=display.progress,
+                scope=Scope(keeps=True),
             )
     if options.accumulate is not None:
         made = choose_sums(made, options.accumulate)

@@ -14,7 +14,7 @@ from stopdown.errors import warn_user
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
-from stopdown.plans.certified import certify_plan, certify_program
+from stopdown.plans.certified import Scope, certify_plan, certify_program
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.planned_loader import load_plan
 from stopdown.records import MemoryPlan, Plan
@@ -84,7 +84,8 @@ def make_plan(
     if measure is None:
         measure = not is_source or prompts != () or not (request is device is run is None)
     if is_source and not measure:
-        return certify_plan(pipe_or_source, residual=residual or "fp32", progress=progress)
+        kept, residual = Scope(keeps=True), residual or "fp32"
+        return certify_plan(pipe_or_source, residual=residual, progress=progress, scope=kept)
     if not measure:
         if run is None:
             raise explain_run("Nothing says how the program is called.", "make_plan")
