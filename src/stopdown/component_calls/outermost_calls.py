@@ -207,4 +207,5 @@ def is_plain() -> bool:
     """Whether a call of now computes values that can be read: it is not traced or transformed."""
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return not (is_recorded or is_transformed or torch.jit.is_tracing())
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
+    return not (is_recorded or is_transformed or proxies or torch.jit.is_tracing())

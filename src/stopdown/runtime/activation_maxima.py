@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import is_inside
+from stopdown.component_calls.call_interception import find_code
 from stopdown.component_calls.components import find_blocks
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.interception.module_paths import list_parts
@@ -131,7 +132,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     own = vars(module)
     if type(module).__name__ == "OptimizedModule":  # its home takes seconds to import
         return True
-    return own.get("_compiled_call_impl") is not None or any(
+    return find_code(module) is not None or any(
         hasattr(own.get(name), "_torchdynamo_orig_callable")
         for name in ("forward", "encode", "decode")
     )

@@ -47,11 +47,13 @@ from stopdown.component_calls.outermost_calls import (
     find_outermost,
     is_enclosed,
     is_in_training,
+    is_plain,
     listen,
 )
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
 from stopdown.plans.planned_loader import LoadedPipeline
 from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
@@ -351,7 +353,7 @@ class Session:
     @contextlib.contextmanager
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
         """Guard the call of an outermost module if it is one of the program's."""
-        name = self._names.get(id(module)) if method == "forward" else None
+        name = self._find_name(module) if method == "forward" else None
         if name is None or self._leaves(module, name):
             yield
             return
@@ -380,11 +382,18 @@ class Session:
                     if not guarded.users:
                         guarded.patches.undo()
 
+    def _find_name(self, module: torch.nn.Module | None) -> str | None:
+        """The name of a module of the program, or of the one that was compiled to this."""
+        inner = getattr(module, "_orig_mod", module)
+        return self._names.get(id(module), self._names.get(id(inner)))
+
     def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
         """Report once that another module's call encloses the call of a module that was given."""
+        if is_traced():
+            return
         enclosing = find_outermost()
         is_own = id(module) in self._names  # a copy has the hooks of what it is made of
-        if is_own and enclosing not in (None, module) and id(enclosing) not in self._names:
+        if is_own and enclosing not in (None, module) and self._find_name(enclosing) is None:
             outer = type(enclosing).__name__
             text = (
                 f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
@@ -439,6 +448,8 @@ class Session:
 
     def _call_outermost(self, outer: Listener, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Let the outer listener answer a call; one inside of another call is left alone."""
+        if not is_plain():
+            return call.proceed()
         try:
             if not self._has_free_methods:
                 return outer(guarded, call)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.outermost_calls import wants_gradients
+from stopdown.component_calls.outermost_calls import is_plain, wants_gradients
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.runtime.call_check import CallCheck, is_opaque
@@ -30,13 +30,15 @@ class Watch:
 
     def keep(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Keep what the component is really called with for a replay; stands next to the component."""
+        states = list(self._session.components.values())  # another thread may add one
+        is_mixed = any(x.dtype is not None for x in states)
+        if not is_plain():
+            return guarded.state.call(call, is_mixed=is_mixed)
         with find_lock(guarded.module).calling():
             if not (is_changing() or has_passed(guarded.module)):
                 raise ReplacedError
             begun = time.perf_counter()
             guarded.keep_latest(call, self._session.pipe)
-            states = list(self._session.components.values())  # another thread may add one
-            is_mixed = any(x.dtype is not None for x in states)
             self.own_s += time.perf_counter() - begun
             with self._noting(guarded):
                 return guarded.state.call(call, is_mixed=is_mixed)

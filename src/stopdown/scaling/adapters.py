@@ -248,6 +248,7 @@ class _FollowedLayer:
                 _widen(part, patches)
         for role, exponents in made.items():
             patches.scale_tensor(parts[role], exponents)
+            refuse_gradient(parts[role], f"the adapter {name!r} of {path}", patches)
         if "magnitude" in made:
             _scale_norm(layer, name, made["magnitude"])
             patches.defer(functools.partial(_scale_norm, layer, name, -made["magnitude"]))
@@ -268,6 +269,21 @@ class _FollowedLayer:
             _read_columns(self._folds, base),
         )
         return find_part_exponents(parts, rows, bias, columns)
+
+
+def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
+    """Stop a backward pass that reaches a tensor with an exponent, until `patches` is undone."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ScalingError(
+            f"A gradient of {what} was requested, which is multiplied by a power of two.",
+            expected="Its gradient would be that of another weight.",
+            remedy="For training, take the plan, guard or rescaling off first. To differentiate only by "
+            "an input, use module.requires_grad_(False).",
+        )
+
+    if tensor.requires_grad:
+        patches.defer(tensor.register_hook(refuse).remove)
 
 
 def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:

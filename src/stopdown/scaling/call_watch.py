@@ -7,11 +7,13 @@ or exponents are found that hold for all signatures, where somebody does that; o
 without its exponents, in fp32. The exponents are put back when a call needs them.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
-flags and outputs, and with other attributes and parts of the module; results of unmeasured signatures that
-are not finite; tensors that a call puts into its caller's containers and caches; weights that were
-rewritten; hooks on parts, which are reported.
-**Does not catch** what `graph.call_signatures` and `module_settings` do not, calls of parts of the module,
-and calls of code that is compiled later; weights that are written through `.data` or in inference mode, and
+flags and outputs, and with other attributes and parts of the module; calls of a part alone; results of
+unmeasured signatures that are not finite; tensors that a call puts into its caller's containers and caches;
+weights that were rewritten; hooks on parts, which are reported; gradients of folded weights, and backward
+passes after the exponents have changed.
+**Does not catch** what `graph.call_signatures` and `module_settings` do not; calls of code that is compiled
+later; a part that is called by `part.forward(...)`, while another thread calls the module, or inside of
+compiled code; parameters that another method of the module uses itself; weights that are written through `.data` or in inference mode, and
 single values of a matrix; tensors that the module keeps in attributes for others to read.
 """
 
@@ -41,14 +43,18 @@ from stopdown.component_calls.call import (
 )
 from stopdown.component_calls.call_interception import (
     UNPLANNED,
+    PartCall,
     Rank,
     bared,
+    find_code,
     find_slot,
     has_layer,
+    hide_parts,
     put_layer,
+    show_parts,
 )
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee
-from stopdown.component_calls.outermost_calls import is_in_training
+from stopdown.component_calls.outermost_calls import is_in_training, is_plain
 from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
@@ -59,9 +65,9 @@ from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
-from stopdown.scaling.adapters import unwrap_name
+from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
-from stopdown.scaling.folds import cast_, widen_outputs
+from stopdown.scaling.folds import cast_, restrict_scaling, widen_outputs
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
@@ -79,6 +85,7 @@ _WATCH = "stopdown_call_watch"
 _PLAIN = CallEnds()
 _FILLED = "such calls put tensors into their arguments"
 _NOT_FINITE = "gave values that are not finite, or other outputs"
+_WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _MOST_NAMED = 3
 
 
@@ -138,12 +145,18 @@ class CallWatch:
         self._slots = set[str]()
         self._turn = threading.Condition(threading.RLock())
         self._users, self._is_on, self._is_removed = 0, True, False
+        self._changes, self._refused, self._has_warned = 0, set[str](), False
         self._thread = threading.local()
         self._weights: list[_Weight] = []
         self._wide: list[tuple[str, dict[str, Any], str]] = []
         self._ranges = RangeNotes(self._name, scaling, options.announce)
         self._skeleton = _copy_without_weights(module)
         self._settings = ModuleSettings(module)
+        self._parts = [
+            PartCall(module, Callee(path, part, "forward", "call", GENERAL_KEEPS), self._enter)
+            for path, part in module.named_modules()
+            if path and next(part.parameters(), None) is not None
+        ]
 
     def put_on(self, patches: Patches) -> None:
         """Fold the exponents in and watch the calls, until `patches` is undone."""
@@ -158,6 +171,8 @@ class CallWatch:
         for method in ("encode", "decode"):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
+        show_parts(self._parts)
+        self._settings.note()
 
     def follow(self) -> None:
         """Watch the code that calls go through now, if the module was compiled since."""
@@ -178,6 +193,8 @@ class CallWatch:
         self._ranges.read(waits=True)
         with self._turn:
             self._is_removed = True
+            self._changes += 1
+            hide_parts(self._parts)
             self._off.undo()
             self._on.undo()
             self._turn.notify_all()
@@ -218,13 +235,13 @@ class CallWatch:
     def _enter(self, call: ComponentCall) -> Any:
         if self.has_call_here:
             return call.proceed()
-        method, signature = call.callee.method, self.sign(call)
+        signature = self.sign(call)
         held = HeldContainers(call)
         try:
             if signature not in self._verdicts:
                 self._judge(signature, call, held)
             ends = self._verdicts[signature]
-            if ends is not None and ends.inputs and self._is_guarded(method):
+            if ends is not None and ends.inputs and self._is_guarded(call):
                 ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
                 with self._using(is_on=True):
@@ -237,14 +254,14 @@ class CallWatch:
                         is_good, output = self._call_scaled(ends, call)
                     is_filled = held.is_filled
                     if is_good and not is_filled:
-                        return output
+                        return self._track(call, output)
                     for restore in (*restores, held.restore):
                         restore()
                     if self._is_removed:  # a guard put exponents on that are for such calls
                         raise ReplacedError
-                self._give_up(signature, method, _FILLED if is_filled else _NOT_FINITE)
+                self._give_up(signature, call, _FILLED if is_filled else _NOT_FINITE)
             with self._using(is_on=False):
-                return self._call_bare(call)
+                return self._track(call, self._call_bare(call))
         except ReplacedError:
             return call.begin_again()
 
@@ -258,9 +275,45 @@ class CallWatch:
         finally:
             self._thread.is_led = False
 
+    def _track(self, call: ComponentCall, output: Any) -> Any:
+        """Have backward passes refused that would be wrong, and say once that gradients are in fp16."""
+        if not torch.is_grad_enabled() or not is_plain():
+            return output
+        for known in self._weights if self._is_on else ():
+            if known.tensor.requires_grad and known.name not in self._refused:
+                self._refused.add(known.name)
+                refuse_gradient(known.tensor, f"{known.name} of {self._name}", self._on)
+        now = self._changes
+
+        def check(gradient: torch.Tensor) -> None:
+            if self._changes != now:
+                raise ScalingError(
+                    f"The exponents of {self._name} were changed or taken off between a call and its "
+                    "backward pass.",
+                    expected="A backward pass reads the weights that the call read.",
+                    remedy="Make it before the plan, guard or rescaling is taken off, and before calls "
+                    "with other arguments.",
+                )
+
+        for tensor in iterate_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(check)
+        is_asked = any(x.requires_grad for x in iterate_tensors((call.args, call.kwargs)))
+        if is_asked and not self._has_warned and any(x.tensor.itemsize == 2 for x in self._weights):
+            self._has_warned = True
+            self._options.announce(
+                f"Gradients by inputs of {self._name} are computed in fp16, which loses small ones. "
+                "Multiply the loss by a power of two, such as 1024, and divide the gradients by it."
+            )
+        return output
+
     def _save(self, call: ComponentCall) -> tuple[Callable[[], object], ...]:
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
         return call.save(self.module, device)
+
+    def _find_path(self, call: ComponentCall) -> str:
+        """The path of a part that is called alone; "" for a call of the module."""
+        return "" if call.callee.owner is self.module else call.callee.component_name
 
     def sign(self, call: ComponentCall) -> str:
         """Return the signature of a call, with what was set on the module since exponents were put on."""
@@ -275,7 +328,8 @@ class CallWatch:
                 "what they are given is multiplied by powers of two. Put them on without the plan, "
                 "guard or rescaling."
             )
-        signature = sign_call(self.module, call.callee.method, call.args, call.kwargs)
+        signature = sign_call(call.callee.owner, call.callee.method, call.args, call.kwargs)
+        signature = f"{self._find_path(call)}:{signature}".removeprefix(":")
         if not others:
             return signature
         start, _, rest = signature.removesuffix(")").partition("(")
@@ -299,6 +353,8 @@ class CallWatch:
             with self._turn:
                 self._users -= 1
                 if not self._users:
+                    if not self._is_removed:
+                        show_parts(self._parts)
                     self._settings.note()
                 self._turn.notify_all()
 
@@ -309,36 +365,41 @@ class CallWatch:
                 self._turn.wait()
             if self._is_removed:
                 raise ReplacedError
+            if self._is_on == is_on and not self._users:
+                hide_parts(self._parts)
             self._users += self._is_on == is_on
             return self._is_on == is_on
 
-    def _is_guarded(self, method: str) -> bool:
-        return has_layer(
-            self.module, find_slot(Callee("", self.module, method, "call")), Rank.GUARD
-        )
+    def _is_guarded(self, call: ComponentCall) -> bool:
+        return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
 
     def _call_planned(self, call: ComponentCall) -> Any:
         """Make a call that exponents were found for; report it once if it exceeds what was measured."""
         output, method = call.proceed(), call.callee.method
-        if self.scaling.inputs and not (self._is_guarded(method) or self._is_removed):
+        is_noted = self.scaling.inputs and is_plain()
+        if is_noted and not (self._is_guarded(call) or self._is_removed):
             names = call.callee.argument_names
             self._ranges.note(method, name_inputs(call.args, call.kwargs, names), output)
         return output
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
-        method = call.callee.method
+        is_part = bool(self._find_path(call))
         given = _scale_inputs(ends, call) if ends.inputs else call
         if given is None:
             return False, None
-        output = given.proceed()
+        dtypes = {x.dtype for x in call.callee.owner.parameters()} if is_part else set()
+        narrow = torch.float16 if torch.float16 in dtypes else torch.float32
+        output = given.proceed_in(narrow) if is_part else given.proceed()
         if self._is_removed:  # it was repaired: the output is that of other exponents
             return True, output
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
-        if not is_known or not (self._is_guarded(method) or _is_finite(list(made.values()))):
+        is_unread = self._is_guarded(call) or not is_plain()
+        if not is_known or not (is_unread or _is_finite(list(made.values()))):
             return False, None
-        there = self.scaling.outputs if method == "forward" else {}  # taken off by its own hook
+        is_whole = call.callee.method == "forward" and not is_part
+        there = self.scaling.outputs if is_whole else {}  # taken off by its own hook
         numbers = {*ends.outputs, *there}
         left = {n: ends.outputs.get(n, 0) - there.get(n, 0) for n in numbers}
         left = {n: x for n, x in left.items() if x}
@@ -362,13 +423,13 @@ class CallWatch:
         Args:
             held: what the call's arguments hold, which a trace may change.
         """
-        method = call.callee.method
+        method, path = call.callee.method, self._find_path(call)
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
-        ends = None if held.has_kept_tensors else self._trace(method, args, kwargs)
+        ends = None if held.has_kept_tensors else self._trace(method, args, kwargs, path)
         held.restore()
         is_other_code = self._settings.describe()  # earlier calls would run it as well by now
-        can_extend = not (is_other_code or held.has_objects)  # nor would a cache be as it was then
+        can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
         if (ends is None or ends.inputs) and can_extend and self._options.extend is not None:
             what = _describe_difference(signature, self.scaling, method)
             with self._options.changing():
@@ -380,26 +441,36 @@ class CallWatch:
         with self._turn:
             if signature not in self._verdicts:
                 if ends is None:
-                    self._give_up(signature, method, "they do not hold for that")
+                    self._give_up(signature, call, "they do not hold for that")
                 self._verdicts[signature] = ends
 
-    def _trace(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallEnds | None:
+    def _trace(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
+    ) -> CallEnds | None:
         skeleton = self._skeleton
         if skeleton is None or self._settings.is_other_code:
             return None
         self._settings.set_on(skeleton)
         own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
-        call = skeleton if method == "forward" else getattr(skeleton, method)
+        scaling = restrict_scaling(self.scaling, path) if path else self.scaling
         try:
-            capture = Captures(torch.float16).take((call, args, kwargs), self.scaling.stream)
-            return find_ends(skeleton, self.scaling, capture, args, kwargs)
+            part = skeleton.get_submodule(path)
+            call = part if method == "forward" else getattr(skeleton, method)
+            capture = Captures(torch.float16).take((call, args, kwargs), scaling.stream)
+            return find_ends(part, scaling, capture, args, kwargs)
         except Exception:  # whatever a model's code does: nothing is known of such calls
             return None
 
-    def _give_up(self, signature: str, method: str, why: str) -> None:
+    def _give_up(self, signature: str, call: ComponentCall, why: str) -> None:
         """Run calls of a signature without exponents from now on, and say so."""
-        what = f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
+        path, method = self._find_path(call), call.callee.method
+        what = (
+            f"`{self._name}:{path}` was called alone"
+            if path
+            else f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
+        )
+        remedy = _WHOLE if path else self._options.remedy
         waits = vars(self.module).get(WAITING, False)
         if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(
@@ -407,12 +478,12 @@ class CallWatch:
                 expected="Its exponents stay on until they are taken off with .undo()."
                 if self._options.stays
                 else "Its weights are stored elsewhere between calls, so its exponents stay on.",
-                remedy=self._options.remedy,
+                remedy=remedy,
             )
         self._verdicts[signature] = None
         self._options.announce(
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
-            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {self._options.remedy}"
+            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}"
         )
 
     # On and off
@@ -442,8 +513,10 @@ class CallWatch:
 
     def _forget(self) -> None:
         """What was kept of calls may have another scale or dtype; compiled code has other hooks."""
+        self._changes += 1
+        self._refused.clear()
         clear_caches(self.module)
-        if any(getattr(x, "_compiled_call_impl", None) for x in self.module.modules()):
+        if any(find_code(x) for x in self.module.modules()):
             torch.compiler.reset()
 
     def _check_weights(self) -> None:
@@ -451,7 +524,7 @@ class CallWatch:
 
         Cost: two comparisons for each folded tensor; no device is asked unless something changed.
         """
-        if is_in_training(self.module):
+        if is_in_training(self.module) or not is_plain():
             return
         found = [(name, holder.get(key)) for name, holder, key in self._wide]
         cast = [(name, x.dtype) for name, x in found if x is not None and x.dtype.itemsize < 4]
@@ -622,6 +695,8 @@ def _is_finite(tensors: list[torch.Tensor]) -> bool:
 def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in a dtype if that holds it."""
     if tensor.dtype != torch.float32 or dtype == torch.float32 or not tensor.numel():
+        return tensor
+    if not is_plain():
         return tensor
     narrow = tensor.to(dtype)
     return narrow if bool((narrow.isfinite() | ~tensor.isfinite()).all()) else tensor

@@ -6,8 +6,8 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -425,6 +425,28 @@ def _cast_parts(
         if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
             hook = partial(_narrow_outputs, frozenset[int]() if path else wide_outputs, dtype)
             patches.defer(part.register_forward_hook(hook).remove)
+
+
+def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
+    """What a scaling has for one part of its module, as a scaling of that part alone."""
+
+    def keep(names: Iterable[str]) -> dict[str, str]:
+        return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
+
+    def pick(entries: Mapping[str, int]) -> dict[str, int]:
+        return {name: entries[x] for x, name in keep(entries).items()}
+
+    stream = scaling.stream
+    if stream is not None:
+        paths = {x.name: getattr(stream, x.name) for x in fields(stream) if x.name != "returns"}
+        paths = {name: tuple(keep(x).values()) for name, x in paths.items()}
+        stream = ResidualStream(**paths, returns=False) if any(paths.values()) else None
+    return Scaling(
+        exponents=pick(scaling.exponents),
+        eps=pick(scaling.eps),
+        multiplies=pick(scaling.multiplies),
+        stream=stream,
+    )
 
 
 def put_stream(

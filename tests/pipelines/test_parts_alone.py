@@ -1,0 +1,188 @@
+"""Parts of modules that have exponents, called alone: right, or refused with one message."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.rescaling_models import cast_tree
+from models.signature_cases import measure_error
+from models.snapshots import assert_untouched
+from stopdown.component_calls import call_interception
+from stopdown.component_calls.call_interception import find_code
+from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.calibrated import measure_plan
+from stopdown.records import Plan
+from stopdown.runtime.activation_maxima import find_compiled
+from stopdown.runtime.guard import guard
+from stopdown.scaling import rescale_
+from stopdown.scaling.call_watch import WAITING
+from stopdown.testing import make_pipeline
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Arguments and keyword arguments of a part in fp32, and what it returns."""
+
+PARTS = ("patch_embed", "transformer_blocks.0", "transformer_blocks.1.ff", "norm_final", "norm_out")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    module: nn.Module = make_pipeline("cogvideox", overflow="transformer").transformer
+    return module
+
+
+@pytest.fixture(scope="module")
+def given(model: Any) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "hidden_states": torch.randn(1, 2, 4, 4, 4, generator=draw),
+        "encoder_hidden_states": torch.randn(1, 8, model.config.text_embed_dim, generator=draw),
+        "timestep": torch.tensor([500]),
+    }
+
+
+@pytest.fixture(scope="module")
+def calls(model: nn.Module, given: dict[str, Any]) -> dict[str, Call]:
+    """What the parts are called with in a call of the whole, in fp32."""
+    found: dict[str, Call] = {}
+    plain = copy.deepcopy(model)
+    for path in PARTS:
+
+        def note(part: Any, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            found.setdefault(path, (args, kwargs, output))
+
+        plain.get_submodule(path).register_forward_hook(note, with_kwargs=True)
+    run(plain, given)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan(model: nn.Module, given: dict[str, Any]) -> Plan:
+    return measure_plan({"part": model}, run=lambda: run(model, given))
+
+
+def run(module: nn.Module, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
+    with torch.no_grad():
+        return module(*args, **kwargs)
+
+
+@contextmanager
+def put(way: str, module: nn.Module, plan: Plan, given: dict[str, Any]) -> Iterator[None]:
+    if way == "rescaled":
+        rescaling = rescale_(module, (), given, cast=True)
+        yield
+        rescaling.undo()
+    elif way == "repaired":
+        module.half()
+        with guard(module, announce=lambda text: None) as handle:
+            run(module, cast_tree(given, torch.float16))
+            assert [x.action for x in handle.repairs] == ["rescaled"]
+            yield
+    else:
+        with apply_plan({"part": module}, plan, cast=way == "planned"):
+            yield
+
+
+@pytest.mark.parametrize("way", ["planned", "folded", "repaired", "rescaled"])
+def test_parts_alone_are_right(
+    model: nn.Module,
+    plan: Plan,
+    given: dict[str, Any],
+    calls: dict[str, Call],
+    way: str,
+) -> None:
+    """Given what the whole gives it in fp32, each part returns what it returns there."""
+    module, low = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+    with put(way, module, plan, given):
+        whole = run(module, cast_tree(given, module.dtype))
+        for path, (args, kwargs, wanted) in calls.items():
+            bf16 = run(low.get_submodule(path), *cast_tree((kwargs, args), torch.bfloat16))
+            found = run(module.get_submodule(path), kwargs, args)
+            error = measure_error(found, wanted)
+            assert error < measure_error(bf16, wanted) / 2
+            assert error == 0.0 or way != "folded"
+        again = run(module, cast_tree(given, module.dtype))
+    assert measure_error(again, whole) == 0.0
+
+
+def test_switched_off(
+    model: nn.Module,
+    plan: Plan,
+    calls: dict[str, Call],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without what leads their calls the parts are wrong by far: the test above sees what it is for."""
+    monkeypatch.setattr(
+        call_interception.PartCall,
+        "__call__",
+        lambda self, *args, **kwargs: self.callee.owner._call_impl(*args, **kwargs),
+    )
+    module = copy.deepcopy(model)
+    args, kwargs, wanted = calls["patch_embed"]
+    with apply_plan({"part": module}, plan, cast=False):
+        assert measure_error(run(module.patch_embed, kwargs, args), wanted) > 0.5
+
+
+def test_nothing_leads_parts_inside_of_a_call(model: nn.Module, plan: Plan, given: Any) -> None:
+    """During calls of the whole its parts are as they are without a plan, and afterwards for good."""
+    module = copy.deepcopy(model)
+    seen: list[bool] = []
+    with assert_untouched({"part": module}), apply_plan({"part": module}, plan):
+        assert "_compiled_call_impl" in vars(module.norm_out)
+        note = lambda *_: seen.append("_compiled_call_impl" in vars(module.norm_out))  # noqa: E731
+        handle = module.register_forward_hook(note)
+        run(module, given)
+        handle.remove()
+        assert not find_compiled(module)
+        copied = copy.deepcopy(module)
+        assert "_compiled_call_impl" not in vars(copied.norm_out)
+    assert seen == [False]
+
+
+def test_a_part_that_is_compiled_stays_so(model: nn.Module, plan: Plan, given: Any) -> None:
+    """Code that a part was compiled to before and during a plan runs in calls of the whole, and stays."""
+    module = copy.deepcopy(model)
+    early, late = (lambda *args, **kwargs: None for _ in range(2))
+    vars(module.norm_out)["_compiled_call_impl"] = early
+    with apply_plan({"part": module}, plan):
+        vars(module.norm_final)["_compiled_call_impl"] = late
+        assert find_compiled(module) == ("norm_final", "norm_out")
+        assert find_code(module.norm_out) is early
+    assert vars(module.norm_out)["_compiled_call_impl"] is early
+    assert vars(module.norm_final)["_compiled_call_impl"] is late
+
+
+def test_a_part_that_no_exponents_hold_for(model: nn.Module, plan: Plan, given: Any) -> None:
+    """A part with a weight of another part runs in fp32, said once; if weights wait, it is refused."""
+    pipe = make_pipeline("cogvideox", overflow="text_encoder")
+    encoder = pipe.text_encoder
+    ids = {"input_ids": torch.randint(0, 70, (1, 16), generator=torch.Generator().manual_seed(0))}
+    wanted = run(encoder.encoder, ids)
+    made = measure_plan({"part": encoder}, run=lambda: run(encoder, ids))
+    with apply_plan({"part": encoder}, made):
+        vars(encoder)[WAITING] = True
+        with pytest.raises(ScalingError, match="`part:encoder` was called alone") as caught:
+            run(encoder.encoder, ids)
+        assert caught.value.remedy.startswith("Call the whole component, or take the exponents")
+        del vars(encoder)[WAITING]
+        with pytest.warns(StopdownWarning, match="`part:encoder` was called alone") as said:
+            found = [run(encoder.encoder, ids) for _ in range(2)]
+    assert len(said) == 1
+    assert all(measure_error(x, wanted) < 1e-3 for x in found)
+
+
+def test_a_method_that_calls_parts(plan: Plan) -> None:
+    """Of a method that is no component call the parts that it calls are right."""
+    encoder = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
+    ids = torch.randint(0, 70, (1, 16), generator=torch.Generator().manual_seed(0))
+    wanted = encoder.get_input_embeddings()(ids)
+    made = measure_plan({"part": encoder}, run=lambda: run(encoder, {"input_ids": ids}))
+    with apply_plan({"part": encoder}, made, cast=False):
+        assert torch.equal(encoder.get_input_embeddings()(ids), wanted)
