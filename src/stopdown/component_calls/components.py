@@ -54,7 +54,8 @@ class Callee:
         name: of the call, in records: `transformer`, `vae.decode`.
         owner: the object whose method is called.
         method: `forward`, `encode`, `decode`…
-        stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
+        stage: `encode`, `denoise` or `decode`; `part` of a call of a part alone; `call` where nothing is
+            known of it.
         keeps: patterns of names of arguments that keep their dtype at a boundary.
     """
 

@@ -13,8 +13,9 @@ weights that were rewritten; hooks on parts, which are reported; gradients of fo
 passes after the exponents have changed.
 **Does not catch** what `graph.call_signatures` and `module_settings` do not; calls of code that is compiled
 later; a part that is called by `part.forward(...)`, while another thread calls the module, or inside of
-compiled code; parameters that another method of the module uses itself; weights that are written through `.data` or in inference mode, and
-single values of a matrix; tensors that the module keeps in attributes for others to read.
+compiled code; parameters that another method of the module uses itself; weights that are written through
+`.data` or in inference mode, and single values of a matrix; tensors that the module keeps in attributes for
+others to read.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class CallWatch:
         self._skeleton = _copy_without_weights(module)
         self._settings = ModuleSettings(module)
         self._parts = [
-            PartCall(module, Callee(path, part, "forward", "call", GENERAL_KEEPS), self._enter)
+            PartCall(module, Callee(path, part, "forward", "part", GENERAL_KEEPS), self._enter)
             for path, part in module.named_modules()
             if path and next(part.parameters(), None) is not None
         ]
@@ -311,10 +312,6 @@ class CallWatch:
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
         return call.save(self.module, device)
 
-    def _find_path(self, call: ComponentCall) -> str:
-        """The path of a part that is called alone; "" for a call of the module."""
-        return "" if call.callee.owner is self.module else call.callee.component_name
-
     def sign(self, call: ComponentCall) -> str:
         """Return the signature of a call, with what was set on the module since exponents were put on."""
         with self._turn:
@@ -328,8 +325,10 @@ class CallWatch:
                 "what they are given is multiplied by powers of two. Put them on without the plan, "
                 "guard or rescaling."
             )
-        signature = sign_call(call.callee.owner, call.callee.method, call.args, call.kwargs)
-        signature = f"{self._find_path(call)}:{signature}".removeprefix(":")
+        path = _find_path(call)
+        owner = call.callee.owner if path else self.module
+        signature = sign_call(owner, call.callee.method, call.args, call.kwargs)
+        signature = f"{path}:{signature}".removeprefix(":")
         if not others:
             return signature
         start, _, rest = signature.removesuffix(")").partition("(")
@@ -384,7 +383,7 @@ class CallWatch:
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
-        is_part = bool(self._find_path(call))
+        is_part = bool(_find_path(call))
         given = _scale_inputs(ends, call) if ends.inputs else call
         if given is None:
             return False, None
@@ -423,7 +422,7 @@ class CallWatch:
         Args:
             held: what the call's arguments hold, which a trace may change.
         """
-        method, path = call.callee.method, self._find_path(call)
+        method, path = call.callee.method, _find_path(call)
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
         ends = None if held.has_kept_tensors else self._trace(method, args, kwargs, path)
@@ -464,7 +463,7 @@ class CallWatch:
 
     def _give_up(self, signature: str, call: ComponentCall, why: str) -> None:
         """Run calls of a signature without exponents from now on, and say so."""
-        path, method = self._find_path(call), call.callee.method
+        path, method = _find_path(call), call.callee.method
         what = (
             f"`{self._name}:{path}` was called alone"
             if path
@@ -684,6 +683,11 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall) -> ComponentCall | None:
         leaves[places[number]] = leaves[places[number]] * 2.0**exponent
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return replace(call, args=args, kwargs=kwargs)
+
+
+def _find_path(call: ComponentCall) -> str:
+    """The path of a part that is called alone; "" for a call of the module."""
+    return call.callee.component_name if call.callee.stage == "part" else ""
 
 
 def _is_finite(tensors: list[torch.Tensor]) -> bool:
