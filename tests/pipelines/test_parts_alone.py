@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.component_calls import call_interception
 from stopdown.component_calls.call_interception import find_code
-from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.errors import PlanError, ScalingError, StopdownWarning
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
@@ -186,3 +187,29 @@ def test_a_method_that_calls_parts(plan: Plan) -> None:
     made = measure_plan({"part": encoder}, run=lambda: run(encoder, {"input_ids": ids}))
     with apply_plan({"part": encoder}, made, cast=False):
         assert torch.equal(encoder.get_input_embeddings()(ids), wanted)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
+def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, way: str) -> None:
+    """Scaled weights of a part, as `ControlNetModel.from_unet` takes them, are said to be so once."""
+    module = copy.deepcopy(model)
+    takes = {"state_dict": lambda part: part.state_dict(), "deepcopy": copy.deepcopy}
+    with apply_plan({"part": module}, plan):
+        copy.deepcopy(module)
+        takes[way](module.time_embedding)  # holds no weight with an exponent
+        with pytest.warns(StopdownWarning, match="its weights are scaled"):
+            takes[way](module.patch_embed)
+        takes[way](module.patch_embed)  # any other warning is an error
+        with pytest.raises(PlanError, match="CogVideoXPatchEmbed cannot be pickled under a plan"):
+            pickle.dumps(module.patch_embed)
+    takes[way](module.patch_embed)
+
+
+def test_a_plan_leaves_autocast(model: nn.Module, plan: Plan, given: dict[str, Any]) -> None:
+    """What a plan cast computes in its own dtypes, whatever autocast is around the call."""
+    module = copy.deepcopy(model)
+    wanted = run(model, given)
+    with apply_plan({"part": module}, plan):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                assert measure_error(run(module, given), wanted) < 2e-3

@@ -59,6 +59,7 @@ from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.call_watch import CopyHook, WatchOptions, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
+    find_folded_parts,
     has_more_than_folds,
     list_misfits,
     load_scaled,
@@ -232,31 +233,35 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Refuse to pickle a module or to save it by its library, and warn once when scaled weights are taken.
+    """Refuse to pickle or save a module or parts, and warn once when scaled weights are taken.
 
     Args:
         savers: packages that may take them.
     """
-    patches.set_attribute(module, "__reduce_ex__", _Pickling(module))
     is_changed = scaling is not None and (scaling.exponents or has_more_than_folds(scaling))
     if is_changed and not savers and hasattr(module, "save_pretrained"):
         refuse = functools.partial(_refuse_saving, type(module).__name__)
         patches.set_attribute(module, "save_pretrained", refuse)
     warned = list[bool]()
+    parts = [module] if scaling is None else find_folded_parts(module, scaling)
+    folded = {id(part): part for part in parts}
+    for part in parts:
+        patches.set_attribute(part, "__reduce_ex__", _Pickling(part))
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         caller = str(sys._getframe(2).f_globals.get("__name__"))
         known = ("accelerate", "diffusers.loaders", "peft", *savers)  # they save nothing
         is_known = any(f"{caller}.".startswith(f"{name}.") for name in known)
-        if owner is module and not (prefix or keep_vars or warned or is_known):
+        if id(owner) in folded and not (prefix or keep_vars or warned or is_known):
             warned.append(True)
             warn_user(
-                f"{type(module).__name__} is under a plan or a repair, and its weights are scaled: "
+                f"{type(owner).__name__} is under a plan or a repair, and its weights are scaled: "
                 f"without its exponents they are those of another model. {_SAVING}"
             )
 
     if scaling is not None and scaling.exponents:
-        patches.defer(module.register_state_dict_pre_hook(warn).remove)
+        for part in parts:
+            patches.defer(part.register_state_dict_pre_hook(warn).remove)
 
 
 def _put_precision(

@@ -68,7 +68,7 @@ from stopdown.numerics import bound_values, has_values, is_readable, iterate_ten
 from stopdown.records import Scaling
 from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
-from stopdown.scaling.folds import cast_, restrict_scaling, widen_outputs
+from stopdown.scaling.folds import cast_, find_folded_parts, restrict_scaling, widen_outputs
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
@@ -147,6 +147,7 @@ class CallWatch:
         self._turn = threading.Condition(threading.RLock())
         self._users, self._is_on, self._is_removed = 0, True, False
         self._changes, self._refused, self._has_warned = 0, set[str](), False
+        self._has_copied = False
         self._thread = threading.local()
         self._weights: list[_Weight] = []
         self._wide: list[tuple[str, dict[str, Any], str]] = []
@@ -172,6 +173,8 @@ class CallWatch:
         for method in ("encode", "decode"):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
+        for part in find_folded_parts(self.module, self.scaling):
+            self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self._parts)
         self._settings.note()
 
@@ -199,6 +202,15 @@ class CallWatch:
             self._off.undo()
             self._on.undo()
             self._turn.notify_all()
+
+    def warn_of_copy(self) -> None:
+        if not self._has_copied:
+            self._has_copied = True
+            self._options.announce(
+                f"A part of {self._name} was copied, and its weights are scaled: without the exponents of "
+                "the parts around it they are those of another model. Copy it without the plan, guard or "
+                "rescaling."
+            )
 
     def __deepcopy__(self, memo: object) -> CallWatch:
         return self
@@ -245,7 +257,8 @@ class CallWatch:
             if ends is not None and ends.inputs and self._is_guarded(call):
                 ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
-                with self._using(is_on=True):
+                ambient = without_autocast() if self._casts else contextlib.nullcontext()
+                with self._using(is_on=True), ambient:
                     self._check_weights()
                     is_plain = ends is _PLAIN
                     restores = () if is_plain and not held else self._save(call)
@@ -764,6 +777,17 @@ class _CopiedMethod:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CopiedMethod:
         return _CopiedMethod(self._watch, copy.deepcopy(self._method, memo))
+
+
+@dataclass
+class _PartCopies:
+    """An attribute of parts that hold scaled weights: says once that somebody copies one of them alone."""
+
+    watch: CallWatch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        if id(self.watch.module) not in memo:
+            self.watch.warn_of_copy()
 
 
 def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:

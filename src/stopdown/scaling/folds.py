@@ -427,6 +427,17 @@ def _cast_parts(
             patches.defer(part.register_forward_hook(hook).remove)
 
 
+def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
+    """The parts of a module, itself among them, that hold tensors with exponents."""
+    paths = {""}
+    for name in scaling.exponents:
+        path = split_name(name)[0].rpartition(".")[0]
+        while path:
+            paths.add(path)
+            path = path.rpartition(".")[0]
+    return [part for path, part in module.named_modules() if path in paths]
+
+
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
     """What a scaling has for one part of its module, as a scaling of that part alone."""
 
