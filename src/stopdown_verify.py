@@ -194,7 +194,7 @@ def move_value(n: Node, xs: list[Value]) -> Value:
     else:
         holds = rule == "view" or move(n, whole[:1], shapes).shape == shape
     demand(holds, "the shape does not follow")
-    norm, rows, added = x.norm, set(x.rows), len(shape) - len(x.shape)
+    norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
         rows = set()
         for source, result in group_dims(x.shape, shape):
@@ -208,10 +208,14 @@ def move_value(n: Node, xs: list[Value]) -> Value:
         rows = set(frozenset.intersection(*(x.rows for x in xs)))
         norms = [norm_over(x, sorted(rows)) if rows else math.inf for x in xs]
         norm = math.sqrt(sum(x * x for x in norms)) if n["dim"] in rows else max(norms)
+        sizes = [max(p.shape[d] for p in peaks) for d in range(len(shape)) if d != n["dim"]]
+        if shape[n["dim"]] * math.prod(sizes) > MOST and n["dim"] < len(shape) - 1:
+            most = np.max(np.broadcast_arrays(*(top(p, [n["dim"]]) for p in peaks)), axis=0)
+            return bound(shape, most, norm if rows else math.inf, rows)
     elif rule == "spread":
         norm *= math.sqrt(math.prod(shape[d + added] // x.shape[d] for d in rows if x.shape[d]))
         rows = {d + added for d in rows}
-    return bound(shape, move(n, [x.peak for x in xs], shapes), norm if rows else math.inf, rows)
+    return bound(shape, move(n, peaks, shapes), norm if rows else math.inf, rows)
 
 
 # rules: a bound of the exact result from bounds of the inputs, or Unbounded
@@ -926,7 +930,7 @@ WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64"),
 def bound_exact(shape: Shape, exact: Known) -> Value:
     center, radius, length = exact
     rows = range(len(shape))[-1:]
-    norm = max(math.sqrt(over(c**2, shape, rows)) for c in center)
+    norm = math.sqrt(over(center**2, (len(center), *shape), [d + 1 for d in rows]))
     norm += row_error(radius, shape, length)
     made = bound(shape, np.abs(center).max(0) + radius, norm, rows)
     made.exact = exact

@@ -407,6 +407,18 @@ def test_a_bound_of_many_places_has_fewer(shape):
     assert peak.max() <= found.peak.max() <= peak.max() * 1.001
 
 
+def test_a_join_of_many_places_is_bounded_by_its_parts():
+    """Where it has too many places to keep one bound for each, a channel has the larger of the two."""
+    rng = np.random.default_rng(0)
+    shape, peaks = (1, 1 << 14, 64), [rng.random((1, 1, 64)) for _ in range(2)]
+    parts = [stopdown_verify.bound(shape, x) for x in peaks]
+    joined = {"rule": "join", "dim": 1, "shape": [1, 1 << 15, 64]}
+    found = stopdown_verify.move_value(joined, parts)
+    assert (np.maximum(*peaks) <= found.peak).all()
+    assert (found.peak <= np.maximum(*peaks) * 1.001).all()
+    assert found.norm == pytest.approx(max(np.linalg.norm(x) for x in peaks))
+
+
 @pytest.mark.parametrize("function", ["sigmoid", "tanh", "erf"])
 def test_value_without_bound_is_listed_before_a_saturating_function(function):
     """It may be NaN, which no saturating function mends; with a bound beyond fp16 it is at most Inf."""

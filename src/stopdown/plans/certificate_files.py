@@ -298,12 +298,10 @@ class _Exporter:
         ]:
             part = new
             if shape_of(other) != shape_of(node):
-                count = [math.prod(shape_of(node))]
-                part = self._add(other, {"rule": "view", "from": [part]}, count)
-                part = self._add(other, {"rule": "mix", "from": [part], "dims": [0]}, [1])
-                part = self._add(
-                    other, {"rule": "view", "from": [part]}, [1] * len(shape_of(other))
-                )
+                rank, ranks = len(shape_of(node)), len(shape_of(other))
+                made = {"rule": "mix", "from": [part], "dims": [*range(rank)]}
+                made = {"rule": "view", "from": [self._add(other, made, [1] * rank)]}
+                part = self._add(other, made, [1] * ranks)
             self.ids[other] = self._add(other, {"rule": "either", "from": [self.ids[other], part]})
 
     # operands
