@@ -205,6 +205,15 @@ def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, wa
     takes[way](module.patch_embed)
 
 
+def test_replicas_are_refused(model: nn.Module, plan: Plan) -> None:
+    """What DataParallel copies to several devices would compute with the weights of one."""
+    module = copy.deepcopy(model)
+    refusal = pytest.raises(ScalingError, match="DataParallel was to copy part to several devices")
+    with apply_plan({"part": module}, plan), refusal:
+        module._replicate_for_data_parallel()
+    module._replicate_for_data_parallel()
+
+
 def test_a_plan_leaves_autocast(model: nn.Module, plan: Plan, given: dict[str, Any]) -> None:
     """What a plan cast computes in its own dtypes, whatever autocast is around the call."""
     module = copy.deepcopy(model)

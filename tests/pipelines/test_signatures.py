@@ -209,6 +209,16 @@ def test_no_exponents_hold() -> None:
     assert torch.equal(run(module, first), wanted[0])
 
 
+def test_a_call_that_the_module_refuses() -> None:
+    """Its own error is all that is said, and the next call is planned as before."""
+    module, first = make_encoder()
+    with planned(module, first):
+        wanted = run(module, first)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+            run(module, {**first, "other": 1})
+        assert torch.equal(run(module, first), wanted)
+
+
 def test_a_guard_extends_its_repair() -> None:
     """Under a guard exponents are found that hold for both, and the record says why."""
     module, first = make_encoder()

@@ -142,6 +142,7 @@ class CallWatch:
         self._name = options.name or type(module).__name__
         self._verdicts: dict[str, CallEnds | None] = dict.fromkeys(scaling.signatures, _PLAIN)
         self._copied: dict[str, CallEnds | None] = {}
+        self._unsaid: dict[str, str] = {}
         self._own, self._on, self._off = Patches(), Patches(), Patches()
         self._slots = set[str]()
         self._turn = threading.Condition(threading.RLock())
@@ -173,6 +174,7 @@ class CallWatch:
         for method in ("encode", "decode"):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
+        self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self._parts)
@@ -202,6 +204,13 @@ class CallWatch:
             self._off.undo()
             self._on.undo()
             self._turn.notify_all()
+
+    def _refuse_replicas(self) -> None:
+        raise ScalingError(
+            f"torch.nn.DataParallel was to copy {self._name} to several devices.",
+            expected="The copies would compute with the weights of the first.",
+            remedy="Take them off first (.undo(), or leave the guard), or start a process for each device.",
+        )
 
     def warn_of_copy(self) -> None:
         if not self._has_copied:
@@ -274,10 +283,17 @@ class CallWatch:
                     if self._is_removed:  # a guard put exponents on that are for such calls
                         raise ReplacedError
                 self._give_up(signature, call, _FILLED if is_filled else _NOT_FINITE)
-            with self._using(is_on=False):
-                return self._track(call, self._call_bare(call))
+            return self._call_off(signature, call)
         except ReplacedError:
             return call.begin_again()
+
+    def _call_off(self, signature: str, call: ComponentCall) -> Any:
+        """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
+        with self._using(is_on=False):
+            output = self._track(call, self._call_bare(call))
+        if text := self._unsaid.pop(signature, ""):
+            self._options.announce(text)
+        return output
 
     def _enter_whole(self, call: ComponentCall) -> Any:
         """Make a call of `forward` itself, which passes by the module's hooks, as one of the module."""
@@ -475,7 +491,7 @@ class CallWatch:
             return None
 
     def _give_up(self, signature: str, call: ComponentCall, why: str) -> None:
-        """Run calls of a signature without exponents from now on, and say so."""
+        """Run calls of a signature without exponents from now on; it is said once one has run."""
         path, method = _find_path(call), call.callee.method
         what = (
             f"`{self._name}:{path}` was called alone"
@@ -493,7 +509,7 @@ class CallWatch:
                 remedy=remedy,
             )
         self._verdicts[signature] = None
-        self._options.announce(
+        self._unsaid[signature] = (
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
             f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}"
         )
