@@ -208,7 +208,9 @@ def test_weights_of_parts_are_taken_with_a_word(model: nn.Module, plan: Plan, wa
 def test_replicas_are_refused(model: nn.Module, plan: Plan) -> None:
     """What DataParallel copies to several devices would compute with the weights of one."""
     module = copy.deepcopy(model)
-    refusal = pytest.raises(ScalingError, match="DataParallel cannot copy part while it has exponents")
+    refusal = pytest.raises(
+        ScalingError, match="DataParallel cannot copy part while it has exponents"
+    )
     with apply_plan({"part": module}, plan), refusal:
         module._replicate_for_data_parallel()
     module._replicate_for_data_parallel()

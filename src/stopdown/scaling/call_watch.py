@@ -209,8 +209,8 @@ class CallWatch:
         raise ScalingError(
             f"torch.nn.DataParallel cannot copy {self._name} while it has exponents.",
             expected="The copies would compute with the weights of the first.",
-            remedy="Take the exponents off first (.undo(), or leave the guard), or start a process for each "
-            "device.",
+            remedy="Take the exponents off first (.undo(), or leave the guard), or start a process for "
+            "each device.",
         )
 
     def warn_of_copy(self) -> None:
