@@ -48,6 +48,18 @@ FORMS = (
 )
 
 
+def make_environment(endpoint: str, folder: Path, **settings: str) -> dict[str, str]:
+    """Variables of a process that asks this Hub, with its caches in a folder."""
+    return {
+        **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "STOPDOWN_CACHE": str(folder / "cache"),
+        **settings,
+    }
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny CogVideoX as a folder, with what a repository has besides."""
@@ -74,13 +86,7 @@ def client(tmp_path: Path) -> Any:
     """A function that resolves and verifies a source in a fresh process."""
 
     def resolve(endpoint: str, source: str, revision: str = "", **settings: str) -> dict[str, Any]:
-        environment = {
-            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-            **settings,
-        }
+        environment = make_environment(endpoint, tmp_path, **settings)
         done = subprocess.run(
             [sys.executable, "-c", CLIENT, source, revision],
             env=environment,
@@ -216,13 +222,7 @@ def test_a_plan_in_a_repository_is_found(saved: Path, published: Plan, tmp_path:
     for name, plan in (("own", published), ("other", other)):
         write_plan(seal_plan(plan), repos[name] / "stopdown.json")
     with HubServer({f"maker/{name}": repo for name, repo in repos.items()}) as server:
-        environment = {
-            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": server.endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-            "STOPDOWN_CACHE": str(tmp_path / "cache"),
-        }
+        environment = make_environment(server.endpoint, tmp_path)
         command = [sys.executable, "-c", LOAD, "maker/own", "maker/other"]
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -387,13 +387,7 @@ def run(hub: HubServer, tmp_path: Path) -> Any:
 
     def start(free: int = 0, **given: Any) -> dict[str, Any]:
         home = tmp_path / "home"
-        environment = {
-            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "STOPDOWN_CACHE": str(tmp_path / "cache"),
-        }
+        environment = make_environment(hub.endpoint, tmp_path, HF_HOME=str(home))
         command = [sys.executable, "-c", RUN, str(home), json.dumps(given), str(free)]
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -504,14 +498,7 @@ with arrivals.certified_on_arrival(described, "fp16", choose_device("cpu")):
 
 
 def _run_arrival(hub: HubServer, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(folder / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DOWNLOAD_TIMEOUT": "300",
-        "STOPDOWN_CACHE": str(folder / "cache"),
-    }
+    environment = make_environment(hub.endpoint, folder, HF_HUB_DOWNLOAD_TIMEOUT="300")
     return subprocess.run(
         [sys.executable, "-c", ARRIVAL, *given],
         env=environment,

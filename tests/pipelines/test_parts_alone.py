@@ -34,22 +34,6 @@ PARTS = ("patch_embed", "transformer_blocks.0", "transformer_blocks.1.ff", "norm
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
-    module: nn.Module = make_pipeline("cogvideox", overflow="transformer").transformer
-    return module
-
-
-@pytest.fixture(scope="module")
-def given(model: Any) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return {
-        "hidden_states": torch.randn(1, 2, 4, 4, 4, generator=draw),
-        "encoder_hidden_states": torch.randn(1, 8, model.config.text_embed_dim, generator=draw),
-        "timestep": torch.tensor([500]),
-    }
-
-
-@pytest.fixture(scope="module")
 def calls(model: nn.Module, given: dict[str, Any]) -> dict[str, Call]:
     """What the parts are called with in a call of the whole, in fp32."""
     found: dict[str, Call] = {}

@@ -23,26 +23,9 @@ from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 from stopdown.scaling import rescale_
 from stopdown.scaling.call_watch import find_watch
-from stopdown.testing import make_pipeline
 
 SCALE = 1024.0
 """What losses are multiplied with, as always in fp16."""
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    module: nn.Module = make_pipeline("cogvideox", overflow="transformer").transformer
-    return module
-
-
-@pytest.fixture(scope="module")
-def given(model: Any) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return {
-        "hidden_states": torch.randn(1, 2, 4, 4, 4, generator=draw),
-        "encoder_hidden_states": torch.randn(1, 8, model.config.text_embed_dim, generator=draw),
-        "timestep": torch.tensor([500]),
-    }
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ from stopdown.plans.certified import Scope, certify_plan, list_planned
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_choice import find_need
 from stopdown.plans.precision import find_plan_path
+from stopdown.records import Plan
 from stopdown.sources.hub import PLAN_BESIDE, Progress
+from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import (
     Source,
     count_download,
@@ -44,7 +46,7 @@ PATIENCE_S = 0.5
 @contextlib.contextmanager
 def certified_on_arrival(
     source: Source,
-    precision: str,
+    precision: str | Plan,
     device: Device,
     *,
     request: Request | None = None,
@@ -54,9 +56,12 @@ def certified_on_arrival(
 
     Args:
         source: without its weights, from `resolve_source(..., with_weights=False)`.
-        precision: what the run asks for, as of `choose_plan`.
+        precision: what the run asks for, as of `choose_plan`; with a plan nothing is certified.
     """
-    command = _write_command(source, precision, device, request)
+    command = list[str]()
+    if isinstance(precision, str):
+        with quiet_libraries():
+            command = _write_command(source, precision, device, request)
     if not command:
         yield
         return

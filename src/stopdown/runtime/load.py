@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from stopdown.sources.sources import (
     OPTIONAL_COMPONENTS,
     Source,
     has_weights,
+    is_complete,
     resolve_source,
     verify_source,
 )
@@ -83,11 +83,10 @@ def load(
     resolve = functools.partial(
         resolve_source, source, revision=revision, config=config, variant=variant
     )
-    with contextlib.ExitStack() as stack:
-        if not isinstance(asked, Plan):
-            described = resolve(with_weights=False)
-            stack.enter_context(certified_on_arrival(described, asked, target))
-        found = resolve()
+    found = resolve(with_weights=False)
+    if found.kind == "hub" and not is_complete(found):
+        with certified_on_arrival(found, asked, target):
+            found = resolve()
     verify_source(found)
     with quiet_libraries():
         found = complete_source(found)
