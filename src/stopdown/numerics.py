@@ -23,6 +23,9 @@ HALVES = (torch.float16, torch.bfloat16)
 LEAST_SQUARES = 2.0**-100
 """A sum of squares below this is not computed in fp32, which may have lost most of it."""
 
+DEVICE_VALUES = 1 << 24
+"""How many values are widened to float64 at a time on an accelerator: 128 MiB."""
+
 CACHED_VALUES = 1 << 18
 """How many values are widened to fp32 at a time on a CPU: 1 MiB; with fewer, several threads wait for each
 other more than they work."""
@@ -79,14 +82,16 @@ def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int
 
     The non-finite values are counted by the last figure and left out of the others, which are
     0.0 for an empty tensor.
-    Cost: five passes and one host read; on a CPU piece by piece, in its cache.
+    Cost: five passes, and a host read for each `DEVICE_VALUES`; on a CPU piece by piece, in its cache.
     """
     if tensor.numel() == 0:
         return 0.0, 0.0, 0.0, 0
     flat = tensor.detach().reshape(-1)
     flat = flat if flat.device.type in ("cpu", "cuda") else flat.cpu()  # others may lack float64
-    is_cached = flat.device.type == "cpu"
-    pieces = _summarise_cached(flat) if is_cached else [_summarise_piece(flat)]
+    if flat.device.type == "cpu":
+        pieces = _summarise_cached(flat)
+    else:
+        pieces = [_summarise_piece(x) for x in flat.split(DEVICE_VALUES)]
     largest, squares, least, bad = zip(*pieces, strict=True)
     smallest = min(least)
     mean = math.fsum(squares) / tensor.numel()

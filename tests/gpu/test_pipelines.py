@@ -16,7 +16,7 @@ from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.device_profiles import describe_device
-from stopdown.devices.environment import Device, choose_device
+from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy
@@ -30,14 +30,6 @@ ROOM = 2**24
 
 def quiet(text: str) -> None:
     """Hears and says nothing."""
-
-
-@pytest.fixture
-def accelerator(request: pytest.FixtureRequest) -> Device:
-    """The accelerator of this machine; the simulated one where there is none."""
-    if not torch.accelerator.is_available():
-        request.getfixturevalue("simulated")
-    return choose_device("auto")
 
 
 def test_a_guarded_run_has_the_same_bits(accelerator: Device) -> None:

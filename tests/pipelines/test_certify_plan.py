@@ -27,9 +27,9 @@ from stopdown.plans import plan_choice
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import (
     Scope,
+    certify_component,
     certify_plan,
     load_stored,
-    scale_component,
     suggest_stream,
 )
 from stopdown.plans.plan_files import read_plan
@@ -101,7 +101,7 @@ def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> No
     call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
-        scaling = scale_component(module, [call], "native", load, hands_over=hands_over)
+        scaling = certify_component(module, [call], "native", load, hands_over=hands_over)
         found = [x for key, x in scaling.limits.items() if is_encoded(key)]
         assert found == [limit if hands_over else 128.0]
 

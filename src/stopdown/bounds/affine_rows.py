@@ -222,10 +222,13 @@ def bound_image(
     radius = torch.tensor([x.radius for x in affine_rows]).double()
     core = products.squares[:, :count].sqrt() * rounding + products.slack * gains.sum(0).sqrt()
     core = radius * core + error + products.slack * _sum_rest(affine_rows)
-    return (core + _move_most(products, affine_rows)).amax(1), (core + sizes).amax(1)
+    moved = _move_most(products, affine_rows, weight.device)
+    return (core + moved).amax(1), (core + sizes).amax(1)
 
 
-def _move_most(products: Products, affine_rows: Sequence[AffineRow]) -> torch.Tensor:
+def _move_most(
+    products: Products, affine_rows: Sequence[AffineRow], device: torch.device
+) -> torch.Tensor:
     """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
     parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)
     norms, moved = products.squares[:, -1].sqrt().clamp(min=1e-300), []
@@ -234,12 +237,12 @@ def _move_most(products: Products, affine_rows: Sequence[AffineRow]) -> torch.Te
         lengths = basis.square().sum(1).sqrt().clamp(min=1e-300)
         coefficients = coefficients * lengths
         longest = coefficients.abs().sum(1).max()
-        scaled = (part / norms[:, None] / lengths).float()
-        steps = (coefficients / longest).float().T
+        scaled = (part / norms[:, None] / lengths).float().to(device)
+        steps = (coefficients / longest).float().T.to(device)
         pieces = scaled.split(ROWS_AT_ONCE)
         held = steps.new_empty(len(pieces[0]), steps.shape[1])  # a fresh one each time costs more
         largest = [torch.mm(x, steps, out=held[: len(x)]).abs_().amax(1) for x in pieces]
-        most = torch.cat(largest).double() + 2 * products.plain_error
+        most = torch.cat(largest).cpu().double() + 2 * products.plain_error
         moved.append(most * norms * longest)
     return torch.stack(moved, 1)
 

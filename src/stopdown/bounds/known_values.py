@@ -187,6 +187,7 @@ class KnownValues:
         tensor = self.load(node)
         if tensor is None or not tensor.is_floating_point():
             return None
+        tensor = tensor.cpu()  # of a linear's weight only products are asked for
         shape = tuple(tensor.shape)
         if tensor.numel() > SMALL and shape:
             sizes, norm, rms = _measure_table(tensor)

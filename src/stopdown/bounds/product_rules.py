@@ -16,12 +16,12 @@ from torch.fx import Node
 from stopdown.bounds.affine_rows import AffineRow, bound_image
 from stopdown.bounds.known_values import Operands, UnboundedError
 from stopdown.bounds.row_sums import (
-    ENTRIES,
     WEIGHT_ROUNDING,
     RowSums,
     choose_scale,
     find_largest,
     multiply_rows,
+    split_rows,
     sum_rows,
 )
 from stopdown.bounds.singular_values import MOST_WORK, SMALL, count_work, measure_sigma
@@ -170,20 +170,22 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
     places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
     """
     width, scale = outer.shape[1] // heads, choose_scale(find_largest(outer))
+    device = outer.device
     loss = (width + 4) * 2.0**-24
     roots, sizes = _factor_heads(inner, heads)
     total = torch.empty(outer.shape[0]).double()
     if not math.isfinite(float(sizes.sum())):
         return total.fill_(math.inf)
-    parts = outer.split(max(1, ENTRIES // outer.shape[1]))
-    held = torch.empty(parts[0].shape, dtype=torch.float32)
-    turned = torch.empty(heads, len(parts[0]), width, dtype=torch.float32)
+    parts, roots = split_rows(outer), roots.to(device)
+    held = torch.empty(parts[0].shape, dtype=torch.float32, device=device)
+    turned = torch.empty(heads, len(parts[0]), width, dtype=torch.float32, device=device)
     start = 0
     for part in parts:
         rows = held[: len(part)].copy_(part).mul_(scale).view(len(part), heads, width)
         by_head = rows.transpose(0, 1)
         made = torch.bmm(by_head, roots, out=turned[:, : len(part)])
-        found, own = (torch.linalg.vector_norm(x, dim=2).double() for x in (made, by_head))
+        norms = (torch.linalg.vector_norm(x, dim=2) for x in (made, by_head))
+        found, own = (x.cpu().double() for x in norms)
         lengths = found * (1 + loss) + loss * (own + 2.0**-40)
         total[start : start + len(part)] = (sizes / scale) @ lengths
         start += len(part)
@@ -193,10 +195,11 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
 def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`L_h` of each head over a size, `[heads, width, width]` in fp32, and the sizes; inf if not finite."""
     roots, sizes = list[torch.Tensor](), list[float]()
-    values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
+    shape = (inner.shape[0] // heads, inner.shape[1])
+    values = torch.empty(shape, dtype=torch.float64, device=inner.device)
     for rows in inner.chunk(heads):
         values.copy_(rows)
-        gram = values @ values.T
+        gram = (values @ values.T).cpu()
         size = max(float(gram.trace()) ** 0.5, 1e-300)
         gram.div_(size).div_(size).diagonal().add_(sum(rows.shape) * 2.0**-49)
         root, info = torch.linalg.cholesky_ex(gram)

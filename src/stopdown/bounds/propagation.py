@@ -36,6 +36,7 @@ from stopdown.bounds.known_values import (
 )
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform, unsized
+from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
@@ -274,7 +275,9 @@ class Propagation(KnownValues):
         if key not in same:
             try:
                 same[key] = evaluate(node, self)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                if is_out_of_memory(error):
+                    raise
                 same[key] = None  # bounded like any other value then
         return same[key]
 

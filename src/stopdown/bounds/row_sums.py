@@ -32,6 +32,9 @@ NARROW_WEIGHT_FLOOR = 2.0**-20
 ENTRIES = 1 << 18
 """Weights are widened in parts of at most this many values."""
 
+DEVICE_ENTRIES = 1 << 24
+"""The same on an accelerator, which has no such cache and takes its time to start a kernel."""
+
 
 @dataclass(frozen=True)
 class Products:
@@ -62,29 +65,32 @@ def multiply_rows(
 ) -> Products:
     """Products of a weight `[out, in]` with float64 columns `[in, k]`; those not given are empty.
 
+    The weight is read where it is; columns and products are the host's.
+
     Args:
         magnitudes, squares: columns without negative values.
         floor: room for what is subnormal of the weight, relative to its largest magnitude.
         largest: that of the whole weight, where this is a part of one.
 
-    Cost: one pass; at most `ENTRIES` values are widened at a time.
+    Cost: one pass; values are widened in parts (`split_rows`).
     """
     width, wide = weight.shape[1], torch.promote_types(weight.dtype, torch.float32)
     none = torch.zeros(width, 0).double()
     columns = [none if x is None else x for x in (plain, magnitudes, squares)]
     tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
-    narrow = [(x / top).T.to(wide).contiguous() for x, top in zip(columns, tops, strict=True)]
+    shares = [(x / top).T.to(wide).contiguous() for x, top in zip(columns, tops, strict=True)]
+    narrow = [x.to(weight.device) for x in shares]
     own = find_largest(weight)
     scale = choose_scale(own)
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
-    parts = weight.split(max(1, ENTRIES // max(width, 1)))
-    held = torch.empty(parts[0].shape, dtype=wide)
+    parts = split_rows(weight)
+    held = torch.empty(parts[0].shape, dtype=wide, device=weight.device)
     for part in parts:
         rows = held[: len(part)].copy_(part).mul_(scale)
         found[0].append(multiply_matrices(rows, narrow[0]))
         found[1].append(multiply_matrices(rows.abs_(), narrow[1]))
         found[2].append(multiply_matrices(rows.square_(), narrow[2]))
-    made = [torch.cat(x).double() * top for x, top in zip(found, tops, strict=True)]
+    made = [torch.cat(x).cpu().double() * top for x, top in zip(found, tops, strict=True)]
     losses = (width + 8) * 2.0**-23
     return Products(
         made[0] / scale,
@@ -93,6 +99,12 @@ def multiply_rows(
         losses,
         floor * (own if largest is None else largest) * (1 + losses),
     )
+
+
+def split_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Parts of a weight `[out, in]` that are worked on at a time."""
+    entries = ENTRIES if weight.device.type == "cpu" else DEVICE_ENTRIES
+    return weight.split(max(1, entries // max(weight.shape[1], 1)))
 
 
 def find_largest(weight: torch.Tensor) -> float:

@@ -54,8 +54,8 @@ def measure_sigma(weight: torch.Tensor) -> float:
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     scale = choose_scale(find_largest(weight))  # squares stay in range
     if count_work(weight) <= SMALL:
-        return math.sqrt(_bound_small_gram(tall.double() * scale)) / scale * MARGIN
-    count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room()
+        return math.sqrt(_bound_small_gram(tall.cpu().double() * scale)) / scale * MARGIN
+    count, room = math.ceil(tall.shape[1] / MOST_COLUMNS), _Room(weight.device)
     tops = [_bound_gram(part, scale, room) for part in tall.chunk(count, dim=1)]
     return math.sqrt(sum(tops)) / scale * MARGIN
 
@@ -67,7 +67,7 @@ def bound_parts(weight: torch.Tensor) -> list[float]:
     """
     count = math.ceil(weight.shape[1] / MOST_COLUMNS)
     cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
-    scale, room = choose_scale(find_largest(weight)), _Room()
+    scale, room = choose_scale(find_largest(weight)), _Room(weight.device)
     parts = (weight[:, start:stop] for start, stop in itertools.pairwise(cuts))
     return [_bound_gram(part, scale, room) / scale**2 for part in parts]
 
@@ -86,10 +86,14 @@ def estimate_sigma(weight: torch.Tensor) -> float:
 
 
 class _Room:
-    """Memory for the matrices of a weight's parts in turn; the system clears what is fresh."""
+    """Memory for the matrices of a weight's parts in turn; the system clears what is fresh.
 
-    def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+    Args:
+        device: the weight's.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device, self._held = device, dict[str, torch.Tensor]()
 
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
@@ -97,7 +101,8 @@ class _Room:
         """`[rows, columns]` with any values, in the place of what had the same name before."""
         held, count = self._held.get(name), rows * columns
         if held is None or held.numel() < count:
-            held = self._held[name] = torch.empty(count, dtype=dtype)
+            held = torch.empty(count, dtype=dtype, device=self._device)
+            self._held[name] = held
         return held[:count].view(rows, columns)
 
 
@@ -127,6 +132,7 @@ def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
     for start in range(0, columns, GRAM_COLUMNS):
         stop = start + GRAM_COLUMNS
         gram[stop:, start:stop] = gram[start:stop, stop:].T
+    room, gram = (room, gram) if gram.device.type == "cpu" else (_Room(), gram.cpu())
     terms = GRAM_ROWS + len(pieces)
     error = 1.01 * terms * 2.0**-24 * float(gram.diagonal().double().sum())
     return bound_top(gram, room) + error + weight.numel() * 2.0**-125

@@ -31,8 +31,10 @@ from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.bounds.known_values import Load
+from stopdown.bounds.near_weights import bring_near
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import explain_run, find_component
+from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
@@ -334,18 +336,42 @@ def _plan_component(
     elif not made:
         planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     else:
-        residual = context.residual
         try:
-            scaling = scale_component(module, made, residual, reading, hands_over=hands_over)
+            scaling = _scale_near(context, module, made, reading, hands_over=hands_over)
             if "" in scaling.fp32_modules:
                 raise ScalingError(_WHOLE)
         except (CaptureError, ScalingError) as error:
             planned = _fall_back(context, bare, error.what)
         else:
             scaling = dataclasses.replace(scaling, trial=_UNTRIED)
-            notes = suggest_stream(scaling, residual)
+            notes = suggest_stream(scaling, context.residual)
             planned = describe_scaling(bare, scaling, "fp16", 0, notes)
     return dataclasses.replace(planned, weights=reading.hash_samples())
+
+
+def _scale_near(
+    context: _Context,
+    module: torch.nn.Module,
+    made: Sequence[ComponentCall],
+    load: Load,
+    *,
+    hands_over: bool,
+) -> Scaling:
+    """As `certify_component`, on an accelerator while its memory allows."""
+    scale = functools.partial(
+        certify_component, module, made, context.residual, hands_over=hands_over
+    )
+    near = bring_near(load, context.device)
+    if near is load:
+        return scale(load)
+    try:
+        return scale(near)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    finally:
+        free_memory()
+    return scale(load)
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
@@ -459,7 +485,7 @@ class _TensorReader:
         return join_samples((name, *self._samples[name]) for name in self._names)
 
 
-def scale_component(
+def certify_component(
     module: torch.nn.Module,
     made: Sequence[ComponentCall],
     residual: str,

@@ -1,0 +1,74 @@
+"""Large weights on an accelerator, which multiplies them many times as fast as a processor does.
+
+Bounds have room for what sums in fp32 round, in any order. A device may be told to round the factors, too
+(TF32), so it shows first that it does not. What is small, and what decomposes a matrix, stays with the
+processor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stopdown.bounds.known_values import Load
+from stopdown.bounds.singular_values import SMALL, count_work
+from stopdown.devices.device_memory import is_out_of_memory
+from stopdown.devices.environment import Device, list_devices
+
+KINDS = ("cuda",)
+"""Devices that have memory of their own and float64: NVIDIA's and AMD's."""
+
+TERMS = 16
+"""Of the sums that a device is judged by."""
+
+
+def bring_near(load: Load, device: Device | None = None) -> Load:
+    """Load weights that take much work to a device that sums in fp32; others as `load` does.
+
+    Once the device has no memory for a weight, all stay where they are.
+
+    Args:
+        device: None for the best one here.
+    """
+    device = device or list_devices()[0]
+    if device.type not in KINDS or device.missing or not _sums_in_fp32(device.torch_name):
+        return load
+    is_full = False
+
+    def load_near(name: str) -> torch.Tensor:
+        nonlocal is_full
+        tensor = load(name)
+        if is_full or tensor.dim() != 2 or tensor.dtype == torch.float64:
+            return tensor
+        if not tensor.is_floating_point() or count_work(tensor) <= SMALL:
+            return tensor
+        try:
+            return tensor.to(device.torch_name)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        is_full = True
+        return tensor
+
+    return load_near
+
+
+def _sums_in_fp32(device: str) -> bool:
+    made = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, TERMS, generator=made) for _ in range(2))
+    try:
+        found = left.to(device) @ right.to(device).T
+    except RuntimeError:  # no memory, or no kernel
+        return False
+    return is_summed_in_fp32(found.cpu(), left, right)
+
+
+def is_summed_in_fp32(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether `left @ right.T` is as near to that in float64 as sums in fp32 are in any order.
+
+    Args:
+        left, right: `[n, k]` each in fp32; the fewer `k`, the more do factors that were rounded stand out.
+    """
+    wide = left.double(), right.double()
+    sizes = wide[0].abs() @ wide[1].abs().T
+    error = (found.double() - wide[0] @ wide[1].T).abs()
+    return bool((error <= 1.01 * left.shape[1] * 2.0**-24 * sizes).all())

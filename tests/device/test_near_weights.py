@@ -1,0 +1,86 @@
+"""Bounds whose products an accelerator computes are those of the processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from device.simulated_device import KIND, Simulated
+from models.wide_models import assert_near, certify, make_encoder, make_transformer
+from stopdown.bounds import near_weights
+from stopdown.bounds.near_weights import bring_near, is_summed_in_fp32
+from stopdown.devices.environment import choose_device
+from stopdown.graph.capture import name_parameters
+from stopdown.plans import certified
+
+
+@pytest.fixture(autouse=True)
+def _near(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device is one that weights are brought to."""
+    monkeypatch.setattr(near_weights, "KINDS", (KIND,))
+
+
+PROBE_BYTES = 2 * 256 * 16 * 4
+"""Of what a device is asked to multiply first."""
+
+
+@pytest.mark.parametrize(
+    "make", [make_transformer, pytest.param(make_encoder, marks=pytest.mark.slow)]
+)
+def test_bounds_are_those_of_the_processor(make: Any, simulated: Simulated) -> None:
+    """Each large matrix is brought once for each pass; bounds differ in the last digits of fp32."""
+    module, call = make()
+    load = name_parameters(module).__getitem__
+    expected, here = certify(module, call, load)
+    before = simulated.counts.bytes_in
+    assert simulated.used() == 0
+    made, there = certify(module, call, bring_near(load, choose_device(KIND)))
+    large = sum(
+        x.nbytes for x in module.parameters() if x.dim() == 2 and x.numel() * min(x.shape) > 2**27
+    )
+    assert simulated.counts.bytes_in - before >= large > 0
+    assert (made.bounded, made.values) == (expected.bounded, expected.values)
+    assert made.bounded == made.values
+    assert_near(here, there)
+    assert simulated.used() == 0
+
+
+def plan_there() -> Any:
+    """The plan of an encoder for the simulated device, as `certify_plan` makes it."""
+    torch.manual_seed(0)
+    module, call = make_encoder()
+    load = module.state_dict().__getitem__
+    context = certified._Context({}, {}, "fp32", choose_device(KIND), "", None)
+    made = certified._plan_component(context, "encoder", module, load, [call], hands_over=False)
+    return made.in_force
+
+
+@pytest.mark.parametrize(("room", "brought"), [(2**20, 0), (2**21 + 2**19, 2**21)])
+def test_a_device_without_memory(room: int, brought: int, simulated: Simulated) -> None:
+    """Where a weight does not fit, or no product of it, the processor does the work."""
+    expected = plan_there()
+    simulated.limit(simulated.used() + room)
+    before = simulated.counts.bytes_in
+    made = plan_there()
+    more = simulated.counts.bytes_in - before - PROBE_BYTES
+    assert more >= brought if brought else more == 0
+    assert made.bounded == made.values == expected.bounded
+    assert made.layers == expected.layers
+
+
+def test_a_device_that_rounds_factors_gets_no_weights(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TF32 has ten digits behind the point; a product of such factors is told from one of fp32."""
+    made = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(64, 16, generator=made) for _ in range(2))
+    narrow = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (left, right)]
+    assert is_summed_in_fp32(left @ right.T, left, right)
+    assert not is_summed_in_fp32(narrow[0] @ narrow[1].T, left, right)
+    monkeypatch.setattr(near_weights, "is_summed_in_fp32", lambda *given: False)
+    before = simulated.counts.bytes_in
+    load = {"weight": torch.ones(512, 1024)}.__getitem__
+    assert bring_near(load, choose_device(KIND))("weight").device.type == "cpu"
+    assert simulated.counts.bytes_in - before == PROBE_BYTES

@@ -1,0 +1,16 @@
+"""The accelerator of this machine, for tests that run on a real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stopdown.devices.environment import Device, choose_device
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> Device:
+    """The accelerator of this machine; the simulated one where there is none."""
+    if not torch.accelerator.is_available():
+        request.getfixturevalue("simulated")
+    return choose_device("auto")
