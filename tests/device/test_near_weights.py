@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from device.simulated_device import KIND, Simulated
+from models.rescaling_models import make_example
 from models.wide_models import assert_near, certify, make_encoder, make_transformer
 from stopdown.bounds import near_weights
 from stopdown.bounds.near_weights import bring_near, is_summed_in_fp32
 from stopdown.devices.environment import choose_device
 from stopdown.graph.capture import name_parameters
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.skeletons import list_tables
 from stopdown.plans import certified
+from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.certified import certify_program
+from stopdown.runtime.plan_maker import make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +44,9 @@ def test_bounds_are_those_of_the_processor(make: Any, simulated: Simulated) -> N
     expected, here = certify(module, call, load)
     before = simulated.counts.bytes_in
     assert simulated.used() == 0
-    made, there = certify(module, call, bring_near(load, choose_device(KIND)))
+    near = bring_near(load, choose_device(KIND))
+    assert near is not None
+    made, there = certify(module, call, near)
     large = sum(
         x.nbytes for x in module.parameters() if x.dim() == 2 and x.numel() * min(x.shape) > 2**27
     )
@@ -82,5 +92,48 @@ def test_a_device_that_rounds_factors_gets_no_weights(
     monkeypatch.setattr(near_weights, "is_summed_in_fp32", lambda *given: False)
     before = simulated.counts.bytes_in
     load = {"weight": torch.ones(512, 1024)}.__getitem__
-    assert bring_near(load, choose_device(KIND))("weight").device.type == "cpu"
+    assert bring_near(load, choose_device(KIND)) is None
     assert simulated.counts.bytes_in - before == PROBE_BYTES
+
+
+@pytest.mark.parametrize("ways", [("CogVideoX rotary", False), ("Qwen-Image", True)])
+def test_a_module_on_a_device_is_certified(
+    ways: tuple[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its weights lie on the device, and tables in its attributes, where a call has put them."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    name, has_tables = ways
+    module, [(_, args, kwargs)] = make_example(name)
+    module.to(KIND)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(KIND), (args, dict(kwargs)))
+    with torch.no_grad():
+        module(*args, **kwargs)
+    assert bool(list_tables(module)) == has_tables
+    [entry] = certify_program(module, lambda: module(*args, **kwargs)).components
+    assert entry.precision == "fp16", entry.reasons
+    assert entry.in_force.bounded > 0.9 * entry.in_force.values
+
+
+def test_bounds_beside_what_was_measured_on_a_device(simulated: Simulated) -> None:
+    """Weights in fp32 on the device; each value that was measured has its bound beside it."""
+    simulated.act_as("cuda")
+    module, call = make_encoder()
+    module.to(KIND)
+    given = call.args[0].to(KIND)
+    [entry] = measure_plan(module, run=lambda: module(given), ranges="stated").components
+    assert entry.precision == "fp16", entry.reasons
+    assert entry.in_force.bounded == entry.in_force.values > 0
+
+
+@pytest.mark.parametrize("name", ["cogvideox", pytest.param("sdxl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [True, pytest.param("auto", marks=pytest.mark.slow)])
+def test_a_pipeline_is_measured_on_a_device(
+    name: str, how: Any, save_tiny: Any, simulated: Simulated
+) -> None:
+    """`plan --measure` states on the device which values are certified; `--ranges auto` takes bounds."""
+    simulated.act_as("cuda")
+    request = Request(height=32, width=32, steps=1)
+    made = make_plan(save_tiny(name), measure=how, device=KIND, request=request)
+    for entry in made.components:
+        assert entry.precision == "fp16", entry.reasons
+        assert 0 < entry.in_force.bounded <= entry.in_force.values

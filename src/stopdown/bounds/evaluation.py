@@ -132,9 +132,10 @@ def _does_in_fp32(node: Node) -> bool:
 
 
 def _widen(value: Any) -> Any:
+    """An argument as it is here, of whatever device was captured: float64 for formats, on the host."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
-    return value
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _wrap(values: Mapping[Node, Interval], center: Any, radius: Any) -> Any:

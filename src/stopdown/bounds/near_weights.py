@@ -21,35 +21,46 @@ TERMS = 16
 """Of the sums that a device is judged by."""
 
 
-def bring_near(load: Load, device: Device | None = None) -> Load:
-    """Load weights that take much work to a device that sums in fp32; others as `load` does.
+def bring_home(load: Load) -> Load:
+    """Load weights to the host, where all bounds are."""
+    return lambda name: load(name).cpu()
 
-    Once the device has no memory for a weight, all stay where they are.
+
+def bring_near(load: Load, device: Device | None = None) -> Load | None:
+    """Load weights that take much work to a device that sums in fp32, and others to the host.
+
+    Once the device has no memory for a weight, all go to the host.
 
     Args:
         device: None for the best one here.
+
+    Returns:
+        None for a device that is none of `KINDS`, or does not sum in fp32.
     """
     device = device or list_devices()[0]
     if device.type not in KINDS or device.missing or not _sums_in_fp32(device.torch_name):
-        return load
+        return None
     is_full = False
 
     def load_near(name: str) -> torch.Tensor:
         nonlocal is_full
         tensor = load(name)
-        if is_full or tensor.dim() != 2 or tensor.dtype == torch.float64:
-            return tensor
-        if not tensor.is_floating_point() or count_work(tensor) <= SMALL:
-            return tensor
+        if is_full or not _takes_work(tensor):
+            return tensor.cpu()
         try:
             return tensor.to(device.torch_name)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         is_full = True
-        return tensor
+        return tensor.cpu()
 
     return load_near
+
+
+def _takes_work(tensor: torch.Tensor) -> bool:
+    is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
+    return is_matrix and tensor.dtype != torch.float64 and count_work(tensor) > SMALL
 
 
 def _sums_in_fp32(device: str) -> bool:

@@ -3,8 +3,8 @@
 A component has its real class, and parameters on fake tensors. Only configurations are read, so a
 checkpoint of any size is built in seconds and in next to no memory. `build_skeleton` makes one from a
 Diffusers folder; `copy_skeleton` makes one from a pipeline in memory, with the dtype that each of its
-parameters has; `copy_module` one module of any program. What has no weights (scheduler, tokenizer, image
-processor) is real, or stood in for where its files are missing.
+parameters has; `copy_module` and `copy_to_host` one module of any program. What has no weights (scheduler,
+tokenizer, image processor) is real, or stood in for where its files are missing.
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
 
 Not covered: weights that a quantiser keeps in its own classes.
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.call_interception import Rank, bared, copy_layers
 from stopdown.component_calls.components import build_module, find_components, find_kept_fp32
@@ -84,6 +85,29 @@ def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> to
         dtype: that it is to have as if it had been loaded so; None for each parameter as it is.
     """
     return _copy_module(module, _Memo(below=Rank.RECORD, keeps_device=True), dtype)
+
+
+def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
+    """A live module without its weights, on the host, with the tables in its plain attributes."""
+    copied, patches = _copy_module(module, _Memo(), None), Patches()  # never undone
+    for part, name, table in list_tables(copied):
+        patches.set_attribute(
+            part, name, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, table)
+        )
+    return copied
+
+
+_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Plain attributes of a module's parts that hold tensors, such as rotary frequencies of Qwen-Image."""
+    return [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in _OWN and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value))
+    ]
 
 
 def _build(

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.bounds.known_values import Load
-from stopdown.bounds.near_weights import bring_near
+from stopdown.bounds.near_weights import bring_home, bring_near
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import explain_run, find_component
 from stopdown.devices.device_memory import free_memory, is_out_of_memory
@@ -44,7 +44,12 @@ from stopdown.pipelines.loader import complete_source, load_component, load_prog
 from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
-from stopdown.pipelines.skeletons import build_component, build_empty_component
+from stopdown.pipelines.skeletons import (
+    build_component,
+    build_empty_component,
+    copy_to_host,
+    list_tables,
+)
 from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.dry_calls import list_source_calls
@@ -248,8 +253,10 @@ def certify_program(
             bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
             components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
         else:
+            is_here = all(x.device.type in ("cpu", "meta") for x in tensors.values())
+            here = module if is_here else copy_to_host(module)
             components.append(
-                _plan_component(context, name, module, load, calls[name], hands_over=False)
+                _plan_component(context, name, here, load, calls[name], hands_over=False)
             )
     identity = type(program).__name__, key, type(program).__name__
     made = seal_made(identity, components, started, choose_device("cpu"))
@@ -361,17 +368,15 @@ def _scale_near(
     scale = functools.partial(
         certify_component, module, made, context.residual, hands_over=hands_over
     )
-    near = bring_near(load, context.device)
-    if near is load:
-        return scale(load)
-    try:
-        return scale(near)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    finally:
-        free_memory()
-    return scale(load)
+    if (near := bring_near(load, context.device)) is not None:
+        try:
+            return scale(near)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            free_memory()
+    return scale(bring_home(load))
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
@@ -426,27 +431,23 @@ def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {key: tuple(group) for group in names.values() for key in group}
 
 
-_OWN = frozenset(vars(torch.nn.Module()))
-
-
 def build_with_tables(source: Source, name: str) -> torch.nn.Module:
     """One component of a source on fake fp16 tensors, except for tensors in its plain attributes.
 
-    These are tables that code computes when the module is made, such as rotary frequencies of Qwen-Image.
-    They are constants of a graph, and have their values.
+    These are computed when the module is made. They are constants of a graph, and have their values.
     """
     module = build_empty_component(source, name, torch.float16, keep_fp32=False)
+    paths = {part: path for path, part in module.named_modules()}
     tables = [
-        (path, key)
-        for path, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key not in _OWN and any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
+        (part, key)
+        for part, key, value in list_tables(module)
+        if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value))
     ]
     if not tables:
         return module
     made = _make(source, name)
-    for path, key in tables:
-        vars(module.get_submodule(path))[key] = getattr(made.get_submodule(path), key)
+    for part, key in tables:
+        vars(part)[key] = getattr(made.get_submodule(paths[part]), key)
     return module
 
 

@@ -28,6 +28,7 @@ from stopdown.bounds.input_limits import (
     state_calls,
 )
 from stopdown.bounds.known_values import Bounds, Load
+from stopdown.bounds.near_weights import bring_home
 from stopdown.bounds.propagation import bound_call
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_name
@@ -127,7 +128,7 @@ def bound_kinds(
 
     Cost: one pass over the weights for each kind; with `before` over those that are loose.
     """
-    load = load or partial(_load_own, name_parameters(module))
+    load = load or bring_home(partial(_load_own, name_parameters(module)))
     given, seen = [kind.call for kind in kinds], [kind.seen for kind in kinds]
     stated = state_calls(module, given, seen, encoded)
     bounds = []
