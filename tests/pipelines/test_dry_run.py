@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from stopdown.bounds.input_limits import list_timesteps
+from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.components import find_callees
 from stopdown.devices.device_profiles import find_target
 from stopdown.dtype_rules.check import make_place
 from stopdown.dtype_rules.inspection import DtypeListener
@@ -178,3 +181,19 @@ def test_a_pipeline_that_upcasts_its_autoencoder_is_run_dry_to_its_end(save_tiny
     calls, ended = list_source_calls(source, {**sizes, "frames": 2})
     assert not ended
     assert calls.keys() == {"image_encoder", "unet", "vae"}
+
+
+def test_a_call_with_a_later_timestep_is_kept() -> None:
+    """Z-Image's first timestep is 0 and the others lie below 1: bounds hold for 0 to 1, not to 1000."""
+    pipe = make_pipeline("sd")
+    unet = next(x for x in find_callees(pipe) if x.component_name == "unet")
+    listener = CallListener()
+    latents = torch.zeros(2, 4, 8, 8)
+    for step in (0.0, 0.5, 0.25):
+        call = ComponentCall(unet, (latents, torch.full((2,), step)), {})
+        if step == 0.0:
+            listener.inside(DryCall(call), None)  # type: ignore[arg-type]
+        listener.end(DryCall(call))
+    [kept] = listener.calls["unet"]
+    assert kept.args[1].tolist() == [0.5, 0.5]
+    assert list_timesteps(kept.args[1]).values[-1] == 1.0

@@ -12,7 +12,7 @@ from torch import nn
 from models.pipeline_calls import call_pipeline, make_pipeline
 from models.snapshots import assert_untouched
 from stopdown import guard, make_plan, rescale_
-from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, _list_timesteps, fits
+from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits, list_timesteps
 from stopdown.errors import StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import read_class_versions
@@ -201,4 +201,4 @@ def test_names_of_positional_arguments_set_limits() -> None:
 )
 def test_a_timestep_of_nothing_says_no_unit(given: float, last: float) -> None:
     """A run of one step can have 0 where others have 999; up to 1 means a share of the way."""
-    assert float(_list_timesteps(torch.tensor(given)).values[-1]) == last
+    assert float(list_timesteps(torch.tensor(given)).values[-1]) == last

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.bounds.known_values import InputLimits, Timesteps
 from stopdown.graph.capture import Capture
-from stopdown.numerics import has_values
+from stopdown.numerics import has_values, measure_amax
 
 Size = tuple[int, ...]
 """Of an argument without its batch: `(226, 4096)` for 226 tokens."""
@@ -77,13 +77,13 @@ def state_limits(
         if any(word in name for word in _FIXED) and has_values(tensor):
             fixed[placeholder] = tensor
         elif _is_timestep(name, tensor):
-            steps[placeholder] = _list_timesteps(tensor)
+            steps[placeholder] = list_timesteps(tensor)
         elif tensor.is_floating_point() or "mask" in name:
             found[placeholder] = max(state_limit(name, encoded), 2 * seen.get(placeholder, 0.0))
     return InputLimits(found, steps, fixed)
 
 
-def _list_timesteps(tensor: torch.Tensor) -> Timesteps:
+def list_timesteps(tensor: torch.Tensor) -> Timesteps:
     """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more.
 
     A timestep of 0, as of a run of one step, is that of either.
@@ -270,6 +270,15 @@ def _word_input(
     if size is not None and "mask" not in name:  # zeros and ones: no remark is needed
         largest[name] = max(largest.get(name, 0.0), size)
     return []
+
+
+def find_largest_step(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> float:
+    """The largest of a call's timesteps; 0 without one."""
+    named = name_inputs(args, kwargs, names)
+    steps = [x for name, x in named if _is_timestep(name, x) and has_values(x)]
+    return max((measure_amax(x.float()) for x in steps), default=0.0)
 
 
 def _is_timestep(name: str, tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.bounds.input_limits import find_largest_step
 from stopdown.component_call_names import name_call
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import drop_upcast, put_cast
@@ -72,7 +73,10 @@ def list_source_calls(
 
 
 class CallListener(Listener):
-    """Keeps the first call of each kind, by component."""
+    """Keeps a call of each kind, by component: the first of those with the largest timestep.
+
+    Z-Image goes from 0 to 1, and a timestep of 0 does not say in which unit the others are.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[str, list[ComponentCall]] = {}
@@ -85,9 +89,15 @@ class CallListener(Listener):
         return contextlib.nullcontext()
 
     def end(self, run: DryCall) -> None:
-        """Make up an encode of a few frames of what a decoder gives: a plan holds for both directions."""
+        """Keep a later timestep, and make up an encode of a few frames of what a decoder gives.
+
+        A plan holds for both directions.
+        """
         callee = run.call.callee
         made = self.calls.get(callee.component_name, [])
+        for at, known in enumerate(made):
+            if known.key == run.call.key and _read_step(run.call) > _read_step(known):
+                made[at] = dataclasses.replace(run.call, below=None)
         if callee.method != "decode" or any(x.callee.method == "encode" for x in made):
             return
         picture = next(iterate_tensors(run.returned), None)
@@ -102,6 +112,10 @@ class CallListener(Listener):
             )
             picture = torch.zeros(shape, dtype=torch.float16)
             made.append(ComponentCall(encode, (picture,), {}, made_up=True))
+
+
+def _read_step(call: ComponentCall) -> float:
+    return find_largest_step(call.args, call.kwargs, call.callee.argument_names)
 
 
 def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall]]:
