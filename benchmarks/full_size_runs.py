@@ -11,9 +11,8 @@ Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices
 The copies in fp32 that this takes are in what is predicted and what is measured.
 
 A certificate with an fp32 residual is what `auto` makes and keeps. *measure* is `plan --measure`: a run by
-that certificate, and then exponents from what the component's calls had; it says which values their bounds
-certify. *mix* is the same with `--ranges auto`: exponents from bounds where those cost nothing, a mixed
-certificate. *plan* measures a run in fp32.
+that certificate, and then exponents from bounds where those cost nothing, else from what the component's
+calls had: a mixed certificate, without an fp32 residual. *plan* measures a run in fp32.
 
     python benchmarks/full_size_runs.py CogVideoX-2B
     python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
@@ -57,10 +56,9 @@ LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
 STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums",
           "certify, fp32 residual", "fp16 by certificate, fp32 residual",
-          "measure", "fp16 after measuring", "mix", "fp16 by mixed certificate")  # fmt: skip
-AUTO, MEASURED, MIXED, OLD = "certify, fp32 residual", "measure", "mix", "plan"
-"""Stages that make plans: as `auto` does, as `plan --measure` does, as that does with `--ranges auto`, and
-from a run in fp32."""
+          "measure", "fp16 after measuring")  # fmt: skip
+AUTO, MEASURED, OLD = "certify, fp32 residual", "measure", "plan"
+"""Stages that make plans: as `auto` does, as `plan --measure` does, and from a run in fp32."""
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -550,7 +548,6 @@ _MADE_BY = {
     "fp16 by certificate, fp32 residual": "certify, fp32 residual",
     "sums": "certify",
     "fp16 after measuring": MEASURED,
-    "fp16 by mixed certificate": MIXED,
 }
 """Stages that rest on a plan, and the stage that makes it."""
 
@@ -627,9 +624,9 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
             made = measure_plan(
                 source, prompts=prompts, request=request, device="cpu", progress=follow
             )
-        elif stage in (MEASURED, MIXED):
-            made = make_plan(source, measure="auto" if stage == MIXED else True, prompts=prompts,
-                             request=request, device="cpu", progress=follow)  # fmt: skip
+        elif stage == MEASURED:
+            made = make_plan(source, measure=True, prompts=prompts, request=request, device="cpu",
+                             progress=follow)  # fmt: skip
         elif stage.endswith("residual"):
             shutil.rmtree(os.environ["STOPDOWN_CACHE"], ignore_errors=True)
             device = choose_device("cpu")
@@ -792,34 +789,33 @@ def write_tables(report: dict[str, Any]) -> None:
 def summarise(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """What `auto` does beside bf16 and the plan that a run in fp32 gives: errors of one call."""
     lines = [
-        "`auto` takes a certificate with an fp32 residual; `plan --measure` runs by that, and measures.",
-        "*mixed*: with `--ranges auto`, no fp32 residual, and the share of fp16 values that is certified.",
+        "`auto` takes a certificate with an fp32 residual. `plan --measure` runs by that, measures, and",
+        "takes bounds where they cost nothing, without an fp32 residual; *certified*: of its fp16 values.",
         "*whole calls in fp32*: of the component, while the plan was made: by `auto`, and by `--measure`.",
         "",
         "| checkpoint | bf16 | auto | bf16 : auto | after `plan --measure` | bf16 : measured |"
-        " mixed | bf16 : mixed | certified | measured in fp32 | whole calls in fp32 |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        " certified | measured in fp32 | whole calls in fp32 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
-        bf16, auto, measured, mixed, old = (
+        bf16, auto, measured, old = (
             row.get(x, {}).get("call_error")
             for x in (
                 "bf16",
                 f"fp16 by {AUTO}".replace("certify", "certificate"),
                 "fp16 after measuring",
-                "fp16 by mixed certificate",
                 "fp16 by plan",
             )
         )
         made = [row.get(x, {}).get("fp32_calls") for x in (AUTO, MEASURED)]
         calls = ", ".join("" if x is None else str(x) for x in made).rstrip(", ")
-        ratios = ["" if not (bf16 and x) else f"{bf16 / x:.1f}" for x in (auto, measured, mixed)]
-        numbers = (bf16, auto, measured, mixed, old)
-        errors = ["" if x is None else f"{100 * x:.3g} %" for x in numbers]
-        of = row.get(MIXED, {})
-        share = f"{100 * of['bounded'] / of['values']:.3g} %" if of.get("values") else ""
-        pairs = [cell for pair in zip(errors[1:4], ratios, strict=True) for cell in pair]
-        cells = [name, errors[0], *pairs, share, errors[4], calls]
+        ratios = ["" if not (bf16 and x) else f"{bf16 / x:.1f}" for x in (auto, measured)]
+        errors = ["" if x is None else f"{100 * x:.3g} %" for x in (bf16, auto, measured, old)]
+        made_by = row.get(MEASURED, {})
+        share = (
+            f"{100 * made_by['bounded'] / made_by['values']:.3g} %" if made_by.get("values") else ""
+        )
+        cells = [name, *errors[:2], ratios[0], errors[2], ratios[1], share, errors[3], calls]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -842,8 +838,7 @@ def format_plan(stage: str, row: dict[str, Any]) -> str:
     values = f"{row['bounded']} of {row['values']} certified" if row["values"] else "measured"
     if row["values"] and row.get("measured_bits") is not None:
         values += f", the others measured with {row['measured_bits']:.1f} bits of headroom"
-    names = {OLD: "measured in fp32", MEASURED: "measured by the certificate",
-             MIXED: "mixed certificate"}  # fmt: skip
+    names = {OLD: "measured in fp32", MEASURED: "measured by the certificate"}
     name = names.get(stage, stage.replace("certify", "certificate"))
     cells = [
         name, f"{row['elapsed_s']:.0f}",

@@ -5,8 +5,8 @@ are exact in every format that checkpoints have, so one rounding leads from the 
 tensor, where the weight is needed. Its pages belong to the checkpoint's own file, and the system can take
 their memory back.
 
-A tensor that is mapped from a temporary file reads and writes like any other. What is cast from it is
-mapped as well.
+Weights that would take more than a share of the memory go to a temporary file, if the disk has room. A
+tensor that is mapped from it reads and writes like any other. What is cast from it is mapped as well.
 
 **Does not catch** what copies a tensor by other means (`copy.deepcopy`, `.to`): the copy is in memory.
 """

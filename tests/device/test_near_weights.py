@@ -120,20 +120,19 @@ def test_bounds_beside_what_was_measured_on_a_device(simulated: Simulated) -> No
     module, call = make_encoder()
     module.to(KIND)
     given = call.args[0].to(KIND)
-    [entry] = measure_plan(module, run=lambda: module(given), ranges="stated").components
+    [entry] = measure_plan(module, run=lambda: module(given), ranges="auto").components
     assert entry.precision == "fp16", entry.reasons
     assert entry.in_force.bounded == entry.in_force.values > 0
 
 
 @pytest.mark.parametrize("name", ["cogvideox", pytest.param("sdxl", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", [True, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_pipeline_is_measured_on_a_device(
-    name: str, how: Any, save_tiny: Any, simulated: Simulated
+    name: str, save_tiny: Any, simulated: Simulated
 ) -> None:
-    """`plan --measure` states on the device which values are certified; `--ranges auto` takes bounds."""
+    """`plan --measure` takes bounds on the device, too, and certifies what they keep in range."""
     simulated.act_as("cuda")
     request = Request(height=32, width=32, steps=1)
-    made = make_plan(save_tiny(name), measure=how, device=KIND, request=request)
+    made = make_plan(save_tiny(name), measure=True, device=KIND, request=request)
     for entry in made.components:
         assert entry.precision == "fp16", entry.reasons
         assert 0 < entry.in_force.bounded <= entry.in_force.values

@@ -271,7 +271,7 @@ def test_unknown_ranges_are_refused() -> None:
     with pytest.raises(OptionError) as caught:
         rescale_(nn.Linear(2, 2), (torch.randn(1, 2),), ranges="certain")
     assert caught.value.what == "The mode of ranges 'certain' is unknown."
-    assert "measured, stated, bound, auto" in (caught.value.expected or "")
+    assert "measured, bound, auto" in (caught.value.expected or "")
 
 
 def test_tiny_stored_values_are_not_certified() -> None:

@@ -83,9 +83,8 @@ class PlanOptions(PlanRunOptions, ModelOptions):
     ranges: Annotated[
         Literal["measured", "bound", "auto"] | None,
         typer.Option(
-            help="Bounds in place of what runs measured. auto: where they cost nothing. bound: wherever "
-            "there are any. measured: none, and none is computed. By default ranges are those of the runs, "
-            "and bounds say which values they certify then."
+            help="Bounds in place of what runs measured. auto, the default: where they cost nothing. "
+            "bound: wherever there are any. measured: none, and none is computed."
         ),
     ] = None
     call: Annotated[

@@ -117,8 +117,7 @@ def express_component(
     with bared(module):
         best, found_by = search.find_best(planned, certified=bool(entry.in_force.certified))
         if best is not None and found_by is not None and rests_on_bounds(entry.in_force):
-            # measured precision is worth more there than a larger certified share
-            ranges = "stated" if entry.calls and not entry.in_force.certified else "bound"
+            ranges = "auto" if entry.calls and not entry.in_force.certified else "bound"
             best = search.certify(best, found_by, ranges)
     if best is None:
         raise ScalingError(

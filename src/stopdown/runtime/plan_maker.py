@@ -57,11 +57,10 @@ def make_plan(
     Args:
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
             Diffusers pipeline, or another program as `guard` takes it, is left as it was.
-        measure: True measures a source, too; of its exponents it states which values they certify. `"auto"`
-            takes bounds for every input where they cost nothing, `"bound"` where it can, `"measured"` asks
-            for none. False measures nothing:
-            a program that is no pipeline is certified from its weights, for the first call that `run` makes
-            of each of its components, where the run is stopped; such a plan is kept.
+        measure: True measures a source, too, and takes bounds for every input where they cost nothing, as
+            `"auto"` does; `"bound"` takes them where it can, `"measured"` asks for none. False measures
+            nothing: a program that is no pipeline is certified from its weights, for the first call that
+            `run` makes of each of its components, where the run is stopped; such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
             call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
@@ -94,7 +93,7 @@ def make_plan(
         SafeSource(pipe_or_source, run_certified) if is_source else pipe_or_source,
         prompts=prompts,
         residual=residual,
-        ranges=measure if isinstance(measure, str) else "stated" if is_source else None,
+        ranges=measure if isinstance(measure, str) else "auto" if is_source else None,
         request=request,
         device=device,
         progress=progress,

@@ -44,7 +44,7 @@ from stopdown.records import Operands, Scaling, SumBound
 from stopdown.scaling.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS, Solution
 
-RANGES = ("measured", "stated", "bound", "auto")
+RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""
 
 PEAK = 8.0
@@ -52,7 +52,7 @@ PEAK = 8.0
 
 
 def check_ranges(ranges: str | None) -> str:
-    """`measured`, `stated`, `bound` or `auto`."""
+    """`measured`, `bound` or `auto`."""
     if ranges is None or ranges in RANGES:
         return ranges or "measured"
     raise OptionError(

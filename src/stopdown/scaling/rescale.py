@@ -69,8 +69,7 @@ def rescale_(
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
             in fp16; where its architecture does not allow it, `.residual` of the result is
             `native`, and its scaling's `note` says why. None is `native`.
-        ranges: `measured` trusts these calls; `stated` as well, and says which values bounds certify
-            then; `bound` takes ranges that hold for every input where
+        ranges: `measured` trusts these calls; `bound` takes ranges that hold for every input where
             there are some, and `.certified` is True when there are for every fp16 value; `auto` takes
             bounds where they cost nothing. None is `measured`.
         verify: run the calls before and after, in fp32 to compare every bit when the module is in

@@ -333,7 +333,7 @@ def scale_by_bounds(
 
     Args:
         kinds: what was captured and measured.
-        ranges: `bound` or `auto`; `stated` takes what was measured, and says what bounds certify then.
+        ranges: `bound` or `auto`.
         find: finds exponents for calls.
         find_in_fp16: the same without modules in fp32. Where what was measured needs none, none are
             taken, and a bound holds with hardly any headroom, too.
@@ -345,8 +345,6 @@ def scale_by_bounds(
     def search(bounded: BoundedCalls) -> Scaling:
         stated = bounded.state()
         best = find_visible(find, module, stated)
-        if ranges == "stated":
-            return best
         narrow = find if best.fp32_modules else find_in_fp16 or find
 
         def does(found: Scaling) -> bool:
