@@ -284,7 +284,8 @@ def _apply_linear(node: Node, value: Any, known: KnownValues) -> Any:
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     is_small = weight.numel() <= SMALL_WEIGHT
     wide = torch.float64 if is_small else torch.promote_types(weight.dtype, torch.float32)
-    center = multiply_matrices(flat.to(weight.device, wide), weight.to(wide)).cpu()
+    factor = (weight.cpu() if is_small else weight).to(wide)  # float64 is the host's
+    center = multiply_matrices(flat.to(factor.device, wide), factor).cpu()
     if not math.isfinite(float(center.sum().float())):
         return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias.to(wide))).reshape(*few.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """Large weights on an accelerator, which multiplies them many times as fast as a processor does.
 
 Bounds have room for what sums in fp32 round, in any order. A device may be told to round the factors, too
-(TF32), so it shows first that it does not. What is small, and what decomposes a matrix, stays with the
-processor.
+(TF32), so it shows first that it does not. What is small, in float64, or decomposes a matrix stays with
+the processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.devices.environment import Device, list_devices
 
 KINDS = ("cuda",)
-"""Devices that have memory of their own and float64: NVIDIA's and AMD's."""
+"""Devices that have memory of their own: NVIDIA's and AMD's."""
 
 TERMS = 16
 """Of the sums that a device is judged by."""

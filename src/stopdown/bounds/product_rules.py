@@ -195,11 +195,10 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
 def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`L_h` of each head over a size, `[heads, width, width]` in fp32, and the sizes; inf if not finite."""
     roots, sizes = list[torch.Tensor](), list[float]()
-    shape = (inner.shape[0] // heads, inner.shape[1])
-    values = torch.empty(shape, dtype=torch.float64, device=inner.device)
-    for rows in inner.chunk(heads):
+    values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
+    for rows in inner.cpu().chunk(heads):
         values.copy_(rows)
-        gram = (values @ values.T).cpu()
+        gram = values @ values.T
         size = max(float(gram.trace()) ** 0.5, 1e-300)
         gram.div_(size).div_(size).diagonal().add_(sum(rows.shape) * 2.0**-49)
         root, info = torch.linalg.cholesky_ex(gram)
