@@ -354,7 +354,7 @@ def plot_tightness(groups: dict[str, list[dict[str, Any]]]) -> None:
     """One line of dots a class: bound over ascent, on a logarithmic axis from 1 to 100,000."""
     from PIL import Image, ImageDraw, ImageFont
 
-    scale, left, line, decades = 2, 210, 22, 5
+    scale, left, line, decades = 2, 245, 22, 5
     width, height = 910 * scale, (line * len(groups) + 70) * scale
     picture = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(picture)
