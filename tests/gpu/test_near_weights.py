@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from device.simulated_device import KIND
-from models.wide_models import assert_near, certify, make_encoder, make_transformer
+from models.wide_models import check_bounds, make_encoder, make_transformer
 from stopdown.bounds import near_weights
-from stopdown.bounds.near_weights import bring_near
 from stopdown.bounds.row_sums import sum_rows
 from stopdown.bounds.singular_values import measure_sigma
 from stopdown.devices.environment import Device
-from stopdown.graph.capture import name_parameters
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("make", [make_transformer, make_encoder])
 def test_bounds_are_those_of_the_processor(
-    make: object, accelerator: Device, monkeypatch: pytest.MonkeyPatch
+    make: Any, accelerator: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of another order move no bound by more than their last digits, and all values are covered."""
     if accelerator.type not in near_weights.KINDS:
         monkeypatch.setattr(near_weights, "KINDS", (KIND, accelerator.type))
-    module, call = make()  # type: ignore[operator]
-    load = name_parameters(module).__getitem__
-    near = bring_near(load, accelerator)
-    assert near is not None, "The device multiplies fp32 in another format."
-    expected, here = certify(module, call, load)
-    made, there = certify(module, call, near)
-    assert made.bounded == made.values == expected.bounded
-    assert_near(here, there)
+    check_bounds(*make(), accelerator)
 
 
 def test_products_of_a_large_weight(

@@ -11,7 +11,10 @@ import torch
 import transformers
 
 from stopdown.bounds.known_values import Bounds
+from stopdown.bounds.near_weights import bring_near
 from stopdown.component_calls.call import ComponentCall
+from stopdown.devices.environment import Device
+from stopdown.graph.capture import name_parameters
 from stopdown.plans.certified import certify_component
 from stopdown.scaling import certificate, search
 from stopdown.scaling.certificate import BoundedCalls
@@ -28,10 +31,8 @@ def make_encoder() -> tuple[torch.nn.Module, ComponentCall]:
         num_layers=1,
         feed_forward_proj="gated-gelu",
     )
-    module = transformers.T5EncoderModel(config).eval()
-    return module, ComponentCall(
-        SimpleNamespace(bind=lambda found: found), (torch.zeros(1, 8, dtype=torch.long),), {}
-    )
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    return transformers.T5EncoderModel(config).eval(), make_call(tokens)
 
 
 def make_transformer() -> tuple[torch.nn.Module, ComponentCall]:
@@ -49,13 +50,17 @@ def make_transformer() -> tuple[torch.nn.Module, ComponentCall]:
         sample_height=8,
         sample_frames=1,
     ).eval()
-    given = {
-        "hidden_states": torch.randn(1, 1, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(1, 8, 512),
-        "timestep": torch.tensor([500]),
-        "return_dict": False,
-    }
-    return module, ComponentCall(SimpleNamespace(bind=lambda found: found), (), given)
+    return module, make_call(
+        hidden_states=torch.randn(1, 1, 4, 8, 8),
+        encoder_hidden_states=torch.randn(1, 8, 512),
+        timestep=torch.tensor([500]),
+        return_dict=False,
+    )
+
+
+def make_call(*args: Any, **kwargs: Any) -> ComponentCall:
+    """A call of whatever module it is bound to."""
+    return ComponentCall(SimpleNamespace(bind=lambda found: found), args, kwargs)
 
 
 def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[Any, list[Bounds]]:
@@ -72,9 +77,15 @@ def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[An
         return certify_component(module, [call], "fp32", load, hands_over=False), found
 
 
-def assert_near(some: list[Bounds], others: list[Bounds]) -> None:
-    """Bounds of the same values differ in the last digits of fp32."""
-    for one, other in zip(some, others, strict=True):
+def check_bounds(module: torch.nn.Module, call: ComponentCall, device: Device) -> None:
+    """Bounds with a device's products differ from the processor's in the last digits of fp32."""
+    load = name_parameters(module).__getitem__
+    near = bring_near(load, device)
+    assert near is not None, "The device multiplies fp32 in another format."
+    expected, here = certify(module, call, load)
+    made, there = certify(module, call, near)
+    assert made.bounded == made.values == expected.bounded == expected.values
+    for one, other in zip(here, there, strict=True):
         assert set(one.ranges) == set(other.ranges)
         for name, ranges in one.ranges.items():
             pairs = [(getattr(x, at), getattr(y, at)) for at in ("amax", "rms")

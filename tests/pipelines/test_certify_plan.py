@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -15,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from models.rescaling_models import make_example
+from models.wide_models import make_call
 from stopdown.app.commands import app
 from stopdown.bounds.input_limits import is_encoded
-from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.graph.capture import name_parameters
@@ -98,7 +97,7 @@ def test_a_transformer_is_certified_without_a_run(
 def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> None:
     """An encoder that hands over hidden states may give whatever fp16 holds, if that costs nothing."""
     module, [(_, args, kwargs)] = make_example(name)
-    call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
+    call = make_call(*args, **kwargs)
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
         scaling = certify_component(module, [call], "native", load, hands_over=hands_over)
@@ -119,7 +118,7 @@ def test_tables_in_plain_attributes_have_their_values(tmp_path: Path) -> None:
     """Qwen-Image holds rotary frequencies outside of buffers; its transformer was left in fp32 for them."""
     module, [(_, args, kwargs)] = make_example("Qwen-Image")
     save_parts(tmp_path, module)
-    call = ComponentCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
+    call = make_call(*args, **kwargs)
     plan = certify_plan(tmp_path, scope=Scope(("transformer",), {"transformer": [call]}))
     [entry] = plan.components
     assert entry.precision == "fp16", entry.reasons
