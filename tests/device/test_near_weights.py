@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 
 from device.simulated_device import KIND, Simulated
 from models.rescaling_models import make_example
-from models.wide_models import check_bounds, make_encoder, make_transformer
-from stopdown.bounds import near_weights
+from models.wide_models import certify, check_bounds, make_encoder, make_transformer
+from stopdown.bounds import near_weights, propagation
 from stopdown.bounds.near_weights import bring_near, is_summed_in_fp32
 from stopdown.devices.environment import choose_device
+from stopdown.graph.capture import name_parameters
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeletons import list_tables
 from stopdown.plans import certified
@@ -70,6 +71,20 @@ def test_a_device_without_memory(room: int, brought: int, simulated: Simulated) 
     assert more >= brought if brought else more == 0
     assert made.bounded == made.values == expected.bounded
     assert made.layers == expected.layers
+
+
+def test_memory_that_ends_in_a_table_is_not_taken_for_no_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cannot be computed has a looser bound; what did not fit is computed elsewhere."""
+
+    def end(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(propagation, "evaluate", end)
+    module, call = make_encoder()
+    with pytest.raises(torch.OutOfMemoryError):
+        certify(module, call, name_parameters(module).__getitem__)
 
 
 def test_a_device_that_rounds_factors_gets_no_weights(
