@@ -11,7 +11,6 @@ import torch
 
 from stopdown.bounds.known_values import Load
 from stopdown.bounds.singular_values import SMALL, count_work
-from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.devices.environment import Device, list_devices
 
 KINDS = ("cuda",)
@@ -29,31 +28,20 @@ def bring_home(load: Load) -> Load:
 def bring_near(load: Load, device: Device | None = None) -> Load | None:
     """Load weights that take much work to a device that sums in fp32, and others to the host.
 
-    Once the device has no memory for a weight, all go to the host.
-
     Args:
         device: None for the best one here.
 
     Returns:
-        None for a device that is none of `KINDS`, or does not sum in fp32.
+        None for a device that is none of `KINDS`, or does not sum in fp32. The load raises what PyTorch
+        does when the device has no memory left.
     """
     device = device or list_devices()[0]
     if device.type not in KINDS or device.missing or not _sums_in_fp32(device.torch_name):
         return None
-    is_full = False
 
     def load_near(name: str) -> torch.Tensor:
-        nonlocal is_full
         tensor = load(name)
-        if is_full or not _takes_work(tensor):
-            return tensor.cpu()
-        try:
-            return tensor.to(device.torch_name)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        is_full = True
-        return tensor.cpu()
+        return tensor.to(device.torch_name if _takes_work(tensor) else "cpu")
 
     return load_near
 
