@@ -58,10 +58,10 @@ def make_plan(
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
             Diffusers pipeline, or another program as `guard` takes it, is left as it was.
         measure: True measures a source, too: `"auto"` takes bounds for every input where they cost nothing,
-            `"bound"` where it can, `"measured"` none. True is `"auto"` for a source, and `"measured"` for what
-            is loaded. False measures nothing: a program that is no pipeline is certified from its weights,
-            for the first call that `run` makes of each of its components, where the run is stopped; such a
-            plan is kept.
+            `"bound"` where it can, `"measured"` none. True is `"auto"` for a source, and `"measured"` for
+            what is loaded. False measures nothing: a program that is no pipeline is certified from its
+            weights, for the first call that `run` makes of each of its components, where the run is stopped;
+            such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
             call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
