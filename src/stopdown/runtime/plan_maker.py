@@ -60,8 +60,8 @@ def make_plan(
         measure: True measures a source, too: `"auto"` takes bounds for every input where they cost nothing,
             `"bound"` where it can, `"measured"` none. True is `"auto"` for a source, and `"measured"` for
             what is loaded. False measures nothing: a program that is no pipeline is certified from its
-            weights, for the first call that `run` makes of each of its components, where the run is stopped;
-            such a plan is kept.
+            weights, for the first call that `run` makes of each of its components, where the run is
+            stopped; such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
             call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
