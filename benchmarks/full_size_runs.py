@@ -303,7 +303,13 @@ def write_folder(name: str, folder: Path) -> int:
 
 
 def _write_part(
-    folder: Path, library: str, kind: str, config: dict[str, Any], *, is_large: bool
+    folder: Path,
+    library: str,
+    kind: str,
+    config: dict[str, Any],
+    *,
+    is_large: bool,
+    device: str = "cpu",
 ) -> int:
     import diffusers
     import transformers
@@ -334,14 +340,14 @@ def _write_part(
         else:
             module, stem = made(**config), "diffusion_pytorch_model"
             module.save_config(folder)
-    return _write_weights(module, folder, stem, is_large=is_large)
+    return _write_weights(module, folder, stem, Draw(module, is_large=is_large, device=device))
 
 
-def _write_weights(module: torch.nn.Module, folder: Path, stem: str, *, is_large: bool) -> int:
+def _write_weights(module: torch.nn.Module, folder: Path, stem: str, draw: Draw) -> int:
     """Shards of at most about `SHARD_BYTES` and their index."""
     from safetensors.torch import save_file
 
-    draw, groups, held = Draw(module, is_large=is_large), [dict[str, torch.Size]()], 0
+    groups, held = [dict[str, torch.Size]()], 0
     for name, parameter in module.named_parameters():
         if held > SHARD_BYTES:
             groups.append({})
@@ -370,23 +376,24 @@ def _write_weights(module: torch.nn.Module, folder: Path, stem: str, *, is_large
 class Draw:
     """Weights in bf16 as of a trained model, roughly, and as large as users reported."""
 
-    def __init__(self, module: torch.nn.Module, *, is_large: bool) -> None:
+    def __init__(self, module: torch.nn.Module, *, is_large: bool, device: str = "cpu") -> None:
         from stopdown.pipelines.tiny_pipelines import read_streams
 
         self._stream = read_streams().get(type(module).__name__) if is_large else None
         self._is_t5 = type(module).__name__ == "T5EncoderModel"
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(0)
         numbers = [_number(name) for name, _ in module.named_parameters()]
         self._blocks = 1 + max(numbers, default=0)
 
     def __call__(self, name: str, shape: torch.Size) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=torch.float32)
+        made, device = self._generator, self._generator.device
+        tensor = torch.empty(shape, dtype=torch.float32, device=device)
         if len(shape) > 1:
-            tensor.normal_(0, math.prod(shape[1:]) ** -0.5, generator=self._generator)
-            rows = torch.randn(shape[0], generator=self._generator).mul_(0.5).sub_(0.125).exp_()
+            tensor.normal_(0, math.prod(shape[1:]) ** -0.5, generator=made)
+            rows = torch.randn(shape[0], generator=made, device=device).mul_(0.5).sub_(0.125).exp_()
             tensor *= rows.view(-1, *[1] * (len(shape) - 1))
         else:
-            tensor.normal_(0, 0.05, generator=self._generator)
+            tensor.normal_(0, 0.05, generator=made)
             tensor += 0.0 if name.endswith("bias") else 1.0
         return self._enlarge(name, tensor).bfloat16()
 

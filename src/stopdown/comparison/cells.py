@@ -8,7 +8,6 @@ lowered until it does, and its size again at last.
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import math
 import time
@@ -31,6 +30,7 @@ from stopdown.errors import InputError, describe_error, ignoring_warnings, take_
 from stopdown.files.outputs import written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
+from stopdown.interception.randomness import same_noise
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.runs import run_guarded
@@ -129,14 +129,17 @@ def _run(
 
 def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
     """What runs it: its call with the request's arguments, or a function with the request's seed."""
+    pipe = opened.loaded.pipe
     if run is None:
-        opened.loaded.pipe.set_progress_bar_config(disable=True)
-        return functools.partial(opened.loaded.pipe, **build_arguments(opened.loaded.pipe, request))
+        pipe.set_progress_bar_config(disable=True)
 
     def start() -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(request.seed)
-            return run()
+        with same_noise():
+            if run is None:
+                return pipe(**build_arguments(pipe, request))
+            with torch.random.fork_rng():
+                torch.manual_seed(request.seed)
+                return run()
 
     return start
 

@@ -1,7 +1,7 @@
 """`compare`: prompts by precisions, one cell after the other, interleaved and resumable.
 
 Row by row each prompt runs in every precision, forwards and backwards in turn, so that a machine
-that grows warm or busy hits all alike. One seed is one noise: PyTorch draws it on the CPU, and the
+that grows warm or busy hits all alike. One seed is one noise: it is drawn on the CPU, and the
 same numbers come out rounded to each precision. A cell is written as it is done; when its row is
 whole it is measured against the reference, and only the measures and small pictures stay. A second
 start with the same request goes on behind what is there.

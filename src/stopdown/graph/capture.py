@@ -930,22 +930,34 @@ def _light_tracing() -> Iterator[None]:
     that visits every node again and again. The code that is still written is forgotten: `torch.fx` keeps
     each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
     """
-    traces, collects = torch.fx.config.do_not_emit_stack_traces, gc.isenabled()
-    texts = graph_module._loader.eval_cache
+    collects, texts = gc.isenabled(), graph_module._loader.eval_cache
     known = frozenset(texts)
-    torch.fx.config.do_not_emit_stack_traces = True
     gc.disable()
     try:
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), _no_stack_traces():
             yield
     finally:
-        torch.fx.config.do_not_emit_stack_traces = traces
         if collects:
             gc.enable()
         for name in list(texts):
             if name not in known:
                 texts.pop(name, None)
                 linecache.cache.pop(name, None)
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """No stack trace for each node, where PyTorch has the switch (2.13.0; not 2.11.0)."""
+    switch, settings = "do_not_emit_stack_traces", torch.fx.config
+    if not hasattr(settings, switch):
+        yield
+        return
+    before = getattr(settings, switch)
+    setattr(settings, switch, True)
+    try:
+        yield
+    finally:
+        setattr(settings, switch, before)
 
 
 @contextlib.contextmanager

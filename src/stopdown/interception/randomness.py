@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
 
+from stopdown.interception.patches import Patches
+
 Restore = Callable[[], None]
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class RandomSource(NamedTuple):
@@ -68,3 +73,34 @@ def kept_random(
         yield
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def same_noise() -> Iterator[None]:
+    """Let one seed be one noise in each format: what `torch.randn` draws on the CPU in fp32, rounded.
+
+    PyTorch does so by itself (2.13.0), or draws other numbers in fp16 and bf16 (2.11.0).
+    """
+    if _draws_alike():
+        yield
+        return
+    draw = torch.randn
+
+    @functools.wraps(draw)
+    def draw_in_fp32(*size: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+        where = torch.device(device or torch.get_default_device())
+        wide = torch.float32 if dtype in HALVES and where.type == "cpu" else dtype
+        made = draw(*size, dtype=wide, device=device, **options)
+        return made if wide is dtype else made.to(dtype)
+
+    with Patches() as patches:
+        patches.set_attribute(torch, "randn", draw_in_fp32)
+        yield
+
+
+def _draws_alike() -> bool:
+    made = [
+        torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        for dtype in (torch.float32, torch.float16)
+    ]
+    return torch.equal(made[0].half(), made[1])

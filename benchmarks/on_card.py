@@ -1,0 +1,305 @@
+"""CogVideoX-5B at full size on a real card: what one command takes, and what each format costs there.
+
+A folder with the real configurations is written, every component at its full size, weights in bf16 drawn as
+in `full_size_runs.py`, on the card. Then, each in a process of its own:
+
+- *one command*: `generate MODEL PROMPT --precision fp16` for a video of the model's own size within
+  `--limit`, which PyTorch's allocator keeps to: more is an error, as on a card of that size. It makes its
+  plan. *second run*: the same, with the kept plan.
+- *calls*: one call of the transformer with fp32's arguments in each format, at the model's own size without
+  guidance: its error against fp32, and its time, the median of three, over that of bf16.
+- *measure*: `plan --measure` there.
+- *host*: the plan of *one command* again, its products computed by the processor.
+
+    python benchmarks/on_card.py --folder FOLDER
+    python benchmarks/on_card.py --folder FOLDER --stages calls --layers 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
+
+NAME = "CogVideoX-5B"
+PROMPT = "a red circle moving left on a grey background"
+STAGES = ("one command", "second run", "calls", "measure", "host")
+REPEATS = 3
+
+
+def write_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Write the checkpoint."""
+    import torch
+    from full_size_runs import BASES, _write_part
+
+    pipeline, parts = BASES[NAME]
+    folder = options.folder / "model"
+    folder.mkdir(parents=True)
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.42.1"}
+    written = 0
+    with torch.no_grad():
+        for part, (library, kind, config) in parts.items():
+            index[part] = [library, kind]
+            cut = {"num_layers"} & config.keys() if options.layers else ()
+            small = {**config, **dict.fromkeys(cut, options.layers)}
+            is_large = part in ("transformer", "text_encoder")
+            written += _write_part(
+                folder / part, library, kind, small, is_large=is_large, device=options.device
+            )
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return {"bytes": written}
+
+
+def make_request(options: argparse.Namespace, **other: Any) -> dict[str, Any]:
+    return {"frames": options.frames, "height": options.height, "width": options.width, **other}
+
+
+def run_command(options: argparse.Namespace) -> dict[str, Any]:
+    """Generate a video within the limit."""
+    import torch
+
+    from stopdown.app.generate_command import GenerateOptions, generate
+
+    if options.device == "cuda":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.limit * 2**30 / whole)
+    record = generate(
+        GenerateOptions(
+            source=str(options.folder / "model"), prompt=PROMPT, device=options.device, steps=2,
+            precision="fp16", memory=f"{options.limit:g}GiB", quiet=True, force=True,
+            output=str(options.folder / "out.mp4"), **make_request(options),
+        )
+    )  # fmt: skip
+    return {
+        "stages_s": record.stages_s, "elapsed_s": record.elapsed_s, "strategy": record.strategy,
+        "own_s": record.own_s, "peak_bytes": record.peak_bytes, "peak_source": record.peak_source,
+        "memory": None if record.memory is None else dataclasses.asdict(record.memory),
+        "precisions": {x.component: x.precision for x in record.decisions},
+        "findings": [str(x) for x in record.findings],
+        "repairs": [f"{x.component}: {x.action}" for x in record.repairs],
+        "steps_down": [str(x) for x in record.steps_down], "calls": [str(x) for x in record.calls],
+    }  # fmt: skip
+
+
+def load_pipe(options: argparse.Namespace, precision: Any) -> Any:
+    import stopdown
+
+    pipe = stopdown.load(
+        options.folder / "model", precision=precision, device=options.device, memory="none",
+        guard=False,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def time_call(run: Callable[[], Any], options: argparse.Namespace, repeats: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    import torch
+
+    def wait() -> None:
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+
+    times = []
+    for _ in range(repeats):
+        wait()
+        begun = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def run_calls(options: argparse.Namespace) -> dict[str, Any]:
+    """One call of the transformer in each format, with fp32's arguments."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    import stopdown
+    from stopdown.devices.device_memory import free_memory
+    from stopdown.numerics import relative_l2
+
+    rows: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        kept.setdefault(
+            "call", pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs)))
+        )
+
+    def cast(given: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, given
+        )
+
+    arguments = {
+        "num_frames": options.frames, "height": options.height, "width": options.width,
+        "num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent", "prompt": PROMPT,
+    }  # fmt: skip
+    precisions = {"fp32": "fp32", "bf16": "bf16", "plain fp16": "fp16-plain", "fp16": "fp16"}
+    measured = options.folder / "measured.json"
+    if measured.exists():
+        precisions["fp16 after measuring"] = str(measured)
+    with torch.no_grad():
+        for name, precision in precisions.items():
+            begun = time.perf_counter()
+            pipe = load_pipe(options, precision)
+            row: dict[str, Any] = {"load_s": time.perf_counter() - begun}
+            model = pipe.transformer
+            if name == "fp32":
+                hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+                pipe(**arguments, generator=torch.Generator().manual_seed(0))
+                hook.remove()
+            pipe.text_encoder = None
+            free_memory()
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
+            args, kwargs = cast(kept["call"], dtype)
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+
+            def run(model: Any = model, args: Any = args, kwargs: Any = kwargs) -> torch.Tensor:
+                found = model(*args, **kwargs)
+                return found[0] if isinstance(found, tuple) else found.sample
+
+            output = run().float()
+            if name == "fp32":
+                kept["output"] = output.cpu()
+            finite = bool(output.isfinite().all())
+            row |= {
+                "non_finite": int((~output.isfinite()).sum()), "values": output.numel(),
+                "error": relative_l2(output.cpu(), kept["output"]) if finite else None,
+                "amax": float(output.abs().max()),
+            }  # fmt: skip
+            row["call_s"] = time_call(run, options, 1 if name == "fp32" else REPEATS)
+            if options.device == "cuda":
+                row["peak_bytes"] = torch.cuda.max_memory_allocated()
+            if name in ("bf16", "fp16"):
+                with stopdown.guard(pipe, announce=lambda text: None):
+                    run()
+                    row["guarded_s"] = time_call(run, options, REPEATS)
+                    row["same_bits"] = bool((run().float() == output).all())
+            rows[name] = row
+            print("ROW", name, json.dumps(row), flush=True)
+            del pipe, model, output, args, kwargs, run
+            gc.collect()
+            free_memory()
+    return rows
+
+
+def run_measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Make the plan that `plan --measure` makes."""
+    from stopdown.pipelines.requests import Request
+    from stopdown.plans.plan_files import write_plan
+    from stopdown.runtime.plan_maker import make_plan
+
+    request = Request(**make_request(options, steps=1))
+    made = make_plan(
+        str(options.folder / "model"), measure=True, prompts=(PROMPT,), request=request,
+        device=options.device,
+    )  # fmt: skip
+    write_plan(made, options.folder / "measured.json")
+    return {
+        x.component: {
+            "precision": x.precision, "bounded": x.in_force.bounded, "values": x.in_force.values,
+            "reasons": x.reasons,
+        }
+        for x in made.components
+    }  # fmt: skip
+
+
+def run_host(options: argparse.Namespace) -> dict[str, Any]:
+    """Certify with the processor alone."""
+    from stopdown.bounds import near_weights
+    from stopdown.devices.environment import choose_device
+    from stopdown.pipelines.requests import Request
+    from stopdown.plans.certified import certify_plan
+
+    near_weights.KINDS = ()
+    request = Request(prompt=PROMPT, **make_request(options))
+    made = certify_plan(
+        str(options.folder / "model"), precision="fp16", residual="fp32",
+        device=choose_device(options.device), request=request,
+    )  # fmt: skip
+    return {x.component: [x.in_force.bounded, x.in_force.values] for x in made.components}
+
+
+RUNS = {
+    "weights": write_model, "one command": run_command, "second run": run_command,
+    "calls": run_calls, "measure": run_measure, "host": run_host,
+}  # fmt: skip
+
+
+def run_stage(stage: str, options: argparse.Namespace) -> dict[str, Any]:
+    begun, cpu = time.perf_counter(), time.process_time()
+    try:
+        row = RUNS[stage](options)
+    except Exception:  # the next stage may work
+        row = {"failure": traceback.format_exc()[-4000:]}
+    return {**row, "whole_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
+
+
+def main() -> None:
+    """Run each stage in a process of its own, and store what they say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the model is written, and kept"
+    )
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit", type=float, default=15.0, help="GiB of the card for a run")
+    parser.add_argument("--layers", type=int, default=0, help="of transformer and T5; 0 for all")
+    parser.add_argument("--frames", type=int, default=49)
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=720)
+    parser.add_argument("--output", type=Path, default=RESULTS / "on_card.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print("RESULT " + json.dumps(run_stage(options.one, options)), flush=True)
+        return
+    import os
+
+    import torch
+
+    from stopdown.devices.environment import describe_machine
+
+    rows: dict[str, Any] = {}
+    environment = {**os.environ, "STOPDOWN_CACHE": str(options.folder / "cache")}
+    written = () if (options.folder / "model").exists() else ("weights",)
+    for stage in (*written, *options.stages):
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", stage]
+        done = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert done.stdout is not None
+        row = {"failure": "nothing was said"}
+        for line in done.stdout:
+            if line.startswith("RESULT "):
+                row = json.loads(line.removeprefix("RESULT "))
+            else:
+                print(line, end="", flush=True)
+        done.wait()
+        rows[stage] = row
+        print(stage, json.dumps(row)[:3000], flush=True)
+        card = torch.cuda.get_device_name() if torch.cuda.is_available() else options.device
+        report = {
+            "command": "python benchmarks/on_card.py --folder FOLDER", "card": card,
+            "machine": describe_machine(), "layers": options.layers, "limit_gib": options.limit,
+            "request": make_request(options), "rows": rows,
+        }  # fmt: skip
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
