@@ -56,7 +56,7 @@ from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.call_watch import CopyHook, WatchOptions, watch_calls
+from stopdown.scaling.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
     find_folded_parts,
@@ -316,6 +316,9 @@ def put_boundaries(
     }
     halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
     upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
+    for name in upcast:
+        if (watch := find_watch(_find(pipe, name))) is not None:
+            watch.accept_settings()  # else its first call is traced, as of code that goes elsewhere
     if is_mixed is None:
         is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).casts_arguments
 

@@ -69,7 +69,7 @@ from stopdown.records import Scaling
 from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
 from stopdown.scaling.folds import cast_, find_folded_parts, restrict_scaling, widen_outputs
-from stopdown.scaling.measurement import Captures
+from stopdown.scaling.measurement import Captures, cut_sizes
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
 
@@ -178,6 +178,10 @@ class CallWatch:
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self._parts)
+        self._settings.note()
+
+    def accept_settings(self) -> None:
+        """Take what is set on the module now as what exponents were found for."""
         self._settings.note()
 
     def follow(self) -> None:
@@ -486,6 +490,7 @@ class CallWatch:
         try:
             part = skeleton.get_submodule(path)
             call = part if method == "forward" else getattr(skeleton, method)
+            call, args, kwargs = cut_sizes((call, args, kwargs))
             capture = Captures(torch.float16).take((call, args, kwargs), scaling.stream)
             return find_ends(part, scaling, capture, args, kwargs)
         except Exception:  # whatever a model's code does: nothing is known of such calls

@@ -56,13 +56,13 @@ class Captures:
         return self._made[key][2]
 
     def take_short(self, call: PlainCall) -> Capture:
-        """The capture of a call as it is, of the first frames alone if a video is decoded.
+        """The capture of a call as it is, of a few frames and tiles alone if a video is decoded.
 
         It has every module of the whole call, at their dtypes; sizes and the number of operations differ.
 
         Cost: a capture (seconds), the first time.
         """
-        return self.take(self._short.setdefault(id(call), _cut_frames(call)))
+        return self.take(self._short.setdefault(id(call), cut_sizes(call)))
 
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
@@ -72,14 +72,37 @@ class Captures:
         return _capture_streamed(*call, self.dtype, stream, plain and plain[2].operands)
 
 
-def _cut_frames(call: PlainCall) -> PlainCall:
+def cut_sizes(call: PlainCall) -> PlainCall:
+    """Return a call with fewer frames to decode, and fewer tiles where an autoencoder works in tiles.
+
+    Its code goes the same way: through all modules, and over the seams between tiles.
+    """
     function, args, kwargs = call
-    is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
-    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # a number of frames would not agree
+    method, module = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+    if len(args) != 1 or set(kwargs or {}) - {"return_dict"}:  # sizes would not agree
         return call
     (given,) = args
-    is_video = isinstance(given, torch.Tensor) and given.dim() == 5
-    return (function, (given[:, :, :FEW_FRAMES],), kwargs) if is_video else call
+    if not isinstance(given, torch.Tensor) or given.dim() not in (4, 5):
+        return call
+    if method == "decode" and given.dim() == 5:
+        given = given[:, :, :FEW_FRAMES]
+    if method in ("encode", "decode") and getattr(module, "use_tiling", False):
+        for axis, name in ((-2, "height"), (-1, "width")):
+            tile = _find_tile(module, method, name)
+            if tile is not None and given.shape[axis] > tile + 1:
+                given = given.narrow(axis, 0, tile + 1)
+    return function, (given,), kwargs
+
+
+def _find_tile(module: Any, method: str, name: str) -> int | None:
+    """Return the height or width from which on a method works in tiles; None where it is not known."""
+    kind = "latent" if method == "decode" else "sample"
+    for attribute in (f"tile_{kind}_min_{name}", f"tile_{kind}_min_size"):
+        if isinstance(found := getattr(module, attribute, None), int):
+            return found
+    sample = getattr(module, f"tile_sample_min_{name}", None)
+    ratio = getattr(module, "spatial_compression_ratio", None)
+    return sample // ratio if isinstance(sample, int) and isinstance(ratio, int) else None
 
 
 def measure_kinds(
