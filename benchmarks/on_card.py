@@ -7,7 +7,7 @@ in `full_size_runs.py`, on the card. Then, each in a process of its own:
   `--limit`, which PyTorch's allocator keeps to: more is an error, as on a card of that size. It makes its
   plan. *second run*: the same, with the kept plan.
 - *calls*: one call of the transformer with fp32's arguments in each format, at the model's own size without
-  guidance: its error against fp32, and its time, the median of three, over that of bf16.
+  guidance: its error against fp32, and the median of three times.
 - *measure*: `plan --measure` there.
 - *host*: the plan of *one command* again, its products computed by the processor.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import statistics
 import subprocess
@@ -90,7 +89,8 @@ def run_command(options: argparse.Namespace) -> dict[str, Any]:
         "precisions": {x.component: x.precision for x in record.decisions},
         "findings": [str(x) for x in record.findings],
         "repairs": [f"{x.component}: {x.action}" for x in record.repairs],
-        "steps_down": [str(x) for x in record.steps_down], "calls": [str(x) for x in record.calls],
+        "steps_down": [dataclasses.asdict(x) for x in record.steps_down],
+        "calls": [dataclasses.asdict(x) for x in record.calls],
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def load_pipe(options: argparse.Namespace, precision: Any) -> Any:
 
 
 def time_call(run: Callable[[], Any], options: argparse.Namespace, repeats: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
+    """Return the median of a call's seconds."""
     import torch
 
     def wait() -> None:
@@ -124,7 +124,28 @@ def time_call(run: Callable[[], Any], options: argparse.Namespace, repeats: int)
 
 
 def run_calls(options: argparse.Namespace) -> dict[str, Any]:
-    """One call of the transformer in each format, with fp32's arguments."""
+    """Measure one call of the transformer in each format, with fp32's arguments."""
+    import torch
+
+    from stopdown.devices.device_memory import free_memory
+
+    precisions = {"fp32": "fp32", "bf16": "bf16", "plain fp16": "fp16-plain", "fp16": "fp16"}
+    measured = options.folder / "measured.json"
+    if measured.exists():
+        precisions["fp16 after measuring"] = str(measured)
+    rows, kept = dict[str, Any](), dict[str, Any]()
+    for name, precision in precisions.items():
+        with torch.no_grad():
+            rows[name] = measure_call(name, load_pipe(options, precision), kept, options)
+        print("ROW", name, json.dumps(rows[name]), flush=True)
+        free_memory()
+    return rows
+
+
+def measure_call(
+    name: str, pipe: Any, kept: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure a call of one format; the first, fp32's, keeps its arguments and output for the others."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -132,71 +153,56 @@ def run_calls(options: argparse.Namespace) -> dict[str, Any]:
     from stopdown.devices.device_memory import free_memory
     from stopdown.numerics import relative_l2
 
-    rows: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
+    model = pipe.transformer
+    if not kept:
+        keep_call(pipe, kept, options)
+    pipe.text_encoder = None
+    free_memory()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, kept["call"]
+    )
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = model(*args, **kwargs)[0]
+        return found
+
+    output = run().float()
+    expected = kept.setdefault("output", output.cpu())
+    is_finite = bool(output.isfinite().all())
+    row = {
+        "non_finite": int((~output.isfinite()).sum()), "values": output.numel(),
+        "error": relative_l2(output.cpu(), expected) if is_finite else None,
+        "call_s": time_call(run, options, 1 if name == "fp32" else REPEATS),
+    }  # fmt: skip
+    if options.device == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if name in ("bf16", "fp16"):
+        with stopdown.guard(pipe, announce=lambda text: None):
+            row["same_bits"] = bool((run().float() == output).all())
+            row["guarded_s"] = time_call(run, options, REPEATS)
+    return row
+
+
+def keep_call(pipe: Any, kept: dict[str, Any], options: argparse.Namespace) -> None:
+    """Keep the arguments of the transformer's first call at the size that was asked for."""
+    import torch
+    from torch.utils import _pytree as pytree
 
     def keep(module: Any, args: Any, kwargs: Any) -> None:
         kept.setdefault(
             "call", pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs)))
         )
 
-    def cast(given: Any, dtype: torch.dtype) -> Any:
-        return pytree.tree_map_only(
-            torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, given
-        )
-
-    arguments = {
-        "num_frames": options.frames, "height": options.height, "width": options.width,
-        "num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent", "prompt": PROMPT,
-    }  # fmt: skip
-    precisions = {"fp32": "fp32", "bf16": "bf16", "plain fp16": "fp16-plain", "fp16": "fp16"}
-    measured = options.folder / "measured.json"
-    if measured.exists():
-        precisions["fp16 after measuring"] = str(measured)
-    with torch.no_grad():
-        for name, precision in precisions.items():
-            begun = time.perf_counter()
-            pipe = load_pipe(options, precision)
-            row: dict[str, Any] = {"load_s": time.perf_counter() - begun}
-            model = pipe.transformer
-            if name == "fp32":
-                hook = model.register_forward_pre_hook(keep, with_kwargs=True)
-                pipe(**arguments, generator=torch.Generator().manual_seed(0))
-                hook.remove()
-            pipe.text_encoder = None
-            free_memory()
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
-            args, kwargs = cast(kept["call"], dtype)
-            if options.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-
-            def run(model: Any = model, args: Any = args, kwargs: Any = kwargs) -> torch.Tensor:
-                found = model(*args, **kwargs)
-                return found[0] if isinstance(found, tuple) else found.sample
-
-            output = run().float()
-            if name == "fp32":
-                kept["output"] = output.cpu()
-            finite = bool(output.isfinite().all())
-            row |= {
-                "non_finite": int((~output.isfinite()).sum()), "values": output.numel(),
-                "error": relative_l2(output.cpu(), kept["output"]) if finite else None,
-                "amax": float(output.abs().max()),
-            }  # fmt: skip
-            row["call_s"] = time_call(run, options, 1 if name == "fp32" else REPEATS)
-            if options.device == "cuda":
-                row["peak_bytes"] = torch.cuda.max_memory_allocated()
-            if name in ("bf16", "fp16"):
-                with stopdown.guard(pipe, announce=lambda text: None):
-                    run()
-                    row["guarded_s"] = time_call(run, options, REPEATS)
-                    row["same_bits"] = bool((run().float() == output).all())
-            rows[name] = row
-            print("ROW", name, json.dumps(row), flush=True)
-            del pipe, model, output, args, kwargs, run
-            gc.collect()
-            free_memory()
-    return rows
+    hook = pipe.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    pipe(
+        prompt=PROMPT, num_frames=options.frames, height=options.height, width=options.width,
+        num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    hook.remove()
 
 
 def run_measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -14,3 +16,9 @@ def accelerator(request: pytest.FixtureRequest) -> Device:
     if not torch.accelerator.is_available():
         request.getfixturevalue("simulated")
     return choose_device("auto")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: time on a lent card may end before the summary does."""
+    if report.failed:
+        sys.stderr.write(f"\n{report.nodeid}\n{report.longreprtext[-1500:]}\n")
