@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from stopdown.errors import CaptureError, warn_user
+from stopdown.graph import capture as graph_capture
 from stopdown.graph.capture import (
     build_fake,
     capture_call,
@@ -287,7 +288,7 @@ def test_what_tracing_switches_off_is_as_it_was(module: nn.Module, collects: boo
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert not torch.fx.config.do_not_emit_stack_traces
+    assert not getattr(torch.fx.config, graph_capture.STACK_TRACES_OFF, False)
     assert not torch.fx._lazy_graph_module._use_lazy_graph_module_flag
 
 
@@ -381,3 +382,14 @@ def test_a_capture_leaves_no_code_behind() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.GELU()), (torch.zeros(1, 4),), dtype=torch.float16
     )
     assert texts == before
+
+
+def test_a_pytorch_without_the_switch_for_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11.0 has none; the graph is the same."""
+    module, given = nn.Linear(4, 4), (torch.ones(2, 4),)
+    expected = capture_call(module, given, {}, dtype=torch.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_capture, "STACK_TRACES_OFF", "a_switch_that_is_not_there")
+        found = capture_call(module, given, {}, dtype=torch.float16)
+    assert [str(x) for x in found.graph.graph.nodes] == [str(x) for x in expected.graph.graph.nodes]
+    assert not hasattr(torch.fx.config, "a_switch_that_is_not_there")

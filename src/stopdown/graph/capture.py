@@ -945,19 +945,21 @@ def _light_tracing() -> Iterator[None]:
                 linecache.cache.pop(name, None)
 
 
+STACK_TRACES_OFF = "do_not_emit_stack_traces"
+"""Switch of `torch.fx.config` that 2.13.0 has, and 2.11.0 has not."""
+
+
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """No stack trace for each node, where PyTorch has the switch (2.13.0; not 2.11.0)."""
-    switch, settings = "do_not_emit_stack_traces", torch.fx.config
-    if not hasattr(settings, switch):
+    before = getattr(torch.fx.config, STACK_TRACES_OFF, None)
+    if before is None:
         yield
         return
-    before = getattr(settings, switch)
-    setattr(settings, switch, True)
+    setattr(torch.fx.config, STACK_TRACES_OFF, True)
     try:
         yield
     finally:
-        setattr(settings, switch, before)
+        setattr(torch.fx.config, STACK_TRACES_OFF, before)
 
 
 @contextlib.contextmanager
