@@ -522,6 +522,7 @@ class _ShadowCall:
             except Exception as error:
                 raise describe_failure(error, self._module) from error
             graph, parameters, constants, inputs = _read_program(program, self._module)
+            _refuse_lost_vmap(constants, self._module)
             holders = (x for x in graph.graph.nodes if x.op == "placeholder" and x.users)
             used = {parameters[x.name] for x in holders if x.name in parameters}
             replaceable = _find_replaceable(self._shadow, tables, used, self._mode)
@@ -742,6 +743,18 @@ def _read_program(
     graph = inline_regions(program.graph_module)
     _complete_paths(graph, [path for path, _ in module.named_modules(remove_duplicate=False)])
     return graph, parameters, constants, inputs
+
+
+def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Refuse a graph without its regions of `vmap`: older PyTorch (2.6.0) takes what is in them for
+    constants, and the graph has lost what they are made of."""
+    is_batched = torch._C._functorch.is_batchedtensor
+    if any(isinstance(x, torch.Tensor) and is_batched(x) for x in constants.values()):
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured as a graph: its code calls vmap, which "
+            f"PyTorch {torch.__version__} leaves out of graphs.",
+            remedy="Use a newer PyTorch (2.11 can), or run it in bf16 or fp32.",
+        )
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:

@@ -101,7 +101,7 @@ def _bound(weight: FileWeight) -> FoldBound:
 
 def is_power(scales: torch.Tensor) -> bool:
     """Whether scales are exponents of two themselves, as in mxfp8."""
-    return scales.dtype == torch.float8_e8m0fnu
+    return scales.dtype == getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 
 
 def has_row_scales(weight: FileWeight, scales: torch.Tensor) -> bool:
