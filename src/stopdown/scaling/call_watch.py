@@ -490,9 +490,9 @@ class CallWatch:
         try:
             part = skeleton.get_submodule(path)
             call = part if method == "forward" else getattr(skeleton, method)
-            call, args, kwargs = cut_sizes((call, args, kwargs))
-            capture = Captures(torch.float16).take((call, args, kwargs), scaling.stream)
-            return find_ends(part, scaling, capture, args, kwargs)
+            short = cut_sizes((call, args, kwargs))
+            capture = Captures(torch.float16).take(short, scaling.stream)
+            return find_ends(part, scaling, capture, *short[1:])
         except Exception:  # whatever a model's code does: nothing is known of such calls
             return None
 
