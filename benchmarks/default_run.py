@@ -44,8 +44,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
 LARGE = ("transformer", "text_encoder", "unet")
 
 
-def write_model(name: str, folder: Path) -> int:
-    """Write a checkpoint with every component at its full size; return the bytes of its weights."""
+def write_model(name: str, folder: Path, *, device: str = "cpu", layers: int = 0) -> int:
+    """Write a checkpoint with every component at its full size; return the bytes of its weights.
+
+    Args:
+        device: where weights are drawn.
+        layers: of each transformer; 0 for all.
+    """
     from full_size_runs import BASES, _write_part
 
     pipeline, parts = BASES[name]
@@ -54,7 +59,10 @@ def write_model(name: str, folder: Path) -> int:
     written = 0
     for part, (library, kind, config) in parts.items():
         index[part] = [library, kind]
-        written += _write_part(folder / part, library, kind, config, is_large=part in LARGE)
+        cut = {"num_layers": layers} if layers and "num_layers" in config else {}
+        written += _write_part(
+            folder / part, library, kind, {**config, **cut}, is_large=part in LARGE, device=device
+        )
     (folder / "model_index.json").write_text(json.dumps(index))
     return written
 

@@ -33,33 +33,17 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 
+from default_run import GIB, PROMPT, write_model  # noqa: E402 (the path is set above)
+
 NAME = "CogVideoX-5B"
-PROMPT = "a red circle moving left on a grey background"
 STAGES = ("one command", "second run", "calls", "measure", "host")
 REPEATS = 3
 
 
-def write_model(options: argparse.Namespace) -> dict[str, Any]:
+def write(options: argparse.Namespace) -> dict[str, Any]:
     """Write the checkpoint."""
-    import torch
-    from full_size_runs import BASES, _write_part
-
-    pipeline, parts = BASES[NAME]
     folder = options.folder / "model"
-    folder.mkdir(parents=True)
-    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.42.1"}
-    written = 0
-    with torch.no_grad():
-        for part, (library, kind, config) in parts.items():
-            index[part] = [library, kind]
-            cut = {"num_layers"} & config.keys() if options.layers else ()
-            small = {**config, **dict.fromkeys(cut, options.layers)}
-            is_large = part in ("transformer", "text_encoder")
-            written += _write_part(
-                folder / part, library, kind, small, is_large=is_large, device=options.device
-            )
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return {"bytes": written}
+    return {"bytes": write_model(NAME, folder, device=options.device, layers=options.layers)}
 
 
 def make_request(options: argparse.Namespace, **other: Any) -> dict[str, Any]:
@@ -74,7 +58,7 @@ def run_command(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.device == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(options.limit * 2**30 / whole)
+        torch.cuda.set_per_process_memory_fraction(options.limit * GIB / whole)
     record = generate(
         GenerateOptions(
             source=str(options.folder / "model"), prompt=PROMPT, device=options.device, steps=2,
@@ -243,7 +227,7 @@ def run_host(options: argparse.Namespace) -> dict[str, Any]:
 
 
 RUNS = {
-    "weights": write_model, "one command": run_command, "second run": run_command,
+    "weights": write, "one command": run_command, "second run": run_command,
     "calls": run_calls, "measure": run_measure, "host": run_host,
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
+from models.pipeline_calls import name_denoiser
 from stopdown.devices.device_profiles import find_target
 from stopdown.frames.media import write_media
 from stopdown.memory.forecast import USABLE_SHARE
@@ -18,9 +19,6 @@ from stopdown.plans import calibrated, plan_choice
 from stopdown.testing import PIPELINE_NAMES
 
 pytestmark = pytest.mark.usefixtures("known_speed")
-
-DENOISER = {"sd": "unet", "sdxl": "unet", "svd": "unet"}
-"""Name of a pipeline to the component that overflows; transformer for the others."""
 
 NEEDED = {
     "svd": ("--image", "image.png", "--frames", 2),
@@ -65,7 +63,7 @@ def test_generate_without_an_option_works_on_a_small_device(
     The device has a share of the weights, and what the values of a run take beside them; for models so
     tiny that one layer takes more, it has what the smallest strategy needs.
     """
-    folder = save_tiny(name, overflow=DENOISER.get(name, "transformer"))
+    folder = save_tiny(name, overflow=name_denoiser(name))
     weights = sum(x.stat().st_size for x in folder.rglob("*.safetensors"))
     simulated.act_as(BACKENDS[device], computes_not=[torch.bfloat16])
     supports = find_target(device)[1].supports

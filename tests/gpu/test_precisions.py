@@ -1,5 +1,7 @@
-"""Each kind of pipeline in fp16 on the accelerator that is here, or on the simulated one: nearer to fp32
-than bf16, by each kind of plan, under the guard, and wherever weights wait."""
+"""Each kind of pipeline in fp16 on the accelerator that is here, or on the simulated one.
+
+By each kind of plan, under the guard, and wherever weights wait.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import stopdown
-from models.pipeline_calls import CALLS, call_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from stopdown import testing
 from stopdown.devices.environment import Device
 from stopdown.interception.randomness import same_noise
@@ -26,24 +28,31 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning"),
 ]
 
-DENOISER = {"sd": "unet", "sdxl": "unet", "svd": "unet"}
-"""Name of a pipeline to the component that overflows; transformer for the others."""
-
 NEAR = 0.01
-"""Mean error of pixels in [0, 1] that no format has to stay below: tiny models are as near as chance."""
+"""Mean error of pixels in [0, 1] that is small enough, whatever that of bf16 is."""
 
 
 def save(save_tiny: Callable[..., Path], name: str) -> Path:
-    return save_tiny(name, overflow=DENOISER.get(name, "transformer"))
+    return save_tiny(name, overflow=name_denoiser(name))
+
+
+def call(pipe: Any, name: str) -> Any:
+    """Return the pixels of a run with the noise that each format gets."""
+    with same_noise():
+        return call_pipeline(pipe, name)
+
+
+def measure(pixels: Any, expected: Any) -> float:
+    """Return the mean error of pixels."""
+    return float(np.abs(pixels - expected).mean())
 
 
 @functools.cache
-def draw(folder: Path, name: str, precision: Any, device: str, memory: str = "none") -> Any:
+def draw(folder: Path, name: str, precision: Any, device: str) -> Any:
     """Pixels, and what the guard repaired."""
-    pipe = stopdown.load(folder, precision=precision, device=device, memory=memory)
+    pipe = stopdown.load(folder, precision=precision, device=device, memory="none")
     pipe.set_progress_bar_config(disable=True)
-    with same_noise():
-        pixels = call_pipeline(pipe, name)
+    pixels = call(pipe, name)
     repairs = pipe.stopdown_guard.record.repairs
     del pipe
     gc.collect()
@@ -62,7 +71,7 @@ def test_fp16_is_nearer_than_bf16(
         pixels, repairs = draw(folder, name, precision, there)
         assert np.isfinite(pixels).all(), precision
         assert not repairs or precision == "fp16-plain", (precision, repairs)
-        errors[precision] = float(np.abs(pixels - expected).mean())
+        errors[precision] = measure(pixels, expected)
     print(f"\n{name}: " + ", ".join(f"{key} {value:.2e}" for key, value in errors.items()))  # noqa: T201
     assert errors["fp16"] <= max(errors["bf16"], NEAR), errors
 
@@ -81,12 +90,11 @@ def test_a_measured_plan_runs_there(
         assert entry.precision == "fp16", (entry.component, entry.reasons)
         assert entry.in_force.bounded > 0
     pipe = stopdown.load(folder, precision=plan, device=there)
-    with same_noise():
-        pixels = call_pipeline(pipe, name)
+    pixels = call(pipe, name)
     assert pipe.stopdown_guard.record.repairs == ()
     expected, _ = draw(folder, name, "fp32", there)
-    error = float(np.abs(pixels - expected).mean())
-    bf16 = float(np.abs(draw(folder, name, "bf16", there)[0] - expected).mean())
+    error = measure(pixels, expected)
+    bf16 = measure(draw(folder, name, "bf16", there)[0], expected)
     assert error <= max(bf16, NEAR)
 
 
@@ -94,21 +102,18 @@ def test_a_measured_plan_runs_there(
 def test_a_loaded_pipeline_is_brought_to_fp16_there(name: str, accelerator: Device) -> None:
     """One line for a pipeline that is on the device already."""
     there = accelerator.torch_name
-    make = functools.partial(
-        testing.make_pipeline, name, overflow=DENOISER.get(name, "transformer")
-    )
+    make = functools.partial(testing.make_pipeline, name, overflow=name_denoiser(name))
     expected = call_pipeline(make().to(there), name)
     pipe = make().to(there)
     stopdown.fp16(pipe, **{**CALLS[name], "num_inference_steps": 1})
-    with same_noise():
-        pixels = call_pipeline(pipe, name)
+    pixels = call(pipe, name)
     assert np.isfinite(pixels).all()
-    assert float(np.abs(pixels - expected).mean()) <= NEAR
+    assert measure(pixels, expected) <= NEAR
 
 
 @pytest.mark.parametrize("name", ["sd", "cogvideox"])
 @pytest.mark.parametrize("memory", ["component", "leaf"])
-def test_a_small_device_makes_the_same_picture(
+def test_weights_wait_on_a_small_device(
     name: str,
     memory: str,
     accelerator: Device,
@@ -116,7 +121,7 @@ def test_a_small_device_makes_the_same_picture(
     run: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
-    """`generate` within a limit, in fp16 by a plan: the file is that of a run without a limit, nearly."""
+    """`generate` within a limit, in fp16 by a plan: not resident, and nothing is found in the frames."""
     folder, there = save(save_tiny, name), accelerator.torch_name
     words = (*("--height", 32, "--width", 32, "--steps", 2, "--device", there), "--json")
     words += ("--frames", 9) if name == "cogvideox" else ()
@@ -146,8 +151,7 @@ def test_a_compiled_denoiser_in_fp16(
     folder, there = save(save_tiny, name), accelerator.torch_name
     expected, _ = draw(folder, name, "fp16", there)
     pipe = stopdown.load(folder, precision="fp16", device=there)
-    getattr(pipe, DENOISER.get(name, "transformer")).compile()
-    with same_noise():
-        pixels = call_pipeline(pipe, name)
+    getattr(pipe, name_denoiser(name)).compile()
+    pixels = call(pipe, name)
     assert pipe.stopdown_guard.record.repairs == ()
-    assert float(np.abs(pixels - expected).mean()) <= NEAR
+    assert measure(pixels, expected) <= NEAR

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from models.injected_faults import find_first_layer, inject
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.call_interception import find_module
@@ -278,7 +278,7 @@ def list_covering() -> tuple[Case, ...]:
         for j, component in enumerate(parts)
     ]
     found += [
-        Case(name, _find_denoiser(name), kinds[i % 3], False, _MOMENTS[i % 3], scheduler)
+        Case(name, name_denoiser(name), kinds[i % 3], False, _MOMENTS[i % 3], scheduler)
         for name, schedulers in SCHEDULERS.items()
         for i, scheduler in enumerate(schedulers)
     ]
@@ -297,10 +297,6 @@ def list_covering() -> tuple[Case, ...]:
 
 
 _MOMENTS: tuple[Moment, ...] = ("first", "middle", "last")
-
-
-def _find_denoiser(name: str) -> str:
-    return "unet" if name in ("sdxl", "svd") else "transformer"
 
 
 def list_repairing() -> tuple[Case, ...]:
@@ -328,7 +324,7 @@ def list_all() -> tuple[Case, ...]:
         if can_happen(name, component, kind, lasting)
     ]
     found += [
-        Case(name, _find_denoiser(name), kind, False, moment, scheduler)
+        Case(name, name_denoiser(name), kind, False, moment, scheduler)
         for name, schedulers in SCHEDULERS.items()
         for scheduler in schedulers
         for kind in ("nan", "row", "clamp")

@@ -32,6 +32,12 @@ CALLS: dict[str, dict[str, Any]] = {
     },
 }
 
+
+def name_denoiser(name: str) -> str:
+    """Return the component of a pipeline that denoises, by the pipeline's name."""
+    return "unet" if name in ("sd", "sdxl", "svd") else "transformer"
+
+
 where = "cpu"
 """The device that pipelines are made on; the fixture `each_device` puts another one in its place."""
 

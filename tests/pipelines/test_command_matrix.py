@@ -19,13 +19,11 @@ import torch
 from PIL import Image
 
 import stopdown
+from models.pipeline_calls import name_denoiser
 from stopdown.frames.media import read_video, write_media
 from stopdown.testing import PIPELINE_NAMES
 
 Run = Callable[..., tuple[int, str, str]]
-
-DENOISER = {"sd": "unet", "sdxl": "unet", "svd": "unet"}
-"""Name of a pipeline to the component that overflows; transformer for the others."""
 
 SMALL = ("--height", "32", "--width", "32")
 FRAMES = {"cogvideox": 9, "cogvideox-image": 9, "wan": 5, "svd": 2}
@@ -169,7 +167,7 @@ def load(model: Path, name: str) -> None:
     values = np.asarray(made[0])
     assert np.isfinite(values).all()
     assert values.std() > 0
-    component = getattr(pipe, DENOISER.get(name, "transformer"))
+    component = getattr(pipe, name_denoiser(name))
     assert {x.dtype for x in component.parameters()} >= {torch.float16}
 
 
@@ -202,7 +200,7 @@ def look(name: str, command: str, out: str) -> None:
         assert ("PROMPT" in out) == (name != "svd")
     elif command == "explain":
         assert out.startswith("repaired: ")
-        assert DENOISER.get(name, "transformer") in out
+        assert name_denoiser(name) in out
     elif command in ("compare", "report"):
         page = Path("c.html" if command == "compare" else "d.html").read_text()
         assert "NaN" in page
@@ -227,7 +225,7 @@ def test_what_failed_once_works(
     run: Run, save_tiny: Callable[..., Path], name: str, command: str
 ) -> None:
     """Forecasts draw what a kind needs, and checks keep to the sizes that its configs allow."""
-    model = save_tiny(name, "bf16", DENOISER.get(name, "transformer"))
+    model = save_tiny(name, "bf16", name_denoiser(name))
     run_row(run, model, name, command)
 
 
@@ -238,7 +236,7 @@ def test_every_command_on_every_kind(
     run: Run, save_tiny: Callable[..., Path], record_property: Any, name: str, command: str
 ) -> None:
     """Each cell ends as it should, with nothing of other libraries' on the terminal."""
-    model = save_tiny(name, "bf16", DENOISER.get(name, "transformer"))
+    model = save_tiny(name, "bf16", name_denoiser(name))
     begun = time.process_time()
     try:
         run_row(run, model, name, command)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.pipeline_calls import name_denoiser
 from processes.documented_scripts import ADDED, SCRIPTS, run_script
 
 
@@ -25,7 +26,7 @@ def test_a_documented_script_with_one_argument_added(
 ) -> None:
     """The denoiser overflows in fp16; with the argument pictures are those of fp32, but for rounding."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
-    folder = save_tiny(name, overflow="unet" if name in ("sd", "sdxl", "svd") else "transformer")
+    folder = save_tiny(name, overflow=name_denoiser(name))
     wanted, _ = run_script(name, folder, "float32")
     found, pipe = run_script(name, folder, "float16", ADDED)
     denoiser = getattr(pipe, "unet", None) or pipe.transformer

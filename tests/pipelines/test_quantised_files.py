@@ -33,7 +33,7 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import seal_plan
 from stopdown.quantised.gguf_files import SCALES
-from stopdown.quantised.quantised_files import bound_weights, fold_file
+from stopdown.quantised.quantised_files import bound_weights, fold_file, is_power
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
@@ -550,3 +550,9 @@ def make_plan_of_nothing() -> Plan:
     return seal_plan(
         Plan("a.gguf", "0", "", "fp16", {}, (), prompts=(), steps=0, device="cpu", elapsed_s=1.0)
     )
+
+
+def test_a_pytorch_without_mxfp8_reads_other_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.6.0 has no `float8_e8m0fnu`; scales in other formats are no exponents."""
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    assert not is_power(torch.ones(2))

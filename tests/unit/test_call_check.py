@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline, make_pipeline
+from models.pipeline_calls import call_pipeline, make_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown.component_calls.components import Callee
 from stopdown.component_calls.step_counter import StepCounter
@@ -21,7 +21,6 @@ from stopdown.runtime.fault_texts import suggest_remedy
 from stopdown.runtime.guard import Guard, GuardOptions
 
 FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
-DENOISERS = {"svd": "unet", "sdxl": "unet"}
 
 RESCALED = ', or load the model with `precision="fp16"`, which scales its values into range.'
 
@@ -66,7 +65,7 @@ def test_silent(name: str, precision: str) -> None:
 def test_alert_at_a_step(name: str, kind: Any) -> None:
     """A fault in the denoiser's second step is found there, by name, and the pipeline is freed."""
     pipe = make_pipeline(name, dtype=torch.bfloat16)
-    component = DENOISERS.get(name, "transformer")
+    component = name_denoiser(name)
     calls = 2 if name == "wan" else 1  # with and without the prompt, one after the other
     if name == "sdxl":
         pipe.encode_prompt(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from stopdown.graph import range_measurement
+from stopdown.graph import capture, range_measurement
 from stopdown.scaling import cast_, rescale_
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -96,3 +98,21 @@ def test_a_failure_inside_of_vmap_leaves_it(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MemoryError):
         rescale_(Mapped(), (torch.randn(2, 8, 4),))
     assert level() is None
+
+
+def test_a_graph_that_lost_its_vmap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.6.0 gives values of such a region as constants; hooks do what exponents cannot."""
+    leaked, read = list[torch.Tensor](), capture._read_program
+
+    def lose(*given: Any) -> Any:
+        graph, parameters, constants, inputs = read(*given)
+        return graph, parameters, {**constants, "lost": leaked[0]}, inputs
+
+    torch.vmap(lambda row: leaked.append(row) or row)(torch.ones(2, 3))
+    monkeypatch.setattr(capture, "_read_program", lose)
+    module, x = Mapped(), torch.randn(2, 8, 4)
+    before = module(x)
+    rescaling = rescale_(module, (x,))
+    assert not rescaling.exponents
+    assert "its code calls vmap" in rescaling.scaling.note
+    assert torch.equal(module(x), before)

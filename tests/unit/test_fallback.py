@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, rescale_
+from stopdown.scaling import cast_, fallback, rescale_
 
 
 class Leaving(nn.Module):
@@ -56,6 +57,22 @@ def test_what_fits_runs_in_fp16_and_the_rest_in_fp32() -> None:
     assert module.norm.weight.dtype == torch.float32
     rescaling.undo()
     assert compare_snapshot(before, module) == []
+
+
+def test_a_counter_that_refuses_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torch 2.6.0 refuses flex attention: the work of the matrices is counted."""
+
+    class Counter(FlopCounterMode):
+        def __torch_dispatch__(self, func: Any, *args: Any) -> Any:
+            raise NotImplementedError(func)
+
+    module, x = make_leaving()
+    expected = rescale_(module, (x,))
+    expected.undo()
+    monkeypatch.setattr(fallback, "FlopCounterMode", Counter)
+    found = rescale_(module, (x,))
+    assert found.scaling.fp32_modules == expected.scaling.fp32_modules
+    assert "matrices run in fp16" in found.scaling.note
 
 
 def test_share_of_the_work_is_counted() -> None:

@@ -322,6 +322,21 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: to
     assert compare_snapshot(before, module) == []
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError])
+def test_a_kernel_that_the_device_lacks_is_said(kind: type[Exception]) -> None:
+    """The exponents stay, and were not tried; before `NotImplementedError` PyTorch raised a plain one."""
+
+    def lack(x: torch.Tensor) -> torch.Tensor:
+        raise kind("\"addmm_impl_cpu_\" not implemented for 'Half'")
+
+    module, x = make(Changing, lack)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.exponents
+    assert rescaling.trial is not None
+    assert rescaling.trial.calls == 0
+    assert "does not run in fp16 on this device" in rescaling.trial.note
+
+
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
 def test_convolutions_in_fp16_are_summed_in_fp32(kind: type[nn.Module]) -> None:
     """Of a cast call a convolution is fp32's, rounded once; operands of two dtypes are refused."""

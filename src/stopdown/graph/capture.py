@@ -746,8 +746,10 @@ def _read_program(
 
 
 def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Refuse a graph without its regions of `vmap`: older PyTorch (2.6.0) takes what is in them for
-    constants, and the graph has lost what they are made of."""
+    """Refuse a graph that has lost its regions of `vmap`.
+
+    PyTorch 2.6.0 leaves such regions out, and takes the values in them for constants.
+    """
     is_batched = torch._C._functorch.is_batchedtensor
     if any(isinstance(x, torch.Tensor) and is_batched(x) for x in constants.values()):
         raise CaptureError(

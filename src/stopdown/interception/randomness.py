@@ -87,9 +87,9 @@ def same_noise() -> Iterator[None]:
     @functools.wraps(draw)
     def draw_in_fp32(*size: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         where = torch.device(device or torch.get_default_device())
-        wide = torch.float32 if dtype in HALVES and where.type == "cpu" else dtype
-        made = draw(*size, dtype=wide, device=device, **options)
-        return made if wide is dtype else made.to(dtype)
+        if dtype not in HALVES or where.type != "cpu" or "out" in options:
+            return draw(*size, dtype=dtype, device=device, **options)
+        return draw(*size, dtype=torch.float32, device=device, **options).to(dtype)
 
     with Patches() as patches:
         patches.set_attribute(torch, "randn", draw_in_fp32)
