@@ -487,14 +487,16 @@ class CallWatch:
         own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
         scaling = restrict_scaling(self.scaling, path) if path else self.scaling
-        try:
-            part = skeleton.get_submodule(path)
-            call = part if method == "forward" else getattr(skeleton, method)
-            short = cut_sizes((call, args, kwargs))
-            capture = Captures(torch.float16).take(short, scaling.stream)
-            return find_ends(part, scaling, capture, *short[1:])
-        except Exception:  # whatever a model's code does: nothing is known of such calls
-            return None
+        part = skeleton.get_submodule(path)
+        whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
+        short = cut_sizes(whole)
+        for call in (short, whole) if short is not whole else (whole,):
+            with contextlib.suppress(
+                Exception
+            ):  # whatever a model's code does, or with fewer values
+                capture = Captures(torch.float16).take(call, scaling.stream)
+                return find_ends(part, scaling, capture, *call[1:])
+        return None  # nothing is known of such calls
 
     def _give_up(self, signature: str, call: ComponentCall, why: str) -> None:
         """Run calls of a signature without exponents from now on; it is said once one has run."""

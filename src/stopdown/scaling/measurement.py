@@ -73,31 +73,31 @@ class Captures:
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
-    """Return a call with fewer frames to decode, and fewer tiles where an autoencoder works in tiles.
+    """Return a call of `decode` with fewer frames and tiles; any other call as it is.
 
     Its code goes the same way: through all modules, and over the seams between tiles.
     """
     function, args, kwargs = call
-    method, module = getattr(function, "__name__", ""), getattr(function, "__self__", None)
-    if len(args) != 1 or set(kwargs or {}) - {"return_dict"}:  # sizes would not agree
+    is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
+    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # a number of frames would not agree
         return call
     (given,) = args
     if not isinstance(given, torch.Tensor) or given.dim() not in (4, 5):
         return call
-    if method == "decode" and given.dim() == 5:
-        given = given[:, :, :FEW_FRAMES]
-    if method in ("encode", "decode") and getattr(module, "use_tiling", False):
+    cut, module = given, getattr(function, "__self__", None)
+    if given.dim() == 5 and given.shape[2] > FEW_FRAMES:
+        cut = cut[:, :, :FEW_FRAMES]
+    if getattr(module, "use_tiling", False):
         for axis, name in ((-2, "height"), (-1, "width")):
-            tile = _find_tile(module, method, name)
-            if tile is not None and given.shape[axis] > tile + 1:
-                given = given.narrow(axis, 0, tile + 1)
-    return function, (given,), kwargs
+            tile = _find_tile(module, name)
+            if tile is not None and cut.shape[axis] > tile + 1:
+                cut = cut.narrow(axis, 0, tile + 1)
+    return call if cut is given else (function, (cut,), kwargs)
 
 
-def _find_tile(module: Any, method: str, name: str) -> int | None:
-    """Return the height or width from which on a method works in tiles; None where it is not known."""
-    kind = "latent" if method == "decode" else "sample"
-    for attribute in (f"tile_{kind}_min_{name}", f"tile_{kind}_min_size"):
+def _find_tile(module: Any, name: str) -> int | None:
+    """Return the height or width of latents beyond which a decoder works in tiles, if it is known."""
+    for attribute in (f"tile_latent_min_{name}", "tile_latent_min_size"):
         if isinstance(found := getattr(module, attribute, None), int):
             return found
     sample = getattr(module, f"tile_sample_min_{name}", None)
