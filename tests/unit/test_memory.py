@@ -238,7 +238,7 @@ def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.Monke
 
     def listen() -> tuple[RunMemory, int]:
         ran.clear()
-        request = complete_request(pipe, Request(steps=1))
+        request = complete_request(pipe, Request(steps=2))
         return listen_to_run(copy_skeleton(pipe), build_arguments(pipe, request)), len(ran)
 
     monkeypatch.setattr(StorageTracker, "__torch_dispatch__", count)
