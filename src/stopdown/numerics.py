@@ -33,6 +33,9 @@ other more than they work."""
 ONEDNN_TERMS = 512
 """Products of shorter sums are done by MKL."""
 
+FEW_COLUMNS = 3
+"""So are products with no more columns."""
+
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside nested tuples, lists, mappings and objects with attributes or slots."""
@@ -129,12 +132,15 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
 
 
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors."""
+    """`rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors.
+
+    A few columns take MKL half of oneDNN's time.
+    """
     matrices = (rows, columns)
     if (
         all(x.dtype == torch.float32 and x.device.type == "cpu" for x in matrices)
         and rows.shape[1] >= ONEDNN_TERMS
-        and len(columns) > 1
+        and len(columns) > FEW_COLUMNS
         and torch.backends.mkldnn.is_available()
     ):
         matrices = (rows.contiguous(), columns.contiguous())  # of others it may have no fast way

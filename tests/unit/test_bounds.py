@@ -510,13 +510,12 @@ def test_a_wrong_gain_or_shift_is_caught(
     part: str, shifted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
-    right = product_rules.bound_image
+    right = product_rules.Image
 
-    def wrong(weight: torch.Tensor, rows: list[AffineRow], floor: float) -> Any:
-        halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
-        return right(weight, halved, floor)
+    def wrong(rows: list[AffineRow]) -> Any:
+        return right([replace(x, **{part: getattr(x, part) / 2}) for x in rows])
 
-    monkeypatch.setattr(product_rules, "bound_image", wrong)
+    monkeypatch.setattr(product_rules, "Image", wrong)
     bound, found = search_modulated(shifted)
     assert found > bound
 
@@ -644,7 +643,7 @@ def test_a_matrix_that_is_taken_apart_is_bounded(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a bound that a row exceeds."""
     right = product_rules.measure_sigma
-    monkeypatch.setattr(product_rules, "measure_sigma", lambda x: 0.9 * right(x))
+    monkeypatch.setattr(product_rules, "measure_sigma", lambda *x: 0.9 * right(*x))
     bound, found = search_length()
     assert found > bound
 

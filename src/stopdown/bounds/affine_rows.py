@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from stopdown.bounds.intervals import drop_repeated
 from stopdown.bounds.known_values import Operands
-from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
+from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products
 from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
@@ -195,35 +195,39 @@ def _join(op: Operands) -> AffineRows:
     return joined if all(found) and len(joined) <= MOST_PARTS else ()
 
 
-def bound_image(
-    weight: torch.Tensor, affine_rows: Sequence[AffineRow], floor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
+class Image:
+    """Columns whose products with a weight bound what it makes of rows behind norms.
 
-    In a part of a sum the shifts no longer cancel: there their magnitudes count.
-
-    Args:
-        weight: `[out, d]`, as it is before it is rounded.
-        floor: room for what is subnormal of it.
-
-    Cost: one pass over the weight, a product with `BASIS` columns for each affine_row.
+    Attributes:
+        plain: `[d, k]`, as of `multiply_rows`; `BASIS` columns for each of the rows.
+        magnitudes: `[d, 2 n]` of n rows.
+        squares: `[d, n]`.
     """
-    count, rounding = len(affine_rows), 1 + WEIGHT_ROUNDING
-    gains = torch.stack([x.gain.square() for x in affine_rows], 1)
-    rests = [x.rest + x.basis[2] + WEIGHT_ROUNDING * x.largest for x in affine_rows]
-    products = multiply_rows(
-        weight,
-        plain=torch.cat([x.basis[1] for x in affine_rows]).T,
-        magnitudes=torch.stack([*rests, *(x.largest for x in affine_rows)], 1),
-        squares=torch.cat([gains, torch.ones_like(gains[:, :1])], 1),
-        floor=floor,
-    )
-    error, sizes = (products.magnitudes * rounding).chunk(2, dim=1)
-    radius = torch.tensor([x.radius for x in affine_rows]).double()
-    core = products.squares[:, :count].sqrt() * rounding + products.slack * gains.sum(0).sqrt()
-    core = radius * core + error + products.slack * _sum_rest(affine_rows)
-    moved = _move_most(products, affine_rows, weight.device)
-    return (core + moved).amax(1), (core + sizes).amax(1)
+
+    def __init__(self, affine_rows: Sequence[AffineRow]) -> None:
+        self._rows = affine_rows
+        rests = [x.rest + x.basis[2] + WEIGHT_ROUNDING * x.largest for x in affine_rows]
+        self.plain = torch.cat([x.basis[1] for x in affine_rows]).T
+        self.magnitudes = torch.stack([*rests, *(x.largest for x in affine_rows)], 1)
+        self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
+
+    def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
+
+        In a part of a sum the shifts no longer cancel: there their magnitudes count.
+
+        Args:
+            products: with the columns; before them, one column of magnitudes, and ones among the squares.
+            device: where a table over timesteps is multiplied.
+        """
+        rounding = 1 + WEIGHT_ROUNDING
+        error, sizes = (products.magnitudes[:, 1:] * rounding).chunk(2, dim=1)
+        radius = torch.tensor([x.radius for x in self._rows]).double()
+        core = products.squares[:, 1:].sqrt() * rounding
+        core = core + products.slack * self.squares.sum(0).sqrt()
+        core = radius * core + error + products.slack * _sum_rest(self._rows)
+        moved = _move_most(products, self._rows, device)
+        return (core + moved).amax(1), (core + sizes).amax(1)
 
 
 def _move_most(
@@ -231,7 +235,7 @@ def _move_most(
 ) -> torch.Tensor:
     """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
     parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)
-    norms, moved = products.squares[:, -1].sqrt().clamp(min=1e-300), []
+    norms, moved = products.squares[:, 0].sqrt().clamp(min=1e-300), []
     for row, part in zip(affine_rows, parts, strict=True):
         coefficients, basis, _ = row.basis
         lengths = basis.square().sum(1).sqrt().clamp(min=1e-300)

@@ -151,6 +151,12 @@ class KnownValues:
         self._shares[node] = split.args[0], measure_amax(whole) / largest if largest else 1.0
         return part
 
+    def find_largest(self, node: Node) -> float | None:
+        """The largest magnitude of a parameter that was loaded; None of a part of one."""
+        ranges = self.found.ranges.get(node.name) if node.name in self.capture.parameters else None
+        found = max((x.amax for x in ranges or ()), default=math.nan)
+        return found if math.isfinite(found) else None
+
     def floor(self, node: Node) -> float:
         """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude.
 

@@ -8,12 +8,13 @@ for every part of the sum as well, so no partial sum is larger.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.affine_rows import AffineRow, bound_image
+from stopdown.bounds.affine_rows import AffineRow, Image
 from stopdown.bounds.known_values import Operands, UnboundedError
 from stopdown.bounds.row_sums import (
     WEIGHT_ROUNDING,
@@ -21,6 +22,7 @@ from stopdown.bounds.row_sums import (
     choose_scale,
     find_largest,
     multiply_rows,
+    read_sums,
     split_rows,
     sum_rows,
 )
@@ -53,7 +55,9 @@ def linear(op: Operands) -> Bound:
     if values.dim() != 2:
         raise UnboundedError
     peak = largest_over(bound.peak, range(last)).reshape(-1)
-    rows = sum_rows(values, peak, floor)
+    found = op.known.affine_rows(op.given["input"])
+    largest = op.known.find_largest(op.given["weight"])
+    rows, image = _sum_linear(values, peak, floor, largest, found)
     norm = norm_over(bound, op.before, (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
@@ -62,10 +66,9 @@ def linear(op: Operands) -> Bound:
     size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
-    if found := op.known.affine_rows(op.given["input"]):
-        image, image_parts = bound_image(values, found, floor)
-        size = torch.minimum(size, image.reshape(spread))
-        parts = torch.minimum(parts, image_parts.reshape(spread))
+    if image is not None:
+        size = torch.minimum(size, image[0].reshape(spread))
+        parts = torch.minimum(parts, image[1].reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
     more = error + _bias(op).reshape(spread)
     peak, op.parts = size + more, parts + more
@@ -73,6 +76,33 @@ def linear(op: Operands) -> Bound:
         return op.made(peak, typical)
     longest = _bound_length(op, values, rows, norm, largest_over(error, (last,)))
     return op.made(peak, typical, norm=longest, rows=(last,))
+
+
+def _sum_linear(
+    weight: torch.Tensor,
+    peak: torch.Tensor,
+    floor: float,
+    largest: float | None,
+    affine_rows: Sequence[AffineRow],
+) -> tuple[RowSums, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Sums over rows of a weight, and what it makes of rows behind norms, of one pass over it.
+
+    Args:
+        peak, floor, largest: as of `sum_rows`.
+        affine_rows: what is known of the rows that it multiplies.
+    """
+    if not affine_rows:
+        return sum_rows(weight, peak, floor, largest), None
+    image, peaks = Image(affine_rows), peak.expand(weight.shape[1])[:, None]
+    found = multiply_rows(
+        weight,
+        plain=image.plain,
+        magnitudes=torch.cat([peaks, image.magnitudes], 1),
+        squares=torch.cat([torch.ones_like(peaks), image.squares], 1),
+        floor=floor,
+        largest=largest,
+    )
+    return read_sums(found, peaks), image.bound(found, weight.device)
 
 
 def _is_worth_its_length(weight: torch.Tensor) -> bool:
@@ -88,7 +118,7 @@ def _bound_length(
     op: Operands, weight: torch.Tensor, rows: RowSums, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
-    sigma = measure_sigma(weight)
+    sigma = measure_sigma(weight, op.known.find_largest(op.given["weight"]))
     rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
     longest = (sigma + rounded) * norm
     found = op.known.affine_rows(op.given["input"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stopdown.numerics import multiply_matrices
+from stopdown.numerics import HALVES, multiply_matrices
 
 WEIGHT_ROUNDING = 2.0**-11
 """A weight's relative error in fp16."""
@@ -70,7 +70,7 @@ def multiply_rows(
     Args:
         magnitudes, squares: columns without negative values.
         floor: room for what is subnormal of the weight, relative to its largest magnitude.
-        largest: that of the whole weight, where this is a part of one.
+        largest: the weight's largest magnitude, where it is known; of a part that of the whole.
 
     Cost: one pass; values are widened in parts (`split_rows`).
     """
@@ -80,8 +80,8 @@ def multiply_rows(
     tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
     shares = [(x / top).T.to(wide).contiguous() for x, top in zip(columns, tops, strict=True)]
     narrow = [x.to(weight.device) for x in shares]
-    own = find_largest(weight)
-    scale = choose_scale(own)
+    largest = find_largest(weight) if largest is None else largest
+    scale = choose_scale(largest)
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
     parts = split_rows(weight)
     held = torch.empty(parts[0].shape, dtype=wide, device=weight.device)
@@ -97,7 +97,7 @@ def multiply_rows(
         made[1] / scale * (1 + losses),
         made[2] / scale**2 * (1 + losses),
         losses,
-        floor * (own if largest is None else largest) * (1 + losses),
+        floor * largest * (1 + losses),
     )
 
 
@@ -113,7 +113,9 @@ def find_largest(weight: torch.Tensor) -> float:
 
 
 def is_held(weight: torch.Tensor) -> bool:
-    """Return whether fp16 holds each value of a weight, subnormals aside: at most 11 digits, as in bf16."""
+    """Return whether fp16 holds each value of a weight, subnormals aside: it has at most 11 digits."""
+    if weight.dtype in HALVES:
+        return True
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
     return weight.dtype != torch.float64 and torch.equal(significands, significands.round())
 
@@ -152,11 +154,15 @@ def sum_rows(
 
     Cost: one pass.
     """
-    width = weight.shape[1]
-    peaks = peak.expand(width)[:, None]
+    peaks = peak.expand(weight.shape[1])[:, None]
     squares = torch.ones_like(peaks)
     found = multiply_rows(weight, magnitudes=peaks, squares=squares, floor=floor, largest=largest)
-    spread, rounding = float(peaks.sum()), 1 + WEIGHT_ROUNDING
+    return read_sums(found, peaks)
+
+
+def read_sums(found: Products, peaks: torch.Tensor) -> RowSums:
+    """Read sums over rows from products: with the peaks `[in, 1]`, and with ones, in the first columns."""
+    width, spread, rounding = len(peaks), float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,
         found.squares[:, 0].sqrt() * rounding + found.slack * math.sqrt(width),

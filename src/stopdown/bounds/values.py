@@ -23,7 +23,7 @@ MOST_ENTRIES = 1 << 19
 BASIS = 16
 """A table over timesteps is taken apart into so many rows and what they leave over."""
 
-TIMESTEPS_AT_ONCE = 32
+TIMESTEPS_AT_ONCE = 16
 """Rows of such a table that are looked at together."""
 
 

@@ -52,6 +52,7 @@ from stopdown.pipelines.skeletons import (
 )
 from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
+from stopdown.plans.certifier import Certifier, choose_others
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import (
     keep_plan,
@@ -184,20 +185,12 @@ def certify_plan(
     recorded = [call for made in calls.values() for call in made]
     hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
     context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
-    components = list[ComponentPlan]()
-    for name, module in modules.items():
-        called, key = calls.get(name, []), ""
-        if scope.keeps and not source.loras and source.kind != "file":
+    keys = dict[str, str]()
+    if scope.keeps and not source.loras and source.kind != "file":
+        for name in names:
             own = fingerprint(narrow_source(source, (name,)))
-            key = _hash((own, _read_call_sizes(called), residual, hands_over))
-        if name not in others and key and (kept := read_cached_plan(key)) is not None:
-            components += kept.components
-            continue
-        with open_component(source, name, module, loaded.get(name)) as load:
-            planned = _plan_component(context, name, module, load, called, hands_over=hands_over)
-        components.append(planned)
-        if key and planned.scaling is not None:
-            keep_plan(seal_plan(Plan(source.name, key, components=(planned,))))
+            keys[name] = _hash((own, _read_call_sizes(calls.get(name, [])), stream, hands_over))
+    components = _Components(context, source, modules, loaded, calls, hands_over, keys).plan(whole)
     known = source.name, fingerprint(source), source.pipeline_class
     return seal_made(known, components, started, choose_device("cpu"))
 
@@ -325,6 +318,61 @@ class _Context:
     unseen: str
     progress: Progress | None
     left: str = ""
+
+
+@dataclasses.dataclass
+class _Components:
+    """The components of a model, and the plan of each that has one by now."""
+
+    context: _Context
+    source: Source
+    modules: Mapping[str, torch.nn.Module]
+    loaded: Mapping[str, Mapping[str, torch.Tensor]]
+    calls: Mapping[str, list[ComponentCall]]
+    hands_over: bool
+    keys: Mapping[str, str]
+    made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
+
+    def plan(self, whole: Source) -> list[ComponentPlan]:
+        """Plan what was not kept: the largest component here, the others in a process beside this one.
+
+        Args:
+            whole: the model with all of its components.
+        """
+        left, stored = self._take_kept(), self.context.stored
+        shared = [
+            x for x in left if x in self.keys and x in self.calls and x not in self.context.others
+        ]
+        beside = choose_others({name: sum(stored[name].values()) for name in shared})
+        with Certifier(whole, beside, self.context.residual, shares=True) as certifier:
+            for name in left:
+                if name not in beside:
+                    self._plan_one(name, certifier)
+            certifier.wait(self.context.progress)
+            for name in self._take_kept():
+                self._plan_one(name, certifier)
+        return [self.made[name] for name in self.modules]
+
+    def _take_kept(self) -> list[str]:
+        """Take plans that were kept, and return the components that have none."""
+        for name, key in self.keys.items():
+            if name not in self.made and name not in self.context.others:
+                kept = read_cached_plan(key)
+                self.made.update(
+                    () if kept is None else ((x.component, x) for x in kept.components)
+                )
+        return [name for name in self.modules if name not in self.made]
+
+    def _plan_one(self, name: str, certifier: Certifier) -> None:
+        module, calls = self.modules[name], self.calls.get(name, [])
+        with open_component(self.source, name, module, self.loaded.get(name)) as load:
+            load = certifier.beside(load)
+            made = _plan_component(
+                self.context, name, module, load, calls, hands_over=self.hands_over
+            )
+        self.made[name] = made
+        if name in self.keys and made.scaling is not None:
+            keep_plan(seal_plan(Plan(self.source.name, self.keys[name], components=(made,))))
 
 
 def _plan_component(

@@ -1,0 +1,138 @@
+"""A process beside this one that plans components of a model, while this one downloads or plans others.
+
+It keeps each plan that it makes, so `certify_plan` finds it there. If it fails or is late, nothing is lost
+but time. It shares the processor: each of the two has half of the threads until one of them ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stopdown.devices.device_memory import find_host_bytes
+from stopdown.devices.environment import copy_variables
+from stopdown.sources.hub import Progress
+from stopdown.sources.sources import Source
+
+PROGRAM = "stopdown.plans.certifier_process"
+
+WORTH_BYTES = 1 << 30
+"""Fewer bytes of weights are planned before another process has imported what it needs."""
+
+ROOM_BYTES = 4 << 30
+"""Host memory that has to be free: what two processes hold of weights, and the libraries once more."""
+
+
+class Certifier:
+    """Plans components in a process of its own, from entering to leaving.
+
+    Args:
+        source: a folder or Hub id, with its class of pipeline.
+        components: in the order in which they are planned; none begins no process.
+        residual: as of `certify_plan`.
+        shares: this process computes as well.
+    """
+
+    def __init__(
+        self, source: Source, components: Sequence[str], residual: str, *, shares: bool = False
+    ) -> None:
+        self._threads = torch.get_num_threads()
+        self._given = self._threads // 2 if shares else self._threads
+        is_on_hub = source.kind == "hub"
+        self._task = {
+            "source": source.name if is_on_hub else str(source.path.absolute()),
+            "revision": source.revision if is_on_hub else None,
+            "variant": source.variant or None,
+            "pipeline_class": source.pipeline_class,
+            "scheduler": source.scheduler,
+            "components": list(components),
+            "residual": residual,
+            "threads": self._given,
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self._told: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Certifier:
+        if not self._task["components"]:
+            return self
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, json.dumps(self._task)],
+                env={**copy_variables(), "HF_HUB_OFFLINE": "1"},
+                stdin=subprocess.PIPE,  # the process ends when it is closed
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                text=True,
+            )
+        except OSError:  # there is no interpreter to begin: this process plans everything
+            return self
+        self._reader = threading.Thread(target=self._follow, args=(self._process,), daemon=True)
+        self._reader.start()
+        torch.set_num_threads(self._threads - self._given or self._threads)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            with self._process:  # closes its pipes
+                self._process.kill()
+                self._reader.join()
+            self._take_threads()
+
+    def _follow(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._told = tuple(json.loads(line))
+
+    def _take_threads(self) -> None:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+
+    def beside(self, load: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        """Return what loads as `load` does, and takes all threads once the process has ended."""
+
+        def load_beside(name: str) -> torch.Tensor:
+            if self._process is not None and self._process.poll() is not None:
+                self._take_threads()
+            return load(name)
+
+        return load_beside
+
+    def wait(self, progress: Progress | None) -> None:
+        """Let the process have all threads, and return when it has ended."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # unbuffered, so nothing is left to write at the end
+            os.write(self._process.stdin.fileno(), f"{self._threads}\n".encode())
+        while self._process.poll() is None:
+            if progress is not None and self._told:
+                progress(*self._told)
+            time.sleep(0.1)
+        self._take_threads()
+
+
+def choose_others(sizes_bytes: dict[str, int]) -> list[str]:
+    """Return the components that a process beside this one plans; this one plans the largest.
+
+    None where they are small, or where there is one thread, or little memory.
+
+    Args:
+        sizes_bytes: of the weights of each component that is to be planned.
+    """
+    others = sorted(sizes_bytes, key=lambda name: -sizes_bytes[name])[1:]
+    is_worth = sum(sizes_bytes[name] for name in others) >= WORTH_BYTES
+    if not is_worth or torch.get_num_threads() < 2 or find_host_bytes() < ROOM_BYTES:
+        return []
+    return others

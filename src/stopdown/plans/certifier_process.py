@@ -1,0 +1,62 @@
+"""The program of a `Certifier`: it plans components of a model, and keeps each plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from stopdown.plans.certified import Scope, certify_plan
+from stopdown.plans.dry_calls import list_source_calls
+from stopdown.sources.sources import is_complete, narrow_source, resolve_source
+
+PATIENCE_S = 0.5
+"""How often files are looked for that are still downloaded."""
+
+_threads = list[int]()
+"""How many this process may have from now on, once it is told."""
+
+
+def certify_components(task: dict[str, Any]) -> None:
+    """Plan each component once its files are whole, in order."""
+    torch.set_num_threads(max(1, task["threads"]))
+    source = resolve_source(
+        task["source"], revision=task["revision"], variant=task["variant"], with_weights=False
+    )
+    source = dataclasses.replace(
+        source, pipeline_class=task["pipeline_class"], scheduler=task["scheduler"]
+    )
+    calls, _ = list_source_calls(source)
+    waiting = [name for name in task["components"] if name in calls]
+    while waiting:
+        whole = [x for x in waiting if is_complete(narrow_source(source, (x,)))]
+        for component in whole:
+            scope = Scope((component,), calls, keeps=True)
+            certify_plan(source, residual=task["residual"], progress=_tell, scope=scope)
+            waiting.remove(component)
+        if not whole:
+            time.sleep(PATIENCE_S)
+
+
+def _tell(stage: str, what: str, done: int, total: int) -> None:
+    if _threads:
+        torch.set_num_threads(_threads.pop())
+    sys.stdout.write(f"{json.dumps([stage, what, done, total])}\n")
+    sys.stdout.flush()
+
+
+def _listen() -> None:
+    for line in sys.stdin:
+        _threads[:] = [int(line)]
+    os._exit(1)  # whoever began this process has ended
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_listen, daemon=True).start()
+    certify_components(json.loads(sys.argv[1]))
