@@ -153,7 +153,7 @@ def measure_plan(
     many forwards again as were kept.
     """
     started = time.perf_counter()
-    options = (check_residual(residual), check_ranges(ranges))
+    options = (check_residual(residual or "fp32"), check_ranges(ranges))
     given = check_request("make_plan", request) or Request()
     prompts, device = list_prompts("make_plan", prompts), name_device("make_plan", device)
     check_function("make_plan(run=...)", run, "run=lambda: model(x)")

@@ -67,8 +67,7 @@ def make_plan(
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
             a single one the inner table.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
-            allows it, beside fp16 matrix products; `native` leaves it. By default `fp32` for bounds
-            and `native` for a plan that is measured.
+            allows it, beside fp16 matrix products, and is the default; `native` leaves it.
         request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
             leaves the model's defaults, and draws what the pipeline cannot do without.
         device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds the
