@@ -6,11 +6,11 @@ of its own: the first makes its plan, the second takes the kept one. The acceler
 tests, has no bf16 and a limit of its memory; it computes on this machine's processor. The size of the
 video is small, because the processor is slow; weights are not.
 
-What is measured: anonymous memory of the process beside what is allocated on the device (both read every
-20 ms), bytes in the folder for temporary files, and the time of each stage. What is free on the host is
-given as `--host`, since the device's memory lies in the same machine. What the simulated device frees goes
-back to the system at once (`MALLOC_MMAP_THRESHOLD_`): the C library would keep blocks of up to 32 MiB, and
-they would count as the host's.
+What is measured: anonymous memory of the process, and of the second one that plans, beside what is
+allocated on the device (both read every 20 ms), bytes in the folder for temporary files, and the time of
+each stage. What is free on the host is given as `--host`, since the device's memory lies in the same
+machine. What the simulated device frees goes back to the system at once (`MALLOC_MMAP_THRESHOLD_`): the C
+library would keep blocks of up to 32 MiB, and they would count as the host's.
 
     python benchmarks/default_run.py CogVideoX-5B
     python benchmarks/default_run.py SVD-XT --device 8
@@ -19,6 +19,7 @@ they would count as the host's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -94,9 +95,22 @@ class Watch:
 
 
 def read_anonymous() -> int:
-    """Bytes of this process's memory that belong to no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(x for x in lines if x.startswith("RssAnon")).split()[1])
+    """Bytes of the memory of this process, and of those that it began, that belong to no file."""
+    found = 0
+    for number in ("self", *_list_children()):
+        with contextlib.suppress(OSError, StopIteration):  # it may have ended
+            lines = Path(f"/proc/{number}/status").read_text().splitlines()
+            found += 1024 * int(next(x for x in lines if x.startswith("RssAnon")).split()[1])
+    return found
+
+
+def _list_children() -> list[str]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    found = list[str]()
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            found += task.read_text().split()
+    return found
 
 
 def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str, Any]:

@@ -270,16 +270,17 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
-    """The folder of a tiny pipeline beyond fp16, and its plan, by name."""
+def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Plan]]:
+    """The folder of a tiny pipeline beyond fp16, and its measured plan, by name and residual stream."""
     from models import conversions
     from stopdown.plans.calibrated import measure_plan
 
     @functools.cache
-    def save(name: str) -> tuple[Path, Plan]:
+    def save(name: str, residual: str | None = None) -> tuple[Path, Plan]:
         folder = tmp_path_factory.mktemp(f"planned-{name}") / "model"
         conversions.build(name).save_pretrained(folder)
-        return folder, measure_plan(str(folder), **conversions.measured(name))
+        asked = conversions.measured(name)
+        return folder, measure_plan(str(folder), residual=residual, **asked)
 
     return save
 

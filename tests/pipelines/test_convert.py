@@ -634,12 +634,12 @@ def test_the_effect_of_an_eps_is_measured() -> None:
 
 
 def test_an_effect_beyond_the_limit_is_refused(
-    save_planned: Callable[[str], tuple[Path, Plan]],
+    save_planned: Callable[..., tuple[Path, Plan]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
-    folder, plan = save_planned("sd")
+    folder, plan = save_planned("sd", "native")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
     monkeypatch.setattr(
         file_exponents,
@@ -674,13 +674,13 @@ def count_left(plan: Plan) -> int:
 
 
 def test_what_folds_cannot_do_is_carried(
-    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[..., tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """CogView3-Plus adds a table that is in no file to its stream: its config carries its plan.
 
     Plain `from_pretrained` gives the pixels of the plan itself, and so does our own loader.
     """
-    folder, plan = save_planned("cogview3plus")
+    folder, plan = save_planned("cogview3plus", "native")
     assert next(e for e in plan.components if e.component == "transformer").in_force.multiplies
     record = convert_made("cogview3plus", folder, tmp_path / "out", plan)
     (carried,) = (x for x in record.components if x.precision == "as stored, with its plan")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import stopdown
 from models.snapshots import assert_untouched
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.testing import make_pipeline
 
 
@@ -55,6 +59,7 @@ def test_keywords_belong_to_the_example() -> None:
     handle.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.* not certified")
 def test_a_pipeline_runs_in_fp16_by_one_line() -> None:
     """Its UNet overflows in plain fp16; by the example of a call it needs no repair."""
     pipe = make_pipeline("sd", overflow="unet")
@@ -67,6 +72,34 @@ def test_a_pipeline_runs_in_fp16_by_one_line() -> None:
     assert handle.repairs == ()
     handle.remove()
     assert pipe.unet.dtype == torch.float32
+
+
+def test_a_pipeline_is_planned_from_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No component runs with values, weights stay as they were, and the second time the plan is kept."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    expected, real = sample_weights(pipe.transformer), []
+
+    def note(module: nn.Module, args: object) -> None:
+        real.extend(
+            x for x in module.parameters() if not x.is_meta and not isinstance(x, FakeTensor)
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.modules.module, "_global_forward_pre_hooks", {1: note})
+        plan = stopdown.make_plan(pipe)
+    assert real == []
+    assert sample_weights(pipe.transformer) == expected
+    for entry in plan.components:
+        assert entry.precision == "fp16"
+        assert entry.calls == 0
+        assert entry.in_force.bounded >= 0.99 * entry.in_force.values
+    streams = {x.component for x in plan.components if x.in_force.stream is not None}
+    assert "transformer" in streams
+    with stopdown.fp16(pipe) as guarded:
+        assert guarded.plan == plan
 
 
 def test_what_stays_in_another_precision_is_said() -> None:

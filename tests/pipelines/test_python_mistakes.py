@@ -18,12 +18,24 @@ from stopdown.testing import make_pipeline
 LINEAR, ONES = torch.nn.Linear(4, 4), torch.ones(2, 4)
 PLAN = stopdown.records.Plan("m", "", "P", "fp16", {}, (), (), 4, "cpu", 0.0)
 
+
+def make_offloaded() -> Any:
+    """A pipeline whose weights Accelerate keeps elsewhere between calls."""
+    pipe = make_pipeline("sd")
+    pipe.enable_sequential_cpu_offload(device="cpu")
+    return pipe
+
+
 CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "guard of a name": (lambda pipe: stopdown.guard("shapes"), "load it first"),
     "guard of a path": (lambda pipe: stopdown.guard(Path("shapes")), "load it first"),
     "guard of a number": (lambda pipe: stopdown.guard(3), r"The argument \(int\) holds no module"),
     "plan for a name": (lambda pipe: stopdown.apply_plan("shapes", "p.json"), "load it first"),
     "plan that is no file": (lambda pipe: stopdown.apply_plan(pipe, "p.json"), "p.json"),
+    "plan of an offloaded pipeline": (
+        lambda pipe: stopdown.make_plan(make_offloaded()),
+        "has no values: it is stored elsewhere between calls",
+    ),
     "rescaling of a pipeline": (lambda pipe: stopdown.rescale_(pipe), "apply_plan"),
     "rescaling of a name": (lambda pipe: stopdown.rescale_("shapes"), "which is no module"),
     "rescaling without a call": (

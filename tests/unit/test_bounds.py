@@ -261,6 +261,22 @@ def test_a_mask_of_whole_numbers_is_bounded() -> None:
         assert 10000 <= bound.largest <= 20200
 
 
+class Joined(nn.Module):
+    """Joins two values without elements, as an encoder of few frames does with what it kept."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = torch.cat([2 * x[:, :0], 3 * x[:, :0]], dim=1)
+        return torch.cat([empty.reshape(2, 0, 2).flatten(1), 2 * x], dim=1)
+
+
+def test_values_without_elements_are_joined() -> None:
+    """What has no elements has a bound of 0, and so none is missing."""
+    case = bound_module(Joined(), torch.randn(2, 4))
+    found = [x.largest for x in case.bounds.values.values() if x is not None]
+    assert len(found) == len(case.bounds.values)
+    assert found[-1] > min(found) == 0
+
+
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_mean_over_a_mask_is_bounded(signed: bool) -> None:
     """A mean of masked values is no larger than the largest; with weights of any sign it may be."""

@@ -291,6 +291,11 @@ class Propagation(KnownValues):
             self.found.scores[place] = max(
                 self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
             )
+        if has_known_size(node) and 0 in shape_of(
+            node
+        ):  # as what an encoder keeps of too few frames
+            self._keep(node, uniform(0.0, shape_of(node)))
+            return
         is_sized = all(map(has_known_size, (node, *node.all_input_nodes)))
         try:
             bound = RULES[found.bound](op) if is_sized else _bound_unsized(found.bound, op)

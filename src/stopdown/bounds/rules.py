@@ -454,8 +454,7 @@ def part_of_split(op: Operands) -> Bound:
 
 
 def cat(op: Operands) -> Bound:
-    parts = list(op.given["tensors"])
-    parts = [x for x in parts if math.prod(shape_of(x)) or len(parts) == 1]
+    parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     return concatenate([op.bound(x) for x in parts], [shape_of(x) for x in parts], op.shape, dim)
 

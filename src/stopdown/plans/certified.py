@@ -6,7 +6,8 @@ weights stream by, one at a time, and exponents are chosen that no input within 
 A single file is loaded as it is stored, because its tensors are not those of the model. So is a component
 whose class renames them. A model with LoRAs is loaded as it is stored, so that what they add is in the
 bounds.
-A program that is no pipeline is loaded already: its run is stopped at the first call of each component.
+A pipeline that is loaded already is run dry as well; of a program that is no pipeline, the run is stopped
+at the first call of each component.
 
 Not covered: resolutions beyond the pipeline's default in models with group norms, and components
 that the pipeline does not call.
@@ -33,7 +34,12 @@ from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, 
 from stopdown.bounds.known_values import Load
 from stopdown.bounds.near_weights import bring_home, bring_near
 from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.components import explain_run, find_component
+from stopdown.component_calls.components import (
+    explain_run,
+    find_component,
+    find_components,
+    runs_by_call,
+)
 from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
@@ -53,7 +59,7 @@ from stopdown.pipelines.skeletons import (
 from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.certifier import Certifier, choose_others
-from stopdown.plans.dry_calls import list_source_calls
+from stopdown.plans.dry_calls import list_pipeline_calls, list_source_calls
 from stopdown.plans.plan_files import (
     keep_plan,
     read_cached_plan,
@@ -182,8 +188,7 @@ def certify_plan(
         for name in names
     }
     put_file_bounds(source, SimpleNamespace(**modules))
-    recorded = [call for made in calls.values() for call in made]
-    hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
+    hands_over = _hands_over(calls)
     context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
     keys = dict[str, str]()
     if scope.keeps and not source.loras and source.kind != "file":
@@ -196,48 +201,48 @@ def certify_plan(
 
 
 def certify_program(
-    program: Any, run: Callable[[], Any], *, progress: Progress | None = None
+    program: Any,
+    run: Callable[[], Any] | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    residual: str = "fp32",
+    progress: Progress | None = None,
 ) -> Plan:
-    """Find or make the plan of a loaded program that is no pipeline, from its weights.
+    """Find or make the plan of a loaded pipeline or other program, from its weights.
 
     A plan is kept for these weights, the code and plain attributes of these modules, and the sizes of these
     calls. What cannot be planned is left as it is loaded.
 
     Args:
-        run: runs it once. It ends at the first call of each component, and begins anew with the next one.
+        run: runs a program that is no pipeline once. It ends at the first call of each component, and
+            begins anew with the next one.
+        arguments: of a pipeline's call, which is run dry; None for its defaults.
+        residual: as of `certify_plan`.
 
     Cost: captures of seconds, and one pass over the weights, the first time.
     """
-    started = time.perf_counter()
-    calls = record_first_calls(program, run)
-    found = {name: find_component(program, name) for name in calls}
-    modules = {name: module for name, module in found.items() if module is not None}
+    started, unseen, stream = time.perf_counter(), "", check_residual(residual)
+    if runs_by_call(program):
+        calls, unseen = list_pipeline_calls(program, arguments or {})
+        modules = find_components(program)
+    elif run is None:
+        raise explain_run("Nothing says how the program is called.", "make_plan")
+    else:
+        calls = record_first_calls(program, run)
+        found = {name: find_component(program, name) for name in calls}
+        modules = {name: module for name, module in found.items() if module is not None}
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
+    hands_over = _hands_over(calls) if runs_by_call(program) else False
     known = [
-        (
-            sample_weights(module),
-            [
-                (
-                    path,
-                    *_read_methods(type(part)),  # type: ignore[arg-type]
-                    sorted(
-                        (name, value)
-                        for name, value in vars(part).items()
-                        if type(value) in (int, float, str) and not name.startswith("_")
-                    ),
-                )
-                for path, part in module.named_modules()
-            ],
-            _read_call_sizes(calls[name]),
-        )
+        (sample_weights(module), _describe_code(module), _read_call_sizes(calls.get(name, [])))
         for name, module in modules.items()
     ]
-    key = _hash(known)
+    key = _hash((known, stream, hands_over))
     kept = read_cached_plan(key)
     if kept is not None and kept.versions == read_class_versions():
         return kept
-    context = _Context({}, {}, "fp32", None, "", progress, left="as loaded")
+    context = _Context({}, {}, stream, None, unseen, progress, left="as loaded")
     components = []
     for name, module in modules.items():
         tensors = name_parameters(module)
@@ -247,14 +252,36 @@ def certify_program(
             components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
         else:
             is_here = all(x.device.type in ("cpu", "meta") for x in tensors.values())
-            here = module if is_here else copy_to_host(module)
+            here, made = module if is_here else copy_to_host(module), calls.get(name, [])
             components.append(
-                _plan_component(context, name, here, load, calls[name], hands_over=False)
+                _plan_component(context, name, here, load, made, hands_over=hands_over)
             )
     identity = type(program).__name__, key, type(program).__name__
-    made = seal_made(identity, components, started, choose_device("cpu"))
-    keep_plan(made)
-    return made
+    plan = seal_made(identity, components, started, choose_device("cpu"))
+    keep_plan(plan)
+    return plan
+
+
+def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
+    """Whether an encoder returns hidden states, as of `certify_component`."""
+    recorded = [call for made in calls.values() for call in made]
+    return any(call.kwargs.get("output_hidden_states") for call in recorded)
+
+
+def _describe_code(module: torch.nn.Module) -> list[Any]:
+    """List what a module's parts compute besides their weights: the code and plain attributes of each."""
+    return [
+        (
+            path,
+            *_read_methods(type(part)),  # type: ignore[arg-type]
+            sorted(
+                (name, value)
+                for name, value in vars(part).items()
+                if type(value) in (int, float, str) and not name.startswith("_")
+            ),
+        )
+        for path, part in module.named_modules()
+    ]
 
 
 def _hash(known: object) -> str:

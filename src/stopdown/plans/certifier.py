@@ -62,7 +62,10 @@ class Certifier:
         self._told: tuple[Any, ...] = ()
 
     def __enter__(self) -> Certifier:
-        if not self._task["components"]:
+        is_program = getattr(
+            sys, "frozen", False
+        )  # another one begun from it would be all of it again
+        if not self._task["components"] or not sys.executable or is_program:
             return self
         try:
             self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ from stopdown.bounds.input_limits import find_largest_step
 from stopdown.component_call_names import name_call
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import drop_upcast, put_cast
-from stopdown.component_calls.components import find_callees
+from stopdown.component_calls.components import find_callees, find_components
 from stopdown.errors import SourceError, take_first_line
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
@@ -31,7 +31,7 @@ from stopdown.pipelines.dry_run import (
     make_arguments,
 )
 from stopdown.pipelines.requests import Request, find_target
-from stopdown.pipelines.skeletons import build_skeleton
+from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.sources.sources import Source
 
@@ -57,8 +57,27 @@ def list_source_calls(
     dtypes = dict.fromkeys(source.components, torch.float16)
     skeleton = build_skeleton(source, dtypes, keep_fp32=False)
     targets = {find_target(name, type(skeleton)): size for name, size in (sizes or {}).items()}
-    arguments = make_arguments(skeleton)
-    arguments |= {name: size for name, size in targets.items() if name and size}
+    return _list_calls(skeleton, {name: size for name, size in targets.items() if name and size})
+
+
+def list_pipeline_calls(
+    pipe: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, list[ComponentCall]], str]:
+    """As `list_source_calls`, of a pipeline that is loaded, and stays as it is.
+
+    Args:
+        arguments: of its call; its defaults for all others.
+    """
+    dtypes = dict.fromkeys(find_components(pipe), torch.float16)
+    skeleton = copy_skeleton(pipe, dtypes)
+    skeleton.set_progress_bar_config(disable=True)
+    return _list_calls(skeleton, arguments)
+
+
+def _list_calls(
+    skeleton: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, list[ComponentCall]], str]:
+    arguments = {**make_arguments(skeleton), **arguments}
     listener = CallListener()
     patches = Patches()  # never undone: the skeleton is thrown away
     for callee in find_callees(skeleton):

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from stopdown.errors import PlanError
 from stopdown.mapped_weights import StoredWeight
 from stopdown.memory.weight_stores import find_waiting
+from stopdown.numerics import is_away
 
 SAMPLES = 16
 """Values of each tensor that tell one checkpoint from another."""
@@ -18,10 +20,24 @@ def sample_weights(module: torch.nn.Module) -> str:
     """Return the SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
 
     It is the same in fp32 and in the format that the checkpoint is stored in, and wherever weights wait.
+
+    Raises:
+        PlanError: a weight has no values: another library keeps it elsewhere between calls.
+
     Cost: one host read if all weights are on one device, else one for each.
     """
-    named = sorted(module.state_dict(keep_vars=True).items())
-    return sample_tensors((name, find_waiting(module, x) or x) for name, x in named)
+    weights = sorted(module.state_dict(keep_vars=True).items())
+    named = [(name, find_waiting(module, x) or x) for name, x in weights]
+    for name, x in named:
+        if isinstance(x, torch.Tensor) and is_away(x):
+            raise PlanError(
+                f"{name} of a {type(module).__name__} has no values: it is stored elsewhere between calls, "
+                "or was never loaded.",
+                expected="A plan is made from weights, and belongs to them.",
+                remedy="Make the plan first, and offload the pipeline afterwards. stopdown.load(source) "
+                "does both.",
+            )
+    return sample_tensors(named)
 
 
 def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.component_calls.components import explain_run
+from stopdown.argument_types import check_function
+from stopdown.component_calls.components import find_components, runs_by_call
 from stopdown.devices.environment import Device
-from stopdown.errors import warn_user
+from stopdown.errors import OptionError, warn_user
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import Prepare, SafeSource, measure_plan
@@ -18,21 +21,15 @@ from stopdown.plans.certified import Scope, certify_plan, certify_program
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.planned_loader import load_plan
 from stopdown.records import MemoryPlan, Plan
-from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.guard import Guard, GuardOptions, guard
 from stopdown.runtime.memory_limits import fit_run
+from stopdown.scaling.rescale import explain_call
 from stopdown.scaling.trial import WideProducts
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source
 
 if TYPE_CHECKING:
     import torch
-import functools
-import inspect
-
-from stopdown.component_calls.components import find_components, runs_by_call
-from stopdown.errors import OptionError
-from stopdown.runtime.guard import guard
-from stopdown.scaling.rescale import explain_call
 
 
 def make_plan(
@@ -48,26 +45,27 @@ def make_plan(
 ) -> Plan:
     """Find how each component of a checkpoint runs in fp16 without overflow, with the reasons.
 
-    For a source, nothing is run: exponents come from bounds that hold for every prompt, computed from
-    the weights tensor by tensor, and the residual stream stays in fp32. A pipeline that is loaded is
-    measured, and so is a source if `measure` asks for it or one of `prompts`, `request`, `device` and
-    `run` is given. A folder is measured as it runs by its certificate; a single file, a model with LoRAs
-    and a loaded pipeline run in fp32 a few times.
+    For a source or a pipeline, nothing is run: exponents come from bounds that hold for every prompt,
+    computed from the weights tensor by tensor, and the residual stream stays in fp32. It is measured if
+    `measure` asks for it or one of `prompts`, `request`, `device` and `run` is given. A folder is measured
+    as it runs by its certificate; a single file, a model with LoRAs and what is loaded run in fp32 a few
+    times.
 
     Args:
         pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
             Diffusers pipeline, or another program as `guard` takes it, is left as it was.
-        measure: True measures a source, too: `"auto"` takes bounds for every input where they cost nothing,
-            `"bound"` where it can, `"measured"` none. True is `"auto"` for a source, and `"measured"` for
-            what is loaded. False measures nothing: a program that is no pipeline is certified from its
-            weights, for the first call that `run` makes of each of its components, where the run is
-            stopped; such a plan is kept.
+        measure: True measures a source or pipeline, too: `"auto"` takes bounds for every input where they
+            cost nothing, `"bound"` where it can, `"measured"` none. True is `"auto"` for a source, and
+            `"measured"` for what is loaded. False measures nothing: a program that is no pipeline is
+            certified from its weights, for the first call that `run` makes of each of its components,
+            where the run is stopped; such a plan is kept.
         prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
             call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
             file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
             a single one the inner table.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
-            allows it, beside fp16 matrix products, and is the default; `native` leaves it.
+            allows it, beside fp16 matrix products; `native` leaves it, and is the default for a program
+            that is no pipeline and is measured.
         request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
             leaves the model's defaults, and draws what the pipeline cannot do without.
         device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds the
@@ -79,16 +77,17 @@ def make_plan(
     each prompt, and for each component about as many forwards in fp32 as calls were kept; its weights are
     in fp32 layer by layer if all of them do not fit.
     """
-    is_source = isinstance(pipe_or_source, (str, Path, Source))
+    check_function("make_plan(progress=...)", progress, "progress=print", 4)
+    check_function("make_plan(run=...)", run, "run=lambda: model(x)")
+    is_source, stream = isinstance(pipe_or_source, (str, Path, Source)), residual or "fp32"
     if measure is None:
-        measure = not is_source or prompts != () or not (request is device is run is None)
+        is_asked = prompts != () or not (request is device is run is None)
+        measure = is_asked or not (is_source or runs_by_call(pipe_or_source))
     if is_source and not measure:
-        kept, residual = Scope(keeps=True), residual or "fp32"
-        return certify_plan(pipe_or_source, residual=residual, progress=progress, scope=kept)
+        kept = Scope(keeps=True)
+        return certify_plan(pipe_or_source, residual=stream, progress=progress, scope=kept)
     if not measure:
-        if run is None:
-            raise explain_run("Nothing says how the program is called.", "make_plan")
-        return certify_program(pipe_or_source, run, progress=progress)
+        return certify_program(pipe_or_source, run, residual=stream, progress=progress)
     return measure_plan(
         SafeSource(pipe_or_source, run_certified) if is_source else pipe_or_source,
         prompts=prompts,
@@ -136,13 +135,15 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
         stopdown.fp16(pipe)
         stopdown.fp16(model, x, timestep=t)
 
-    Components that cannot run in fp16 stay in another precision, and a warning says why.
+    A pipeline's exponents come from bounds computed from its weights, and nothing is run; those of a module
+    come from the example. Components that cannot run in fp16 stay in another precision, and a warning says
+    why.
 
     Args:
         program: a Diffusers pipeline; or a module, or another program as `guard` takes it that can be
             called. Its weights are in fp32 or as they are stored.
         *args, **kwargs: an example of its call, with values as they will be; floating tensors in
-            fp32. A pipeline needs none: prompts of our own are measured then.
+            fp32. A pipeline needs none; sizes are its defaults then.
 
     Returns:
         The guard: `.record`, `.repairs`, `.plan`, and `.remove()`, which restores every bit.
@@ -151,13 +152,12 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
         OptionError: there is no example, or the program cannot be called with it.
         InputError: the program holds no module.
 
-    Cost: as `measure_plan`; a copy of the weights is kept for as long as it is on.
+    Cost: as `certify_program`, of a module as `measure_plan`; a copy of the weights is kept for as long as
+    it is on.
     """
     find_components(program)  # refuses what holds no module, and names
     if runs_by_call(program):
-        plan = measure_plan(
-            program, prompts=[_bind(program, args, kwargs)] if args or kwargs else ()
-        )
+        plan = certify_program(program, arguments=_bind(program, args, kwargs))
     else:
         if not args and not kwargs:
             raise OptionError(
