@@ -1,10 +1,10 @@
 """`stopdown generate MODEL PROMPT` without options, at full size, on a device smaller than the weights.
 
 A folder with the real configurations of a checkpoint is written, every component at its full size, weights
-in bf16 drawn as in `full_size_runs.py`. Then the command's own function runs twice, each time in a process
-of its own: the first makes its plan, the second takes the kept one. The accelerator is simulated, as in
-tests, has no bf16 and a limit of its memory; it computes on this machine's processor. The size of the
-video is small, because the processor is slow; weights are not.
+in bf16 drawn as in `full_size_runs.py`. It is certified by itself first. Then the command's own function
+runs twice: the first run makes its plan, the second takes the kept one. Each has a process of its own. The
+accelerator is simulated, as in tests, has no bf16 and a limit of its memory; it computes on this machine's
+processor. The size of the video is small, because the processor is slow; weights are not.
 
 What is measured: anonymous memory of the process, and of the second one that plans, beside what is
 allocated on the device (both read every 20 ms), bytes in the folder for temporary files, and the time of
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "SVD-XT": {"frames": 2, "height": 128, "width": 128},
 }
 LARGE = ("transformer", "text_encoder", "unet")
+STAGES = ("certificate", "first run", "second run")
+"""Each in a process of its own. The first makes the plan alone, without a simulated device around it, which
+slows it down; the first run makes it again."""
 
 
 def write_model(name: str, folder: Path, *, device: str = "cpu", layers: int = 0) -> int:
@@ -145,13 +149,13 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
             )
             return func(*wide[0], **wide[1]).half()
 
-    certify = plan_choice.certify_plan
+    certify_plan = plan_choice.certify_plan
 
     def certify_plainly(*args: Any, **kwargs: Any) -> Any:
         with torch.overrides._pop_mode_temporarily() as mode:  # planning multiplies nothing in fp16
             if not isinstance(mode, WideProducts):
                 raise RuntimeError(f"{mode} is on top of what sums products in fp32.")
-            return certify(*args, **kwargs)
+            return certify_plan(*args, **kwargs)
 
     plan_choice.certify_plan = certify_plainly
     temporary = Path(tempfile.gettempdir())
@@ -192,19 +196,33 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
     }
 
 
+def certify(folder: Path) -> dict[str, Any]:
+    """Make the plan of the whole model from its weights, in this process and its second one."""
+    from stopdown import make_plan
+
+    begun = time.perf_counter()
+    plan = make_plan(folder / "model")
+    mine, others = (resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return {
+        "elapsed_s": round(time.perf_counter() - begun, 1),
+        "cpu_s": [round(x.ru_utime + x.ru_stime, 1) for x in (mine, others)],
+        "values": {x.component: [x.in_force.bounded, x.in_force.values] for x in plan.components},
+    }
+
+
 def main() -> None:
-    """Write the model, run twice, and store the rows."""
+    """Write the model, certify it, run it twice, and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=sorted(REQUESTS))
     parser.add_argument("--device", type=float, default=15.0, help="GiB that the device has")
     parser.add_argument("--host", type=float, default=12.0, help="GiB that are free on the host")
     parser.add_argument("--folder", type=Path, help="where the model is written, and kept")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        made = run(
-            options.model, options.folder, int(options.device * GIB), int(options.host * GIB)
-        )
+        sizes = int(options.device * GIB), int(options.host * GIB)
+        is_run = options.inside != STAGES[0]
+        made = run(options.model, options.folder, *sizes) if is_run else certify(options.folder)
         print("ROW " + json.dumps(made), flush=True)
         return
     from stopdown.devices.environment import describe_machine
@@ -216,14 +234,15 @@ def main() -> None:
     print(f"written in {time.perf_counter() - begun:.0f} s", flush=True)
     for name in ("device", "cache", "temporary"):
         (folder / name).mkdir(exist_ok=True)
-    shutil.rmtree(folder / "cache" / "plans", ignore_errors=True)
     rows = {}
-    for stage in ("first run", "second run"):
+    for stage in STAGES:
+        if stage != STAGES[-1]:
+            shutil.rmtree(folder / "cache" / "plans", ignore_errors=True)
         environment = {
             **os.environ, "TMPDIR": str(folder / "temporary"), "STOPDOWN_CACHE": str(folder / "cache"),
-            "MALLOC_MMAP_THRESHOLD_": "65536",
+            **({} if stage == STAGES[0] else {"MALLOC_MMAP_THRESHOLD_": "65536"}),
         }  # fmt: skip
-        command = [sys.executable, __file__, options.model, "--inside", "--folder", str(folder),
+        command = [sys.executable, __file__, options.model, "--inside", stage, "--folder", str(folder),
                    "--device", str(options.device), "--host", str(options.host)]  # fmt: skip
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         found = [x for x in done.stdout.splitlines() if x.startswith("ROW ")]
