@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--device", type=float, default=15.0, help="GiB that the device has")
     parser.add_argument("--host", type=float, default=12.0, help="GiB that are free on the host")
     parser.add_argument("--folder", type=Path, help="where the model is written, and kept")
+    parser.add_argument("--stages", nargs="*", default=STAGES, choices=STAGES)
     parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -235,7 +236,7 @@ def main() -> None:
     for name in ("device", "cache", "temporary"):
         (folder / name).mkdir(exist_ok=True)
     rows = {}
-    for stage in STAGES:
+    for stage in options.stages:
         if stage != STAGES[-1]:
             shutil.rmtree(folder / "cache" / "plans", ignore_errors=True)
         environment = {
@@ -251,7 +252,8 @@ def main() -> None:
     path = RESULTS / "default_run.json"
     stored = json.loads(path.read_text())["rows"] if path.exists() else {}
     key = f"{options.model}, {options.device:g} GiB"
-    stored[key] = {"weights_bytes": weights, "host_limit_gib": options.host, **rows}
+    before = stored.get(key, {}) if set(options.stages) != set(STAGES) else {}
+    stored[key] = {**before, "weights_bytes": weights, "host_limit_gib": options.host, **rows}
     report = {"command": "python benchmarks/default_run.py MODEL --device GIB",
               "machine": describe_machine(), "rows": stored}  # fmt: skip
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -11,9 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import stopdown
+from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.testing import make_pipeline
+from stopdown.scaling.trial import WideProducts
+from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 
 class Loud(nn.Module):
@@ -59,19 +61,26 @@ def test_keywords_belong_to_the_example() -> None:
     handle.remove()
 
 
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in PIPELINE_NAMES if x not in ("sd", "wan")]
+
+
 @pytest.mark.filterwarnings("ignore:.* not certified")
-def test_a_pipeline_runs_in_fp16_by_one_line() -> None:
-    """Its UNet overflows in plain fp16; by the example of a call it needs no repair."""
-    pipe = make_pipeline("sd", overflow="unet")
+@pytest.mark.parametrize("name", ["sd", "wan", *SLOW])
+def test_a_pipeline_runs_in_fp16_by_one_line(name: str) -> None:
+    """Its denoiser overflows in plain fp16; by the example of a call it needs no repair."""
+    pipe = make_pipeline(name, overflow=name_denoiser(name))
     pipe.set_progress_bar_config(disable=True)
-    call = {"height": 32, "width": 32, "num_inference_steps": 2}
-    handle = stopdown.fp16(pipe, "a cat", **call)
-    assert pipe.unet.dtype == torch.float16
-    frames = pipe("a cat", **call, output_type="np").images
-    assert np.isfinite(frames).all()
+    denoiser = getattr(pipe, name_denoiser(name))
+    expected = call_pipeline(pipe, name)
+    handle = stopdown.fp16(pipe, **{**CALLS[name], "num_inference_steps": 2})
+    assert {x.precision for x in handle.plan.components} == {"fp16"}
+    assert torch.float16 in {x.dtype for x in denoiser.parameters()}
+    with WideProducts():
+        found = call_pipeline(pipe, name)
+    assert np.abs(found - expected).mean() < 0.01
     assert handle.repairs == ()
     handle.remove()
-    assert pipe.unet.dtype == torch.float32
+    assert {x.dtype for x in denoiser.parameters()} == {torch.float32}
 
 
 def test_a_pipeline_is_planned_from_its_weights(

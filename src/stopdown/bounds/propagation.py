@@ -291,10 +291,8 @@ class Propagation(KnownValues):
             self.found.scores[place] = max(
                 self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
             )
-        if has_known_size(node) and 0 in shape_of(
-            node
-        ):  # as what an encoder keeps of too few frames
-            self._keep(node, uniform(0.0, shape_of(node)))
+        if has_known_size(node) and 0 in shape_of(node):
+            self._keep(node, uniform(0.0, shape_of(node)))  # as what is kept of too few frames
             return
         is_sized = all(map(has_known_size, (node, *node.all_input_nodes)))
         try:
