@@ -183,16 +183,6 @@ def test_auto_keeps_the_bits_of_a_table() -> None:
     assert chosen([-12, -10, -9, -6], free=False) == (-12, True)
 
 
-@pytest.mark.parametrize(("fold", "is_taken"), [(-9, True), (-16, False)])
-def test_auto_keeps_the_bits_of_values(fold: int, is_taken: bool) -> None:
-    """A layer reads rows of size 1: at 2**-16 they are subnormal, and no weight shows that."""
-    module, given = nn.Linear(4, 4, bias=False), (torch.ones(2, 4),)
-    measured = measure_call(module, given, {}, dtype=torch.float16)
-    best = replace(find_scaling(module, [measured]), exponents={})
-    found = replace(best, layers={"": (fold, 0)})
-    assert is_free(found, best, [measured]) == is_taken
-
-
 def test_bounds_that_fit_measured_exponents_certify(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where bounds would cost something, exponents are the measured ones; bounds that fit them count."""
     monkeypatch.setattr(search, "is_free", lambda *_, **__: False)

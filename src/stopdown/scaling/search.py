@@ -30,8 +30,8 @@ from stopdown.bounds.known_values import Load
 from stopdown.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError, ScalingError, TrialError
-from stopdown.fold_names import read_clamp, split_name
-from stopdown.graph.capture import Capture, module_path
+from stopdown.fold_names import read_clamp
+from stopdown.graph.capture import Capture
 from stopdown.graph.nodes import arguments, is_kind, strip_casts
 from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import FP16
@@ -86,16 +86,12 @@ FEW_MODULES = 100
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
 """How much looser than measured a bound may be, tried one after the other."""
 
-LOW_BITS = -12.0
-"""A weight or value of typical size below two to this loses bits in fp16."""
+LOW_WEIGHT_BITS = -12.0
+"""A weight of typical size below this loses bits in fp16."""
 
 MORE_STRAIN_BITS = 0.05
 """What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
 the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
-
-MORE_VALUE_BITS = 0.05
-"""The same of the values that layers read and give, in the mean over the layers. A T5 whose gated layers
-read rows of a norm at 2**-13 is 38 % further from fp32."""
 
 MORE_TABLE_BITS = 1.0
 """The same of one table of embeddings, which all later values rest on: a T5 whose table is stored with
@@ -479,16 +475,14 @@ def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> 
 
 
 def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """No more in fp32, a multiply more at most, about as many bits lost, a bit to spare."""
+    """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
-    of_values = _measure_values(found, calls) - _measure_values(best, calls)
     of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
     return (
         _is_as_narrow(found, best)
         and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
         and read_headroom(found) >= min(ASKED_BITS, read_headroom(best))
         and more <= MORE_STRAIN_BITS
-        and of_values <= MORE_VALUE_BITS
         and of_tables <= MORE_TABLE_BITS
     )
 
@@ -512,23 +506,6 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     return sum(lost) / max(len(lost), 1)
 
 
-def _measure_values(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Bits by which the typical sizes of what layers read and give lie too low, in the mean."""
-    ends = dict[str, list[tuple[int, int]]]()
-    for name, pair in scaling.layers.items():
-        ends.setdefault(split_name(name)[0], []).append(pair)
-    lost = list[float]()
-    for call in calls:
-        for node in call.capture.graph.graph.nodes:
-            if is_kind(node, "linear", "convolution"):
-                for number, value in enumerate((node.args[0], node)):
-                    sizes = [x.rms for x in call.ranges.get(value.name, ()) if x.rms > 0]
-                    fold = min((x[number] for x in ends.get(module_path(node), ())), default=0)
-                    low = LOW_BITS - fold - log2_of(min(sizes)) if sizes and fold else 0.0
-                    lost.append(max(0.0, low))
-    return sum(lost) / max(len(lost), 1)
-
-
 def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     """Bits by which the typical sizes of a table of embeddings lie too low, at most."""
     tables = [
@@ -546,7 +523,7 @@ def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
     folds = _list_folds(scaling, call.capture.parameters[node])
     if not sizes or not folds:
         return 0.0
-    return max(0.0, LOW_BITS - min(folds) - log2_of(min(sizes)))
+    return max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
 
 
 # calls of a module
