@@ -205,6 +205,7 @@ def test_a_pipeline_is_loaded_by_a_plan(
     assert guarded.repairs == pipe.stopdown_guard.repairs == ()
 
 
+@pytest.mark.filterwarnings("ignore:.* not certified")
 def test_a_guarded_pipeline_is_planned_checked_and_compared(save_tiny: SaveTiny) -> None:
     """The guard of `load` is in nobody's way: plans are made, put on and taken off below it."""
     pipe = stopdown.load(save_tiny("sd"), precision="fp32", device="cpu")

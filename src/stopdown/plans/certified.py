@@ -34,6 +34,7 @@ from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, 
 from stopdown.bounds.known_values import Load
 from stopdown.bounds.near_weights import bring_home, bring_near
 from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call_interception import bared
 from stopdown.component_calls.components import (
     explain_run,
     find_component,
@@ -253,9 +254,9 @@ def certify_program(
         else:
             is_here = all(x.device.type in ("cpu", "meta") for x in tensors.values())
             here, made = module if is_here else copy_to_host(module), calls.get(name, [])
-            components.append(
-                _plan_component(context, name, here, load, made, hands_over=hands_over)
-            )
+            with bared(here):  # a guard may be on it
+                planned = _plan_component(context, name, here, load, made, hands_over=hands_over)
+            components.append(planned)
     identity = type(program).__name__, key, type(program).__name__
     plan = seal_made(identity, components, started, choose_device("cpu"))
     keep_plan(plan)
