@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
@@ -101,19 +103,10 @@ class Watch:
 def read_anonymous() -> int:
     """Bytes of the memory of this process, and of those that it began, that belong to no file."""
     found = 0
-    for number in ("self", *_list_children()):
+    for number in ("self", *(x.pid for x in psutil.Process().children())):
         with contextlib.suppress(OSError, StopIteration):  # it may have ended
             lines = Path(f"/proc/{number}/status").read_text().splitlines()
             found += 1024 * int(next(x for x in lines if x.startswith("RssAnon")).split()[1])
-    return found
-
-
-def _list_children() -> list[str]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    found = list[str]()
-    for task in tasks:
-        with contextlib.suppress(OSError):
-            found += task.read_text().split()
     return found
 
 
@@ -252,8 +245,8 @@ def main() -> None:
     path = RESULTS / "default_run.json"
     stored = json.loads(path.read_text())["rows"] if path.exists() else {}
     key = f"{options.model}, {options.device:g} GiB"
-    before = stored.get(key, {}) if set(options.stages) != set(STAGES) else {}
-    stored[key] = {**before, "weights_bytes": weights, "host_limit_gib": options.host, **rows}
+    others = {"weights_bytes": weights, "host_limit_gib": options.host}
+    stored[key] = {**stored.get(key, {}), **others, **rows}
     report = {"command": "python benchmarks/default_run.py MODEL --device GIB",
               "machine": describe_machine(), "rows": stored}  # fmt: skip
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -744,7 +744,7 @@ def write_tables(report: dict[str, Any]) -> None:
     lines = [
         "# Checkpoints of full size, run",
         "",
-        f"`{report['command']}` on {machine['cpu']}, {machine['cores']} cores, one thread,",
+        f"`{report['command']}` on {machine['cpu']}, {machine['cores']} cores, one or two threads,",
         "beside other work: seconds say little. Every layer of the named component has its full width,",
         "weights are drawn and stored in bf16, the other components are tiny. Two steps, no guidance:",
         "CogVideoX, T5, Wan and LTX for nine frames of 64 x 64 pixels, SVD-XT for two frames of 128 x 128,",

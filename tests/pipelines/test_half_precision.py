@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import stopdown
 from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown.plans.weight_fingerprints import sample_weights
+from stopdown.runtime import plan_maker
 from stopdown.scaling.trial import WideProducts
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
@@ -109,6 +111,20 @@ def test_a_pipeline_is_planned_from_its_weights(
     assert "transformer" in streams
     with stopdown.fp16(pipe) as guarded:
         assert guarded.plan == plan
+
+
+def test_a_pipeline_needs_no_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one whose call has arguments without defaults, such as a picture."""
+    given = list[Any]()
+
+    def note(program: Any, *, arguments: dict[str, Any]) -> Any:
+        given.append(arguments)
+        raise stopdown.StopdownError("That was all.")
+
+    monkeypatch.setattr(plan_maker, "certify_program", note)
+    with pytest.raises(stopdown.StopdownError, match="That was all"):
+        stopdown.fp16(make_pipeline("svd"))
+    assert given == [{}]
 
 
 def test_what_stays_in_another_precision_is_said() -> None:

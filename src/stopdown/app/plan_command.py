@@ -77,7 +77,8 @@ class PlanOptions(PlanRunOptions, ModelOptions):
         Literal["native", "fp32"] | None,
         typer.Option(
             help="Precision of the residual stream. native: as the model has it. fp32: sums and "
-            "norms in fp32, which is more precise, and the default."
+            "norms in fp32, which is more precise. By default fp32, and native for a measured file "
+            "with a single component."
         ),
     ] = None
     ranges: Annotated[

@@ -223,9 +223,10 @@ def certify_program(
     Cost: captures of seconds, and one pass over the weights, the first time.
     """
     started, unseen, stream = time.perf_counter(), "", check_residual(residual)
+    hands_over = False
     if runs_by_call(program):
         calls, unseen = list_pipeline_calls(program, arguments or {})
-        modules = find_components(program)
+        hands_over, modules = _hands_over(calls), find_components(program)
     elif run is None:
         raise explain_run("Nothing says how the program is called.", "make_plan")
     else:
@@ -234,7 +235,6 @@ def certify_program(
         modules = {name: module for name, module in found.items() if module is not None}
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
-    hands_over = _hands_over(calls) if runs_by_call(program) else False
     known = [
         (sample_weights(module), _describe_code(module), _read_call_sizes(calls.get(name, [])))
         for name, module in modules.items()

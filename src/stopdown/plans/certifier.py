@@ -62,10 +62,8 @@ class Certifier:
         self._told: tuple[Any, ...] = ()
 
     def __enter__(self) -> Certifier:
-        is_program = getattr(
-            sys, "frozen", False
-        )  # another one begun from it would be all of it again
-        if not self._task["components"] or not sys.executable or is_program:
+        is_frozen = getattr(sys, "frozen", False)  # its executable is the whole program
+        if not self._task["components"] or not sys.executable or is_frozen:
             return self
         try:
             self._process = subprocess.Popen(
@@ -115,9 +113,8 @@ class Certifier:
         if self._process is None:
             return
         assert self._process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # unbuffered, so nothing is left to write at the end
+        # Unbuffered, so nothing is left to write when the pipe is closed.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{self._threads}\n".encode())
         while self._process.poll() is None:
             if progress is not None and self._told:

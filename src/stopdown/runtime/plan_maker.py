@@ -157,7 +157,8 @@ def fp16(program: Any, *args: Any, **kwargs: Any) -> Guard:
     """
     find_components(program)  # refuses what holds no module, and names
     if runs_by_call(program):
-        plan = certify_program(program, arguments=_bind(program, args, kwargs))
+        given = _bind(program, args, kwargs) if args or kwargs else {}
+        plan = certify_program(program, arguments=given)
     else:
         if not args and not kwargs:
             raise OptionError(

@@ -491,9 +491,7 @@ class CallWatch:
         whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
         short = cut_sizes(whole)
         for call in (short, whole) if short is not whole else (whole,):
-            with contextlib.suppress(
-                Exception
-            ):  # whatever a model's code does, or with fewer values
+            with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
                 capture = Captures(torch.float16).take(call, scaling.stream)
                 return find_ends(part, scaling, capture, *call[1:])
         return None  # nothing is known of such calls
