@@ -121,6 +121,19 @@ def test_a_process_that_fails_costs_nothing_but_time(
     assert torch.get_num_threads() == 2
 
 
+def test_threads_of_a_process_that_ended_are_taken(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
+) -> None:
+    """At the next weight that is loaded, and not only at the end."""
+    monkeypatch.setattr(certifier, "PROGRAM", "stopdown.no_program")
+    source = resolve_source(certified[0])
+    with certifier.Certifier(source, ["vae"], "fp32", shares=True) as beside:
+        load = beside.beside(lambda name: torch.ones(torch.get_num_threads()))
+        assert torch.get_num_threads() == 1
+        beside._process.wait(timeout=60)
+        assert len(load("weight")) == 2
+
+
 @pytest.mark.parametrize(
     ("threads", "free_bytes", "small_bytes", "expected"),
     [
