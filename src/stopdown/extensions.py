@@ -15,8 +15,8 @@ from stopdown.errors import OptionError
 PACKAGES = (
     "bench",
     "export",
-    "quantised",
     "ranks",
+    "weight_files",
 )
 
 _COMMAND = "command "
