@@ -5,18 +5,22 @@ VENV ?= .venv
 OUT ?= out
 JOBS ?= 2
 BIN := $(VENV)/bin
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, which would compile all of it again
 
-.PHONY: demo test slow trained gpu check docs clean
+.PHONY: demo test thorough slow trained gpu check docs clean
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
 	$(BIN)/stopdown generate shapes "a red circle moving left on a grey background" \
 		--steps 20 --force -o $(OUT)/demo.mp4
 
-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: $(VENV)/installed-dev # what takes less than a second, and a few that take more
+	$(TESTS) -m "not thorough and not slow and not trained"
+
+thorough: $(VENV)/installed-dev # the rest; CI runs both
+	$(TESTS) -m "thorough and not slow and not trained"
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +45,22 @@ LONGEST = (
 """Files that begin first: with one file a worker the last one to begin decides when all is over."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, in the order above; `--no-loadscope-reorder` keeps it.
 
-    Tests that take minutes have no limit of time: they would fail on a machine that is slow or busy.
+    Tests that take minutes have no limit of time: they would fail on a machine that is slow or busy. Of
+    a function with `default_rows(n)` the rows after the first n are `thorough`.
     """
+    rows = Counter[tuple[Path, str]]()
     for item in items:
         if any(map(item.get_closest_marker, ("slow", "trained"))):
             item.add_marker(pytest.mark.timeout(0), append=False)
+        elif kept := item.get_closest_marker("default_rows"):
+            function = item.path, item.nodeid.partition("[")[0]
+            rows[function] += 1
+            if rows[function] > kept.args[0]:
+                item.add_marker(pytest.mark.thorough)
     root = Path(__file__).parent
     ranks = {root / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))

@@ -410,6 +410,7 @@ def test_what_packages_offer_is_there() -> None:
         }, place
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_beside_the_core_can_be_deleted(name: str, tmp_path: Path) -> None:
     """Its folder and its line in `extensions`; what is left finds all that it imports, and shows help."""

@@ -71,6 +71,7 @@ def _install(python: Path, what: Path, cwd: Path) -> None:
     _run(sys.executable, "-m", "pip", "--python", python, "install", *options, what, cwd=cwd)
 
 
+@pytest.mark.thorough
 def test_both_archives_are_in_order(built: Path) -> None:
     """There is a wheel and an sdist, and twine has nothing against them or their description."""
     found = sorted(built.iterdir())
@@ -80,6 +81,7 @@ def test_both_archives_are_in_order(built: Path) -> None:
     assert said.count("PASSED") == 2
 
 
+@pytest.mark.thorough
 def test_the_wheel_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """The installed wheel has every file of the package, and makes a video from its own model."""
     python = _make_environment(tmp_path / "environment")

@@ -128,6 +128,7 @@ def test_a_run_prints_a_card(run: Any, save_tiny: SaveTiny, here: Path) -> None:
     assert len(read_video(here / "clip.mp4")) == 9
 
 
+@pytest.mark.thorough
 def test_a_process_of_its_own_keeps_its_streams_clean(save_tiny: SaveTiny, here: Path) -> None:
     """With --json stdout is one JSON record and stderr is empty, whatever the libraries remark.
 
@@ -170,6 +171,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveTiny) -> None:
     """Without --on-fault an overflow is repaired: exit 0, one sentence on stderr, a line on the card."""
     source = save_tiny("cogvideox", overflow="transformer")
@@ -250,6 +252,7 @@ def test_an_input_is_not_replaced(refuse: Any, save_tiny: SaveTiny, here: Path) 
     )
 
 
+@pytest.mark.thorough
 def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here: Path) -> None:
     """Without -o the second video has the next number and its own record; --force replaces both."""
     source = save_tiny("cogvideox")
@@ -334,6 +337,7 @@ def test_an_error_as_json(run: Any) -> None:
 # Ctrl-C
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
     """In the middle of denoising: exit 130, how to go on, nothing left; until then a display."""
     pty = pytest.importorskip("pty")
@@ -575,6 +579,7 @@ def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     return folder, write_plan(plan_plainly("sd", folder), here / "plan.json")
 
 
+@pytest.mark.thorough
 def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
     """Exit 0: a line for each component and how to load it on stdout, nothing on stderr."""
     folder, plan = plain_plan
@@ -619,6 +624,7 @@ def test_run_keeps_what_is_the_scripts_own(run: Any, here: Path) -> None:
     assert (record["kind"], record["exit_code"], record["runs"]) == ("script", 5, [])
 
 
+@pytest.mark.thorough
 def test_run_says_what_was_repaired(run: Any, save_tiny: SaveTiny, here: Path) -> None:
     """A pipeline that overflows: a sentence when it is repaired, and a line at the end."""
     folder = save_tiny("cogview3plus", overflow="vae")
@@ -655,6 +661,7 @@ def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
     assert "profile" not in err
 
 
+@pytest.mark.thorough
 def test_a_forecast_takes_no_more_than_the_card_has(run: Any) -> None:
     """A limit beyond the card's memory is that of the card, and that is said."""
     code, out, err = run("fit", "shapes", "--device", "t4", "--memory", "64GiB", "--json")

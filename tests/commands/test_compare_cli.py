@@ -29,6 +29,7 @@ def run(
     return run
 
 
+@pytest.mark.thorough
 def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path) -> None:
     """A comparison by component ends with 1 for its bad line, with both files and no cells left."""
     folder = save_tiny("cogvideox", "fp32")

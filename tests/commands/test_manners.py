@@ -303,6 +303,7 @@ def is_command(place: Path) -> bool:
     return place.stem.endswith("_command")
 
 
+@pytest.mark.thorough
 def test_the_package_names_no_flag() -> None:
     """Below the command line no text says `--flag`: from Python there is none. Whole commands may."""
     package = Path(stopdown.__file__).parent
@@ -361,6 +362,7 @@ def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
         list_runs(GenerateOptions("shapes", "a", num=0))
 
 
+@pytest.mark.thorough
 def test_several_runs_load_the_model_once(
     run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +486,7 @@ def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any)
     assert "has no weights of the variant bf16. A file of it is named like" in err
 
 
+@pytest.mark.thorough
 def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
     """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
     code, out, _ = run("check", "shapes", "--device", "v100")
@@ -515,6 +518,7 @@ def test_a_check_names_missing_weights_first(save_tiny: SaveTiny, tmp_path: Path
 # Sizes
 
 
+@pytest.mark.thorough
 def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveTiny) -> None:
     """On a device of 64 MiB 9 frames of 512x512 are refused before weights are loaded."""
     from stopdown.app.size_limits import refuse_too_large

@@ -206,6 +206,7 @@ def test_a_working_folder_that_is_gone(
     assert run("--version")[0] == 0
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_told_before_pytorch_is_imported(here: Path) -> None:
     """All of them in one fresh process: none loads torch, which takes seconds, to list devices aside."""
     script = (

@@ -89,6 +89,7 @@ def visit(browser: Any, address: Path) -> Iterator[Visit]:
     page.close()
 
 
+@pytest.mark.thorough
 def test_the_page_opens_without_errors_and_requests(visit: Visit, address: Path) -> None:
     """Nothing is said on the console, and nothing but the file itself is asked for."""
     visit.page.wait_for_timeout(300)
@@ -97,6 +98,7 @@ def test_the_page_opens_without_errors_and_requests(visit: Visit, address: Path)
     assert visit.page.locator(".tile").count() == len(NAMES)
 
 
+@pytest.mark.thorough
 def test_the_player_works_by_mouse(visit: Visit) -> None:
     """Play moves all clips on and pauses again; the frame slider goes where it is clicked."""
     play, page = visit.page.locator("#play"), visit.page
@@ -206,6 +208,7 @@ def test_every_control_has_a_name(visit: Visit) -> None:
     assert unnamed == []
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_run_opens(browser: Any, tmp_path: Path) -> None:
     """A report of generate asks for nothing and says nothing either."""
     path = tmp_path / "run.html"

@@ -24,6 +24,8 @@ from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.records import read_record
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 QUICK = ("fp32", "fp16", "rescaled", "guarded", "offloaded", "sums in fp16")
 

@@ -18,7 +18,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.frames.media import read_image
 from stopdown.records import RunRecord
 
-pytestmark = pytest.mark.usefixtures("known_speed")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("known_speed")]
 
 
 def make(folder: Path, output: Path, **options: Any) -> RunRecord:

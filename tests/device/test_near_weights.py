@@ -33,6 +33,7 @@ PROBE_BYTES = 2 * 256 * near_weights.TERMS * 4
 """Of what a device is asked to multiply first."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make", [make_transformer, pytest.param(make_encoder, marks=pytest.mark.slow)]
 )
@@ -59,6 +60,7 @@ def plan_there() -> Any:
     return made.in_force
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("room", "brought"), [(2**20, 0), (2**21 + 2**19, 2**21)])
 def test_a_device_without_memory(room: int, brought: int, simulated: Simulated) -> None:
     """Where a weight does not fit, or no product of it, the processor does the work."""
@@ -114,6 +116,7 @@ class Tabled(torch.nn.Module):
         return self.linear(hidden_states * self.table)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["CogVideoX rotary", "Qwen-Image", "table"])
 def test_a_module_on_a_device_is_certified(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -132,6 +135,7 @@ def test_a_module_on_a_device_is_certified(
     assert entry.in_force.bounded > 0.9 * entry.in_force.values
 
 
+@pytest.mark.thorough
 def test_bounds_beside_what_was_measured_on_a_device(simulated: Simulated) -> None:
     """Weights in fp32 on the device; each value that was measured has its bound beside it."""
     simulated.act_as("cuda")
@@ -143,6 +147,7 @@ def test_bounds_beside_what_was_measured_on_a_device(simulated: Simulated) -> No
     assert entry.in_force.bounded == entry.in_force.values > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cogvideox", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_a_pipeline_is_measured_on_a_device(
     name: str, save_tiny: Any, simulated: Simulated

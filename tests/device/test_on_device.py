@@ -66,6 +66,7 @@ def test_a_guarded_run_is_that_of_the_cpu(name: str, simulated: Simulated) -> No
     assert handle.repairs == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["nan", "range", "clamp"])
 def test_faults_are_repaired_on_the_device(kind: Any, simulated: Simulated) -> None:
     """A fault that passes is computed again, one of range is scaled; nothing leaves the device."""
@@ -82,6 +83,7 @@ def test_faults_are_repaired_on_the_device(kind: Any, simulated: Simulated) -> N
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", [KIND, "cpu"])
 def test_a_journal_goes_on_on_the_device(where: str, simulated: Simulated, tmp_path: Path) -> None:
     """What a journal answers is on the device; the rest is the same bits, also of drawn noise."""
@@ -154,6 +156,7 @@ def run_offloaded(fit: Fit, placement: Placement, device: str) -> None:
     assert list_devices_of(pipe) == {"cpu"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_placement_stays_within_its_prediction(
     placement: Placement, fit_sd: Fit, simulated: Simulated

@@ -14,6 +14,8 @@ import stopdown
 from device.simulated_device import KIND, Simulated
 from models.pipeline_calls import call_pipeline
 
+pytestmark = pytest.mark.thorough
+
 HOST = torch.device("cpu")
 
 

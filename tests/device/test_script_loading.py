@@ -61,6 +61,7 @@ def v100(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     return simulated
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("v100")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_faults_are_prevented(
@@ -115,6 +116,7 @@ def test_a_card_with_fast_bf16_leaves_loads_alone(
     assert (said, capsys.readouterr().out) == ([], "None\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("v100")
 def test_one_model_of_a_pipeline_gets_a_plan(
     run: Run, save_tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def list_needed(command: str) -> list[tuple[str, int]]:
     return [run for run, written in outputs.items() if set(written) & read]
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.timeout(1200)  # half a minute of a quiet processor for a plan; a busy one is no fault
 @pytest.mark.parametrize(("command", "expected"), [mark_long(run) for run in RUNS])
 def test_commands_run(
@@ -126,6 +127,7 @@ def test_commands_run(
     check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning")  # how a guard reports a repair
 @pytest.mark.parametrize(
     "page",

@@ -49,6 +49,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
     return figures
 
 
+@pytest.mark.thorough
 def test_every_public_name_has_its_place(site: Path) -> None:
     """The Python reference documents each name of `stopdown.__all__`, and other pages can point at it."""
     from mkdocstrings import Inventory
@@ -58,6 +59,7 @@ def test_every_public_name_has_its_place(site: Path) -> None:
     assert [name for name in stopdown.__all__ if f"stopdown.{name}" not in known] == []
 
 
+@pytest.mark.thorough
 def test_every_attribute_has_its_own_line(site: Path) -> None:
     """No docstring names two parameters or attributes before one colon: that reads as a name and a type."""
     page = (site / "api.html").read_text(encoding="utf-8")
@@ -66,6 +68,7 @@ def test_every_attribute_has_its_own_line(site: Path) -> None:
     assert [name for name in names if name.endswith(",")] == []
 
 
+@pytest.mark.thorough
 def test_every_command_and_flag_has_its_place(site: Path) -> None:
     """The reference of the command line is made of the commands: each of them, each option."""
     import typer
@@ -151,6 +154,7 @@ def test_no_line_of_text_begins_with_a_figure(figures: Any) -> None:
     assert [line for line in marked if not re.fullmatch(r"<!-- [^>]* -->", line)] == []
 
 
+@pytest.mark.thorough
 def test_no_placeholder_is_left(site: Path) -> None:
     """Whatever is filled in while the site is built is filled in."""
     pages = list(site.glob("**/*.html"))
@@ -173,6 +177,7 @@ class _Addresses(html.parser.HTMLParser):
             self.found.append(str(given["href"]))
 
 
+@pytest.mark.thorough
 def test_pages_name_nothing_from_elsewhere(site: Path) -> None:
     """No page names a script, style, font or picture of another server."""
     reader = _Addresses()
@@ -199,6 +204,7 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 def test_a_browser_asks_for_nothing_else(site: Path, address: str) -> None:
     """In a real browser, wide and narrow, pages ask nobody else, say nothing and are not too wide."""

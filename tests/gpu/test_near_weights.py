@@ -16,7 +16,7 @@ from stopdown.bounds.row_sums import sum_rows
 from stopdown.bounds.singular_values import measure_sigma
 from stopdown.devices.environment import Device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.thorough, pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("make", [make_transformer, make_encoder])

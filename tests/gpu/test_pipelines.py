@@ -43,6 +43,7 @@ def test_a_guarded_run_has_the_same_bits(accelerator: Device) -> None:
     np.testing.assert_allclose(plain, expected, atol=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["nan", "range"])
 def test_faults_are_repaired(kind: Any, accelerator: Device) -> None:
     """NaN that passes is computed again, what leaves fp16 is scaled."""
@@ -56,6 +57,7 @@ def test_faults_are_repaired(kind: Any, accelerator: Device) -> None:
     assert len(handle.repairs) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_weights_wait_where_they_should(placement: Placement, accelerator: Device) -> None:
     """The picture is that of a run with everything on the device, and the peak is as predicted."""

@@ -59,6 +59,7 @@ def draw(folder: Path, name: str, precision: Any, device: str) -> Any:
     return pixels, repairs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CALLS)
 def test_fp16_is_nearer_than_bf16(
     name: str, accelerator: Device, save_tiny: Callable[..., Path]
@@ -76,6 +77,7 @@ def test_fp16_is_nearer_than_bf16(
     assert errors["fp16"] <= max(errors["bf16"], NEAR), errors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CALLS)
 def test_a_measured_plan_runs_there(
     name: str, accelerator: Device, save_tiny: Callable[..., Path]
@@ -98,6 +100,7 @@ def test_a_measured_plan_runs_there(
     assert error <= max(bf16, NEAR)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sd", "cogvideox", "flux", "wan"])
 def test_a_loaded_pipeline_is_brought_to_fp16_there(name: str, accelerator: Device) -> None:
     """One line for a pipeline that is on the device already."""
@@ -111,6 +114,7 @@ def test_a_loaded_pipeline_is_brought_to_fp16_there(name: str, accelerator: Devi
     assert measure(pixels, expected) <= NEAR
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sd", "cogvideox"])
 @pytest.mark.parametrize("memory", ["component", "leaf"])
 def test_weights_wait_on_a_small_device(

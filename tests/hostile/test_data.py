@@ -279,6 +279,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.default_rows(5)
 @run_rows(RECORDS, every=5)
 def test_a_record_that_is_none(row: Attack, tmp_path: Path) -> None:
     """It is named with what is wrong with it, and no page is written."""
@@ -538,6 +539,7 @@ def list_explained() -> Iterator[Attack]:
 EXPLAINED = list(list_explained())
 
 
+@pytest.mark.default_rows(5)
 @run_rows(EXPLAINED, every=3)
 def test_what_explain_is_given(row: Attack, tmp_path: Path) -> None:
     """A message or an answer, within a minute and a GiB, and nothing in a log is obeyed."""

@@ -11,6 +11,8 @@ import pytest
 from hostile.runner import Attack, copy_tiny, run_attack
 from pipelines.hub_server import HubServer
 
+pytestmark = pytest.mark.thorough
+
 CACHE = (".hf*", ".cache*")
 """What a download leaves: the client's own cache."""
 QUICK = {

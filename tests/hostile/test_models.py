@@ -153,6 +153,7 @@ PRODUCT = [
 SAMPLE = PRODUCT[::19]
 
 
+@pytest.mark.default_rows(5)
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.name)
 def test_a_json_file_that_cannot_be_read(row: Attack, tmp_path: Path) -> None:
     """It is named with what is wrong with it, by every command, and nothing is left."""
@@ -696,6 +697,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.default_rows(5)
 @pytest.mark.parametrize("row", [*EVERY[5::10], FORECASTS[1]], ids=lambda row: row.name)
 def test_a_model_that_asks_for_what_it_may_not(row: Attack, tmp_path: Path) -> None:
     """Classes, code, adapters and counts are refused by name before anything is built."""

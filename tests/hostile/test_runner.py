@@ -54,6 +54,7 @@ def test_another_code_and_another_message_are_caught(tmp_path: Path) -> None:
     assert "the message does not begin with 'This is right.'" in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_hang_is_ended(tmp_path: Path) -> None:
     """A sleeping child by the wall time, a busy one by its processor time."""
     with pytest.raises(AssertionError, match="ended by wall time"):

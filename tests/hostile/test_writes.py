@@ -311,6 +311,7 @@ def list_rows() -> Iterator[Any]:
             yield pytest.param(row, marks=() if is_default else pytest.mark.slow, id=row.name)
 
 
+@pytest.mark.default_rows(5)
 @pytest.mark.parametrize("row", list(list_rows()))
 def test_a_fault_while_writing_is_one_message(row: Attack, tmp_path: Path) -> None:
     """The exit code and the words of the row; what stood there stands there, and nothing half-written."""

@@ -282,6 +282,7 @@ def test_a_certificate_does_not_cover_a_lora(bare_plan: Plan, tmp_path: Path) ->
             call_transformer(pipe, torch.float16)
 
 
+@pytest.mark.thorough
 def test_a_run_puts_a_lora_on_a_plan_that_was_made_without(
     bare_plan: Plan, tmp_path: Path, save_tiny: Any, run: Any
 ) -> None:
@@ -339,6 +340,7 @@ def mark_rescaled(pipe: Any, folder: Path) -> None:
     pipe.transformer.register_to_config(_name_or_path=str(folder))
 
 
+@pytest.mark.thorough
 def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
     """`check` warns of rescaled weights, and calls an adapter on them wrong, naming it."""
     pipe = build()

@@ -152,6 +152,7 @@ def test_a_fault_that_stays_is_a_result(
     assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
 
 
+@pytest.mark.thorough
 def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> None:
     """A video is named from the place of the prompts; another video of this name is another item."""
     Path("items").mkdir()
@@ -273,6 +274,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert seen == [*PROMPTS.splitlines()[:2], *PROMPTS.splitlines()[1:]]
 
 
+@pytest.mark.thorough
 def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """By a plan that overflows the first item is repaired; the next ones are made by what that taught."""
     from test_repaired_plans import write_bare_plan
@@ -330,6 +332,7 @@ def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
 PICTURE = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
     """With --memory each item has the bits of generate within it, its strategy, and a hash of its own."""
@@ -372,6 +375,7 @@ def test_a_strategy_is_put_on_once_for_all_items(
     assert fitted == [(32, 32), (48, 32)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """As with generate: the same bits, recorded by the hash."""
@@ -405,6 +409,7 @@ def test_finished_items_are_known_in_each_format(run: Run, tiny: str) -> None:
     assert "0 made, 3 skipped" in run(*words)[1]
 
 
+@pytest.mark.thorough
 def test_nothing_left_to_do_is_answered_without_pytorch(
     run: Run, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +454,7 @@ def test_nothing_left_to_do_is_answered_without_pytorch(
     assert not is_answered()
 
 
+@pytest.mark.thorough
 def test_what_auto_decided_is_not_decided_again(
     run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

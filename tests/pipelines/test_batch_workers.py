@@ -86,6 +86,7 @@ def run_killed(
     raise AssertionError("the kills were never used up")
 
 
+@pytest.mark.thorough
 def test_processes_survive_kills(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     """Two processes; three kills of workers and drivers: each item once, with one process's bytes."""
     prompts, expected = write_prompts(tmp_path, 6), undisturbed

@@ -47,6 +47,7 @@ def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int
     return folder, certify_plan(folder, progress=lambda *said: told.append(said)), told
 
 
+@pytest.mark.thorough
 def test_an_interrupted_certificate_goes_on(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], monkeypatch: Any, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def _certify_here(folder: Path, monkeypatch: Any) -> tuple[Plan, dict[str, int]]
     return certify_plan(folder, scope=Scope(keeps=True)), here
 
 
+@pytest.mark.thorough
 def test_components_are_planned_beside_each_other(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
 ) -> None:
@@ -109,6 +111,7 @@ def test_components_are_planned_beside_each_other(
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.thorough
 def test_a_process_that_fails_costs_nothing_but_time(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
 ) -> None:
@@ -121,6 +124,7 @@ def test_a_process_that_fails_costs_nothing_but_time(
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.thorough
 def test_threads_of_a_process_that_ended_are_taken(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], several: None, monkeypatch: Any
 ) -> None:
@@ -154,6 +158,7 @@ def test_another_process_needs_a_thread_and_memory_and_has_much_to_do(
     assert certifier.choose_others({}) == certifier.choose_others({"a": 9 << 30}) == []
 
 
+@pytest.mark.thorough
 def test_a_transformer_is_certified_without_a_run(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
 ) -> None:
@@ -175,6 +180,7 @@ def test_a_transformer_is_certified_without_a_run(
     assert not certified[1].prompts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "limit"), [("Z-Image", 2.0**15), ("CogVideoX learned", 128.0)])
 def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> None:
     """An encoder that hands over hidden states may give whatever fp16 holds, if that costs nothing."""
@@ -187,6 +193,7 @@ def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> No
         assert found == [limit if hands_over else 128.0]
 
 
+@pytest.mark.thorough
 def test_progress_counts_tensors(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
 ) -> None:
@@ -196,6 +203,7 @@ def test_progress_counts_tensors(
     assert last["transformer"][0] == last["transformer"][1]
 
 
+@pytest.mark.thorough
 def test_tables_in_plain_attributes_have_their_values(tmp_path: Path) -> None:
     """Qwen-Image holds rotary frequencies outside of buffers; its transformer was left in fp32 for them."""
     module, [(_, args, kwargs)] = make_example("Qwen-Image")
@@ -221,6 +229,7 @@ def save_parts(folder: Path, transformer: torch.nn.Module) -> None:
     ).save_pretrained(folder)
 
 
+@pytest.mark.thorough
 def test_the_plan_fits_the_pipeline(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
 ) -> None:
@@ -246,6 +255,7 @@ def test_what_bounds_scale_far_down_is_said(exponent: int, residual: str, count:
     assert all("up to 2^15," in x and 'residual="fp32"' in x for x in said)
 
 
+@pytest.mark.thorough
 def test_a_certificate_with_an_fp32_residual_stream(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], tmp_path: Path
 ) -> None:
@@ -306,6 +316,7 @@ def test_only_fp16_is_certified(save_tiny: SaveTiny) -> None:
     assert caught.value.what == "A certificate for bf16 was requested."
 
 
+@pytest.mark.thorough
 def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny) -> None:
     """It is planned in what was asked for, without exponents; a name that there is not is refused."""
     folder = save_tiny("cogvideox")
@@ -319,6 +330,7 @@ def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny
         certify_plan(folder, precision="text=fp32")
 
 
+@pytest.mark.thorough
 def test_fp16_by_component_is_rescaled(save_tiny: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A component requested in fp16 gets its exponents; the others are as requested or as auto has them."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
@@ -349,6 +361,7 @@ def test_fp16_by_component_is_rescaled(save_tiny: Any, tmp_path: Path, monkeypat
     assert certified[2:] == ["fp16"]
 
 
+@pytest.mark.thorough
 def test_fp16_is_safe_and_fp16_plain_is_not(save_tiny: Any, run: Any, tmp_path: Path) -> None:
     """Without a fault, a repair or a plan that was typed: `fp16` runs what `fp16-plain` turns black."""
     source = save_tiny("cogvideox", overflow="transformer")

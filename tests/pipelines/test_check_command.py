@@ -71,6 +71,7 @@ def test_a_mistake_exits_2(run: Run, arguments: list[str], message: str) -> None
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_fix_writes_a_folder_in_one_precision(run: Run, tmp_path: Path) -> None:
     """A tensor out of range stays a finding; what is mended is written, and the source is not."""
     folder = save_pipeline("sd", tmp_path / "model", dtype=torch.float16)

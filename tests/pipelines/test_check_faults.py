@@ -69,6 +69,7 @@ def find(fault: Fault, folder: Path) -> list[tuple[str, str]]:
     return [(finding.kind, finding.module_path) for finding in found]
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name in QUICK], ids=lambda f: f.name)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     """The fault's class at the fault's place, without weights unless they are the cause."""

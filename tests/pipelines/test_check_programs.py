@@ -142,6 +142,7 @@ def take_encoder() -> tuple[Any, Callable[[], Any]]:
     return encoder, lambda: encoder(torch.tensor([[3, 4, 1]]))
 
 
+@pytest.mark.thorough
 def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
     """Parameters of another dtype, and fp32 that a cast took, are found and mended as in a pipeline."""
     transformer, run = take_transformer()

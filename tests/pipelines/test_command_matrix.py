@@ -23,6 +23,8 @@ from models.pipeline_calls import name_denoiser
 from stopdown.frames.media import read_video, write_media
 from stopdown.testing import PIPELINE_NAMES
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 SMALL = ("--height", "32", "--width", "32")

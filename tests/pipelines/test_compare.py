@@ -59,6 +59,7 @@ def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.nda
         return read_frames(alone(**arguments))
 
 
+@pytest.mark.thorough
 def test_the_order_of_error(made: Comparison) -> None:
     """Naive fp16 is broken, clamped fp16 another picture, rescaled fp16 nearer than bf16 each time."""
     verdicts = {variant.name: variant.verdict for variant in made.variants}
@@ -75,6 +76,7 @@ def test_the_order_of_error(made: Comparison) -> None:
     assert "fp16 is nearer to the reference than bf16 on 2 of 2 prompts." in made.reasons
 
 
+@pytest.mark.thorough
 def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> None:
     """fp32 and bf16 run without Stopdown, measured by the formula, give the record's own numbers."""
     for index, row in enumerate(made.rows):
@@ -91,6 +93,7 @@ def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> Non
         assert bf16.flicker == pytest.approx(math.sqrt((changes**2).mean()), rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_naive_fp16_names_where_it_begins(made: Comparison) -> None:
     """The layer whose output first is not finite is in the record, and on the first row only."""
     first, second = (next(c for c in row.cells if c.precision == "fp16-plain") for row in made.rows)
@@ -101,6 +104,7 @@ def test_naive_fp16_names_where_it_begins(made: Comparison) -> None:
     assert first.headroom_bits is None
 
 
+@pytest.mark.thorough
 def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
     """In fp32 blocks go beyond 65504, under the plan all stay below; the maps have each step."""
     least = {
@@ -115,6 +119,7 @@ def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
     assert all(len(row) == 2 for row in heat.bits)
 
 
+@pytest.mark.thorough
 def test_the_noise_is_the_same_in_every_precision(
     pipe: Any, made: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +139,7 @@ def test_the_noise_is_the_same_in_every_precision(
     assert found.rmse == pytest.approx(expected.rmse, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_comparison_goes_on_where_it_stopped(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +164,7 @@ def test_a_comparison_goes_on_where_it_stopped(
         assert [c.measures for c in one.cells] == [c.measures for c in other.cells]
 
 
+@pytest.mark.thorough
 def test_another_request_does_not_reuse_cells(pipe: Any, tmp_path: Path) -> None:
     """Cells of other steps in the same folder are not taken for those of this comparison."""
     one = compare(pipe, PROMPTS[:1], "fp32,bf16", request=small(steps=1), folder=tmp_path)
@@ -166,6 +173,7 @@ def test_another_request_does_not_reuse_cells(pipe: Any, tmp_path: Path) -> None
     assert len(two.rows[0].cells[1].latents_rel_err) == 2
 
 
+@pytest.mark.thorough
 def test_a_precision_that_fails_half_way_stands_in_its_place(
     pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

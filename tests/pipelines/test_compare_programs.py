@@ -29,6 +29,7 @@ def list_verdicts(made: Comparison) -> dict[str, str]:
     return {variant.name: variant.verdict for variant in made.variants}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_compared_where_it_is(kind: str) -> None:
     """Plain fp16 is broken at its layer, the plan is nearest to fp32, and every bit is as before."""
@@ -91,6 +92,7 @@ def test_a_healthy_program_is_the_same_in_every_precision() -> None:
     assert 0 < row.cells[1].measures.rmse < 1e-3
 
 
+@pytest.mark.thorough
 def test_each_function_is_a_row_and_pictures_are_seen_as_pictures() -> None:
     """A row each; what is a picture of bytes has a sheet, and is measured as one."""
     vae, said = make_pipeline("sd").vae.eval(), list[str]()
@@ -111,6 +113,7 @@ def test_each_function_is_a_row_and_pictures_are_seen_as_pictures() -> None:
     assert {call.component for cell in made.rows[0].cells for call in cell.calls} == set()
 
 
+@pytest.mark.thorough
 def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
     """T5 by itself, made to overflow: broken in fp16, right by a plan and under autocast."""
     encoder = make_pipeline("cogvideox", overflow="text_encoder").text_encoder.eval()
@@ -128,6 +131,7 @@ def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
     assert cells["fp16"].measures.rmse < cells["bf16"].measures.rmse
 
 
+@pytest.mark.thorough
 def test_a_second_start_goes_on(tmp_path: Path) -> None:
     """With a folder rows and the plan are kept, and not made again."""
     program, counts = make_faulty("dict", torch.float32), list[int]()
@@ -147,6 +151,7 @@ def test_a_second_start_goes_on(tmp_path: Path) -> None:
     assert {entry.component for entry in read_plan(path).components} == {"unet", "vae"}
 
 
+@pytest.mark.thorough
 def test_it_comes_off_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that fails is said in its cell; Ctrl-C inside of a run leaves nothing behind."""
     program, calls = make_program("engine"), list[int]()

@@ -25,6 +25,8 @@ from stopdown.records import Plan
 from stopdown.sources.sources import Source, resolve_source, verify_source
 from stopdown.testing import save_pipeline
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:

@@ -66,6 +66,7 @@ def check_cases(cases: tuple[tuple[str, int], ...], ranks: int, uneven: tuple[st
         assert first["uneven"] == (case[0] in uneven), case
 
 
+@pytest.mark.thorough
 def test_two_ranks_give_what_one_gives() -> None:
     """fp32: Wan bit for bit; CogVideoX and CogView3-Plus, whose keys stand in another order, nearly."""
     check_cases((("cogvideox", 2), ("cogview3plus", 2), ("wan", 2)), 2, ())

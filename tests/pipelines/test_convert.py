@@ -75,6 +75,7 @@ def converted(
 # Folders
 
 
+@pytest.mark.thorough
 def test_plain_diffusers_renders_right(
     converted: tuple[Path, Path, Conversion], single: tuple[Path, Path, Conversion]
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_card_keeps_what_was_there(tmp_path: Path, front: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_check_warns_of_rescaled_weights(
     converted: tuple[Path, Path, Conversion], single: tuple[Path, Path, Conversion]
 ) -> None:
@@ -272,6 +274,7 @@ def single(
     )
 
 
+@pytest.mark.thorough
 def test_a_single_file_keeps_names_shapes_order_and_metadata(
     single: tuple[Path, Path, Conversion],
 ) -> None:
@@ -588,6 +591,7 @@ def _find_largest_output(
     return largest
 
 
+@pytest.mark.thorough
 def test_exponents_found_anew_rest_on_bounds(
     encoder: tuple[torch.nn.Module, ComponentPlan, ComponentCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,6 +637,7 @@ def test_the_effect_of_an_eps_is_measured() -> None:
     assert error > 0.1
 
 
+@pytest.mark.thorough
 def test_an_effect_beyond_the_limit_is_refused(
     save_planned: Callable[..., tuple[Path, Plan]],
     tmp_path: Path,
@@ -673,6 +678,7 @@ def count_left(plan: Plan) -> int:
 # Refusals
 
 
+@pytest.mark.thorough
 def test_what_folds_cannot_do_is_carried(
     save_planned: Callable[..., tuple[Path, Plan]], tmp_path: Path
 ) -> None:

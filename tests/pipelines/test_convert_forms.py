@@ -45,6 +45,7 @@ def single(planned: tuple[Path, Plan], tmp_path_factory: pytest.TempPathFactory)
     return output
 
 
+@pytest.mark.thorough
 def test_one_file_is_right_in_plain_diffusers(planned: tuple[Path, Plan], single: Path) -> None:
     """A folder becomes a checkpoint: NaN before, right after, and no `--allow-eps` is needed."""
     assert_right(run_plain("sd", planned[0], single))
@@ -53,6 +54,7 @@ def test_one_file_is_right_in_plain_diffusers(planned: tuple[Path, Plan], single
     assert complete_source(resolve_source(single, config=planned[0])).parts == ()
 
 
+@pytest.mark.thorough
 def test_one_file_has_a_card_and_says_what_was_done(
     planned: tuple[Path, Plan], single: Path
 ) -> None:
@@ -77,6 +79,7 @@ def test_a_card_of_somebody_else_stays(planned: tuple[Path, Plan], tmp_path: Pat
     assert (tmp_path / "out.md").read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_comfyui_gets_a_file_each(planned: tuple[Path, Plan], tmp_path: Path) -> None:
     """In the folders of ComfyUI, with a record and a card; each is found to be the component that it is."""
     folder, plan = planned
@@ -186,6 +189,7 @@ def test_models_without_names_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_certificate_goes_into_the_file(
     single: Path, planned: tuple[Path, Plan], tmp_path: Path
 ) -> None:
@@ -211,6 +215,7 @@ def write_encoder(folder: Path, place: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     """A T5 whose first norms see small values: its eps belong into a config; a folder holds it, no file."""
     with torch.random.fork_rng(devices=[]):

@@ -14,6 +14,8 @@ import pytest
 from models.pipeline_calls import name_denoiser
 from processes.documented_scripts import ADDED, SCRIPTS, run_script
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "name", [x if x == "sd" else pytest.param(x, marks=pytest.mark.slow) for x in SCRIPTS]

@@ -113,6 +113,7 @@ def _rescale(name: str) -> tuple[torch.nn.Module, dict[str, Any], torch.Tensor, 
     return module, inputs, wanted, rescale_(module, (), {**inputs, "return_dict": False})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -133,6 +134,7 @@ def test_a_drawn_class_is_nearer_than_bf16(name: str) -> None:
     assert error < bf16
 
 
+@pytest.mark.thorough
 def test_exponents_that_come_out_worse_than_bf16_are_not_believed() -> None:
     """Exponents alone are exact, finite and further off than bf16 here: the fp32 stream is taken."""
     _, _, _, rescaling = _rescale("OvisImageTransformer2DModel")

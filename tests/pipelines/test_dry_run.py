@@ -79,6 +79,7 @@ def list_kept(answers: Answers) -> list[Any]:
     return [answer.kept["memory"] for answer in answers.values()]
 
 
+@pytest.mark.thorough
 def test_listeners_hear_together_what_each_hears_alone() -> None:
     """One pass for memory, dtypes and a certificate gives what three give, each call's peak to a byte."""
     alone = MemoryListener(), make_check(), CallListener()
@@ -175,6 +176,7 @@ def test_steps_are_as_many_as_somebody_needs() -> None:
         assert sum(call.component == "unet" for call in run.calls) == steps
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_upcasts_its_autoencoder_is_run_dry_to_its_end(save_tiny: SaveTiny) -> None:
     """Stable Video Diffusion, whose autoencoder says force_upcast: calls of every component are found."""
     source, sizes = complete_source(resolve_source(save_tiny("svd"))), {"height": 64, "width": 64}

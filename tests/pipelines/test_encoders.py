@@ -45,6 +45,7 @@ def demand_row(script: ModuleType, name: str, mask: str, *, states: bool, ranges
         assert row["certified"] >= 0.9, row
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(("name", "mask"), [(n, m) for n, masks in QUICK.items() for m in masks])
 def test_an_encoder_is_certified(script: ModuleType, name: str, mask: str) -> None:
     """At least nine tenths of its fp16 values have a bound, and it is far nearer to fp32 than bf16."""

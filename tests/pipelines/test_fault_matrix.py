@@ -29,6 +29,7 @@ QUICK = {*ONE_OF_EACH, *COVERING[::3]}
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     "case",
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in COVERING],

@@ -298,6 +298,7 @@ def test_overflow_in_fp16_stops_the_run(
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "component"),
     [

@@ -76,6 +76,7 @@ WAYS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compile_", WAYS)
 def test_compiled_before_it_is_not_compiled_again(compile_: Callable[[Any], None]) -> None:
@@ -92,6 +93,7 @@ def test_compiled_before_it_is_not_compiled_again(compile_: Callable[[Any], None
     assert said.startswith("transformer: inside of compiled code neither clamps nor blocks")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compile_", WAYS[:2])
 def test_compiled_after_it_is_watched_all_the_same(compile_: Callable[[Any], None]) -> None:
@@ -108,6 +110,7 @@ def test_compiled_after_it_is_watched_all_the_same(compile_: Callable[[Any], Non
     assert {c.component: c.calls for c in handle.record.calls}["transformer"] == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 def test_what_was_compiled_is_watched_from_the_next_run_on() -> None:
     """A text encoder, which is called before a run's steps are set, too."""
@@ -133,6 +136,7 @@ def test_what_was_compiled_too_late_is_said() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compile_", WAYS)
 def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
@@ -298,6 +302,7 @@ def list_cached() -> list[Any]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("put_on", "step"), list_cached())
 @pytest.mark.usefixtures("each_device")
 def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step: int) -> None:
@@ -315,6 +320,7 @@ def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step:
     assert (repair.action, repair.kind, repair.tried) == ("rescaled", "range", ())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "put_on", [cache_first_block, pytest.param(cache_faster, marks=pytest.mark.slow)]
 )
@@ -481,6 +487,7 @@ def test_a_layer_on_a_pipeline_is_not_on_its_copy(make_copy: Callable[[Any], Any
     assert seen == ["layer"] * 2
 
 
+@pytest.mark.thorough
 def test_a_guard_goes_with_its_pipeline() -> None:
     """Who drops a pipeline gets its memory back, also after a repair and without taking the guard off."""
     pipe = make_pipeline(HOOKED)

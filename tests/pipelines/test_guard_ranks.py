@@ -20,6 +20,8 @@ from stopdown.ranks.context_parallel import put_context_parallel
 from stopdown.runtime import culprit
 from stopdown.runtime.guard import guard
 
+pytestmark = pytest.mark.thorough
+
 CALLS = (
     ("text_encoder", 0),
     ("text_encoder", 1),

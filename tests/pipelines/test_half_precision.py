@@ -66,6 +66,7 @@ def test_keywords_belong_to_the_example() -> None:
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in PIPELINE_NAMES if x not in ("sd", "wan")]
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.filterwarnings("ignore:.* not certified")
 @pytest.mark.parametrize("name", ["sd", "wan", *SLOW])
 def test_a_pipeline_runs_in_fp16_by_one_line(name: str) -> None:
@@ -85,6 +86,7 @@ def test_a_pipeline_runs_in_fp16_by_one_line(name: str) -> None:
     assert {x.dtype for x in denoiser.parameters()} == {torch.float32}
 
 
+@pytest.mark.thorough
 def test_a_pipeline_is_planned_from_its_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

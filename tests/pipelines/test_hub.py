@@ -102,6 +102,7 @@ def client(tmp_path: Path) -> Any:
     return resolve
 
 
+@pytest.mark.thorough
 def test_a_model_comes_with_what_it_needs_and_nothing_else(hub: HubServer, client: Any) -> None:
     """No pickle, no Python, no second precision and no checkpoint beside the folders comes."""
     answer = client(hub.endpoint, "maker/tiny")
@@ -122,6 +123,7 @@ def test_a_model_comes_with_what_it_needs_and_nothing_else(hub: HubServer, clien
     }
 
 
+@pytest.mark.thorough
 def test_neither_torch_nor_a_network_is_needed_twice(hub: HubServer, client: Any) -> None:
     """Torch stays unloaded, and a second run answers from the cache, also with the Hub gone."""
     first = client(hub.endpoint, "maker/tiny")
@@ -140,6 +142,7 @@ def test_progress_counts_the_bytes(hub: HubServer, client: Any) -> None:
     assert all(done <= total for *_, done, total in calls)
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_cut_off_is_resumed(
     hub: HubServer, client: Any, saved: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_file_that_is_cut_off_is_resumed(
     assert (Path(answer["path"]) / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_second_run_fetches_only_what_the_first_lacks(hub: HubServer, client: Any) -> None:
     """A download that failed half way says so, and the next one completes it."""
     name = "vae/diffusion_pytorch_model.safetensors"
@@ -212,6 +216,7 @@ def published(saved: Path) -> Plan:
     return dataclasses.replace(stopdown.make_plan(saved), source="published")
 
 
+@pytest.mark.thorough
 def test_a_plan_in_a_repository_is_found(saved: Path, published: Plan, tmp_path: Path) -> None:
     """`stopdown.json` beside the model is taken, and nothing is certified, if the weights are its own.
 
@@ -238,6 +243,7 @@ def test_a_plan_in_a_repository_is_found(saved: Path, published: Plan, tmp_path:
     assert all("is not used, and a plan is made instead" in x and "fingerprint" in x for x in said)
 
 
+@pytest.mark.thorough
 def test_a_revision_is_followed(hub: HubServer, client: Any) -> None:
     """A commit is taken as it is, and an unknown revision is named."""
     assert client(hub.endpoint, "maker/tiny", COMMIT)["revision"] == COMMIT
@@ -266,6 +272,7 @@ def test_a_gated_model_says_where_to_agree(hub: HubServer, client: Any) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_token_of_the_environment_is_used(hub: HubServer, client: Any) -> None:
     """HF_TOKEN opens what is closed without it."""
     hub.token = "secret"
@@ -415,6 +422,7 @@ def _count_weights(saved: Path) -> int:
     return sum((saved / f"{name}.safetensors").stat().st_size for name in names)
 
 
+@pytest.mark.thorough
 def test_the_card_comes_before_the_weights(hub: HubServer, run: Any, saved: Path) -> None:
     """`generate` says what runs how, and what it takes, while of the weights only headers were asked for.
 
@@ -438,6 +446,7 @@ def test_the_card_comes_before_the_weights(hub: HubServer, run: Any, saved: Path
     assert all(x and x.startswith("bytes=0-") and not x.endswith("-") for x in ranges[:first])
 
 
+@pytest.mark.thorough
 def test_what_cannot_fit_is_refused_without_its_weights(hub: HubServer, run: Any) -> None:
     """No strategy stays within 100 KiB: nothing but headers of the weights was asked for."""
     made = run(**ASKED, memory="100KiB")
@@ -449,6 +458,7 @@ def test_what_cannot_fit_is_refused_without_its_weights(hub: HubServer, run: Any
     assert all(x and x.startswith("bytes=0-") and not x.endswith("-") for x in ranges)
 
 
+@pytest.mark.thorough
 def test_without_a_limit_nothing_is_refused(run: Any) -> None:
     """With `--memory none` the card says what the run takes, and the run is made."""
     made = run(**ASKED, memory="none")
@@ -458,6 +468,7 @@ def test_without_a_limit_nothing_is_refused(run: Any) -> None:
     assert len(made["here"]) == 3
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_told_before_the_download(hub: HubServer, run: Any, saved: Path) -> None:
     """One byte less than the weights is too little, and none of them is asked for."""
     made = run(**ASKED, free=_count_weights(saved) - 1)
@@ -468,6 +479,7 @@ def test_a_full_disk_is_told_before_the_download(hub: HubServer, run: Any, saved
     assert run(**ASKED, free=2**40)["download"] == _count_weights(saved)
 
 
+@pytest.mark.thorough
 def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
     hub: HubServer, run: Any, saved: Path
 ) -> None:
@@ -483,11 +495,12 @@ def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
 
 
 ARRIVAL = """
-import os, psutil, sys
+import os, psutil, signal, sys
 from stopdown.devices.environment import choose_device
 from stopdown.plans import arrivals
 from stopdown.sources.sources import resolve_source
 arrivals.WORTH_BYTES = 0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 described = resolve_source("maker/tiny", with_weights=False)
 with arrivals.certified_on_arrival(described, "fp16", choose_device("cpu")):
     print([x.pid for x in psutil.Process().children()], flush=True)
@@ -509,6 +522,7 @@ def _run_arrival(hub: HubServer, folder: Path, *given: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.thorough
 def test_components_are_certified_while_others_are_downloaded(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -523,6 +537,7 @@ def test_components_are_certified_while_others_are_downloaded(
     assert names == ["text_encoder", "transformer", "vae"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_process_that_certifies_ends_with_the_download(
     hub: HubServer, tmp_path: Path, number: signal.Signals

@@ -45,6 +45,7 @@ def make_controlled(kind: str) -> Any:
     return getattr(diffusers, kind)(**parts, controlnet=net.eval().requires_grad_(False))
 
 
+@pytest.mark.thorough
 def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run gets the mask, the strength and further arguments; without them they are drawn."""
     pipe, seen = make_inpainting(), list[dict[str, Any]]()
@@ -66,6 +67,7 @@ def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.M
     assert given["strength"] == 0.5
 
 
+@pytest.mark.thorough
 def test_a_plan_is_made_of_calls() -> None:
     """Arguments in place of a prompt are a run of its own: embeddings, other pictures."""
     pipe = make_controlled("StableDiffusionControlNetPipeline")
@@ -92,6 +94,7 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
         measure_plan(pipe, prompts=[{"control_image": 3}])
 
 
+@pytest.mark.thorough
 def test_check_runs_what_takes_masks_and_control_pictures() -> None:
     """The run without weights gets a picture for each input that the class cannot do without."""
     for pipe in (
@@ -102,6 +105,7 @@ def test_check_runs_what_takes_masks_and_control_pictures() -> None:
         assert "unexamined" not in kinds
 
 
+@pytest.mark.thorough
 def test_the_command_line_takes_a_mask_and_a_control_picture(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def test_numbers_drawn_inside_a_call_go_on_as_after_it(folder: Path) -> None:
     assert (first[1], second[1]) == (0, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_a_repair_is_in_force_again(folder: Path) -> None:
     """Calls after the one that was repaired run as repaired, though they come after a resume."""
@@ -221,6 +222,7 @@ DAMAGED_HEADS = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_head_that_cannot_be_read_begins_anew(whole: Recorded) -> None:
     """Without a head nothing says whose calls they are: none is used."""
     for content in DAMAGED_HEADS:
@@ -230,6 +232,7 @@ def test_a_head_that_cannot_be_read_begins_anew(whole: Recorded) -> None:
         assert (use.answered, use.written) == (0, whole.use.written), content[:50]
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_in_the_head_is_seen(whole: Recorded) -> None:
     """Whichever bit it is, the head is either read as it was or called damaged, and nothing is raised."""
     folder, path = whole.folder, whole.folder / "journal.json"
@@ -502,6 +505,7 @@ def finish(command: list[str], out: Path) -> RunRecord:
     return read_record(out.with_name(out.name + ".json"), RunRecord)
 
 
+@pytest.mark.thorough
 def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
     """Two kills -9, between two calls and in the middle of writing one; the third start ends with the
     bytes of a run without."""

@@ -151,6 +151,7 @@ def test_a_part_that_cannot_be_taken_is_refused(save_tiny: SaveTiny, name: str, 
     assert said in str(raised.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
 def test_a_loaded_pipeline_is_guarded(tmp_path: Path) -> None:
     """Faults are repaired without another line; another guard takes its place, and gives it back."""
@@ -186,6 +187,7 @@ def planned(save_tiny: SaveTiny) -> tuple[Path, Plan]:
     return folder, stopdown.make_plan(folder, request=request)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*not certified:stopdown.StopdownWarning")  # random latents
 @pytest.mark.parametrize("by_path", [True, False])
 def test_a_pipeline_is_loaded_by_a_plan(
@@ -205,6 +207,7 @@ def test_a_pipeline_is_loaded_by_a_plan(
     assert guarded.repairs == pipe.stopdown_guard.repairs == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* not certified")
 def test_a_guarded_pipeline_is_planned_checked_and_compared(save_tiny: SaveTiny) -> None:
     """The guard of `load` is in nobody's way: plans are made, put on and taken off below it."""

@@ -158,6 +158,7 @@ def write(tensors: Tensors, path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "style"), CASES)
 def test_a_converted_lora_is_exact_on_a_converted_model(
     make: Any, family: str, style: str, tmp_path: Path
@@ -197,6 +198,7 @@ def test_a_converted_lora_is_exact_on_a_converted_model(
     assert relative_l2(call(wrong, made.arguments), wanted) > 0.003
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "style"), CASES)
 def test_a_converted_lora_is_near_in_fp16(
     make: Any, family: str, style: str, tmp_path: Path
@@ -219,6 +221,7 @@ def test_a_converted_lora_is_near_in_fp16(
     assert relative_l2(low, found["fp32"]) < relative_l2(found["bf16"], found["fp32"]) / 3
 
 
+@pytest.mark.thorough
 def test_a_plan_does_what_its_converted_model_does(make: Any, tmp_path: Path, run: Any) -> None:
     """`convert LORA OUT --plan` takes either, and says how many tensors were scaled."""
     made = make("flux")
@@ -502,6 +505,7 @@ def test_a_lora_of_a_second_encoder_fits_a_single_file(tmp_path: Path, style: st
     assert relative_l2(run(paths[2], paths[0]), wanted) > 0.003
 
 
+@pytest.mark.thorough
 def test_a_plan_of_a_single_file_does_what_its_converted_file_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

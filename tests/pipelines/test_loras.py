@@ -108,6 +108,7 @@ def list_steps(
     return steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "style"), CASES)
 def test_every_step_with_loras_is_exact(
     find_scaling: Any, family: str, style: str, tmp_path: Path
@@ -133,6 +134,7 @@ def test_every_step_with_loras_is_exact(
         assert torch.equal(tensor, wanted[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "style"), CASES)
 def test_a_lora_on_fp16_weights_is_near(
     find_scaling: Any, family: str, style: str, tmp_path: Path

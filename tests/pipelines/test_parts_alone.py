@@ -75,6 +75,7 @@ def put(way: str, module: nn.Module, plan: Plan, given: dict[str, Any]) -> Itera
             yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["planned", "folded", "repaired", "rescaled"])
 def test_parts_alone_are_right(
     model: nn.Module,
@@ -144,6 +145,7 @@ def test_a_part_that_is_compiled_stays_so(model: nn.Module, plan: Plan, given: A
     assert vars(module.norm_final)["_compiled_call_impl"] is late
 
 
+@pytest.mark.thorough
 def test_a_part_that_no_exponents_hold_for(model: nn.Module, plan: Plan, given: Any) -> None:
     """A part with a weight of another part runs in fp32, said once; if weights wait, it is refused."""
     pipe = make_pipeline("cogvideox", overflow="text_encoder")

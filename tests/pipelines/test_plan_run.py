@@ -136,6 +136,7 @@ def build_any_size(name: str) -> Any:
     return pipe
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -239,6 +240,7 @@ def save(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_folder_is_measured_without_its_weights_in_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ def test_a_folder_is_measured_without_its_weights_in_fp32(
     assert all(find_stored(x) is not None for module in loaded for x in module.parameters())
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_measured_keeps_its_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +294,7 @@ def test_what_cannot_be_measured_keeps_its_certificate(
     )
 
 
+@pytest.mark.thorough
 def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
     """A forward that leaves torch runs in fp16 between casts, NaN in fp32; the rest is scaled."""
     pipe = build("cogview3plus")
@@ -325,6 +329,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
         assert bool(run(pipe, "cogview3plus").isfinite().all())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_the_command_line_plans_and_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -369,6 +374,7 @@ def _generate(source: Path, clip: Path, precision: str) -> None:
     generate(options)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     """It says so, survives its file, is exact in fp32, finite and nearer in fp16, and comes off."""

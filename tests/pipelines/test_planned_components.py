@@ -70,6 +70,7 @@ CASTS: dict[str, tuple[str, Callable[[torch.nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", CASTS)
 def test_a_cast_under_a_plan_is_named(pipe: Any, row: str) -> None:
     """The call that fails names the component that was cast, which may be another one."""
@@ -82,6 +83,7 @@ def test_a_cast_under_a_plan_is_named(pipe: Any, row: str) -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
+@pytest.mark.thorough
 def test_other_errors_are_the_programs_own(pipe: Any) -> None:
     """An error that is not about dtypes, and one without a cast, pass as they are."""
     with apply_plan(pipe, plan_plainly(pipe, unet=EXPONENTS)):
@@ -92,6 +94,7 @@ def test_other_errors_are_the_programs_own(pipe: Any) -> None:
             pipe.vae(nothing=1)
 
 
+@pytest.mark.thorough
 def test_what_a_plan_keeps_in_fp32_is_not_lowered_in_silence(pipe: Any) -> None:
     """`.half()` of a component whose plan keeps layers in fp32 stops its next call."""
     with apply_plan(pipe, plan_plainly(pipe, unet=KEPT)):
@@ -100,6 +103,7 @@ def test_what_a_plan_keeps_in_fp32_is_not_lowered_in_silence(pipe: Any) -> None:
             pipe(**SMALL)
 
 
+@pytest.mark.thorough
 def test_casts_that_change_nothing_are_let_through(pipe: Any) -> None:
     """`.half()` of what is in fp16 throughout, and a decoder that is run in fp32."""
     with torch.no_grad(), apply_plan(pipe, plan_plainly(pipe, unet=EXPONENTS)):
@@ -123,6 +127,7 @@ def test_only_what_a_plan_changed_is_not_saved(pipe: Any, tmp_path: Path) -> Non
     torch.save(pipe.vae, io.BytesIO())
 
 
+@pytest.mark.thorough
 def test_a_copy_computes_with_its_own_weights(pipe: Any) -> None:
     """A deep copy of a planned or guarded component is not answered by the component itself."""
     given = (torch.ones(1, 4, 8, 8).half(), torch.ones(1), torch.ones(1, 2, 32).half())

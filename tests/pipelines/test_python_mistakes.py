@@ -213,6 +213,7 @@ def test_a_mistake_is_one_clear_error(pipe: Any, name: str) -> None:
         call(pipe)
 
 
+@pytest.mark.thorough
 def test_a_dtype_is_a_precision_for_check(pipe: Any) -> None:
     """As in `load`: a dtype says the same as its name."""
     asked = stopdown.check(pipe, precision=torch.float16, device="v100")

@@ -409,6 +409,7 @@ def run_diffusers(path: Path, folder: Path, dtype: torch.dtype) -> torch.Tensor:
         return model(**make_flux_call(dtype)).sample.float()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["Q5_1", "Q4_1", "BF16"])
 def test_diffusers_reads_gguf_that_was_folded(tmp_path: Path, kind: str) -> None:
     """fp32 equal bit for bit; in fp16 NaN before, and after nearer to fp32 than bf16 is."""
@@ -491,6 +492,7 @@ def write_flux_fp8(path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
 def test_a_quantised_file_is_planned_and_converted(tmp_path: Path, run: Run, suffix: str) -> None:
     """From the file alone: check, plan by a recorded call, convert; values are 2**k times the old."""

@@ -27,6 +27,8 @@ from stopdown.records import Plan
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
+pytestmark = pytest.mark.thorough
+
 FP16 = torch.float16
 
 
@@ -542,8 +544,6 @@ def test_a_carried_plan_of_other_versions_is_taken_and_said(
 
 
 # Beside other things
-
-
 def test_a_saved_pipeline_makes_the_same_pixels(saved: Path, pixels: Any) -> None:
     """Saved and loaded without an argument."""
     assert makes(load_pipeline(saved), pixels)

@@ -15,6 +15,8 @@ from processes.several_ranks import gather_results, run_ranks
 from stopdown.errors import InputError, RankError
 from stopdown.ranks.ranks import Ranks, find_group
 
+pytestmark = pytest.mark.thorough
+
 
 def agree(rank: int) -> dict[str, Any]:
     """Everything that ranks agree by, and what they refuse."""

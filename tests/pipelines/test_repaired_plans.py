@@ -27,6 +27,8 @@ from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
 
+pytestmark = pytest.mark.thorough
+
 NAME = "flux"
 
 

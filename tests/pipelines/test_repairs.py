@@ -133,6 +133,7 @@ def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
     assert error < 1e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "action", "stream"), [(278, "rescaled", True), (201, "fp32-module", False)]
 )
@@ -206,6 +207,7 @@ def fail_to_scale(*_: Any) -> None:
     raise RuntimeError("no exponents today\nand more")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_saturation_is_seen_although_it_is_finite() -> None:
     """Values that a clamp brought back are a fault, and a rescaled component needs no clamp."""
@@ -217,6 +219,7 @@ def test_saturation_is_seen_although_it_is_finite() -> None:
     assert error < 2e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_a_clamp_of_the_authors_is_seen() -> None:
     """T5 turns Inf in its stream into 64504 and goes on: finite, wrong, and found."""
@@ -361,6 +364,7 @@ def count_kept() -> Counter[str]:
     return Counter(type(x).__name__ for x in gc.get_objects() if issubclass(type(x), kinds))
 
 
+@pytest.mark.thorough
 def test_what_repairs_make_goes_with_them() -> None:
     """Memory does not grow from repair to repair, nor from one `rescale_` to the next."""
     pipe = testing.make_pipeline("sd", overflow="unet")

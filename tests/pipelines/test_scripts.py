@@ -77,6 +77,7 @@ def take_classes() -> list[Any]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_an_overflow_is_repaired_and_the_exit_code_kept(
     run: Run, save_tiny: SaveTiny, tmp_path: Path
@@ -380,6 +381,7 @@ def test_frames_of_every_form(output: dict[str, Any], shapes: list[tuple[int, ..
 # From one call of a pipeline to the next
 
 
+@pytest.mark.thorough
 def test_a_repair_holds_for_the_next_call(
     run: Run, save_tiny: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +401,7 @@ def test_a_repair_holds_for_the_next_call(
     assert [len(one.repairs) for one in record.runs] == [1, 1]
 
 
+@pytest.mark.thorough
 def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
     """A repair is not put on weights that were changed after it was found; that is said."""
     text = PAINT + "paint()\npipe.vae.decoder.conv_in.weight.data.mul_(0.5)\npaint()"
@@ -411,6 +414,7 @@ def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_what_was_carried_does_not_keep_a_pipeline_alive(run: Run, save_tiny: SaveTiny) -> None:
     """A script that drops a repaired pipeline to make room for another gets its memory back."""
     text = PAINT + (
@@ -421,6 +425,7 @@ def test_what_was_carried_does_not_keep_a_pipeline_alive(run: Run, save_tiny: Sa
     assert (record.exit_code, len(record.runs[0].repairs)) == (0, 1)
 
 
+@pytest.mark.thorough
 def test_repairs_go_into_a_plan(run: Run, save_tiny: SaveTiny, tmp_path: Path) -> None:
     """Under a plan the repair is kept for the next call, and with --keep-repairs for the next run."""
     folder = save_tiny("cogview3plus", overflow="vae")

@@ -133,6 +133,7 @@ def test_the_norms_have_the_eps_of_their_classes(load_plain: Callable[[torch.dty
     assert pipe.vae.config.norm_eps == 1e-6
 
 
+@pytest.mark.thorough
 def test_the_checker_reads_every_drawn_scene() -> None:
     """The checker reads all four attributes of clips drawn from words, for every combination."""
     wrong = []

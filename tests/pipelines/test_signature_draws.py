@@ -6,6 +6,8 @@ import pytest
 
 from models.signature_cases import MODELS, fuzz, make_case, run_table
 
+pytestmark = pytest.mark.thorough
+
 QUICK = ("T5 gated",)
 
 

@@ -145,6 +145,7 @@ ROWS = {
 }
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("row", "put"),
     [
@@ -271,6 +272,7 @@ def test_other_signatures_in_threads() -> None:
     assert max(errors) < 2e-3
 
 
+@pytest.mark.thorough
 def test_other_signatures_in_threads_under_a_guard() -> None:
     """The same under a guard with a plan, where exponents are found anew meanwhile; said once each."""
     module, first = make_encoder()
@@ -446,6 +448,7 @@ def weigh_pictures(module: Any, scale: float) -> None:
             processor.scale[0] = scale
 
 
+@pytest.mark.thorough
 def test_an_ip_adapter_that_is_turned_on() -> None:
     """Its scale was 0 in the planned call, which leaves its layers out: another scale is another call."""
     module, first = make_pictured_unet()
@@ -469,6 +472,7 @@ def test_an_ip_adapter_that_is_turned_on() -> None:
 # Two pipelines of the same components
 
 
+@pytest.mark.thorough
 def test_a_control_pipeline_of_guarded_components() -> None:
     """A guarded pipeline, then a ControlNet pipeline of its components: the pixels are those of fp32."""
     from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
@@ -612,6 +616,7 @@ def test_a_stream_in_fp32_under_other_numbers() -> None:
     assert measure_error(run(module, other, torch.float16), wanted) < bf16 / 2
 
 
+@pytest.mark.thorough
 def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forecast of calls that exponents do not hold for runs, and takes none of them off the weights."""
     monkeypatch.setattr(call_watch, "find_ends", lambda *args: None)

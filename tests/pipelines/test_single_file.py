@@ -139,6 +139,7 @@ def test_components_of_a_single_file_have_their_own_precision(file: Path, folder
     assert (pipe.vae.dtype, pipe.unet.dtype) == (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.thorough
 def test_exponents_are_put_on_the_format_of_the_file(
     file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

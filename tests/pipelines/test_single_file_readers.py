@@ -55,6 +55,7 @@ def assert_right(errors: dict[str, float], exact: float = 0.0) -> None:
     assert errors["converted fp16"] <= errors["bf16"] / 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_diffusers_reads_what_was_converted(name: str, tmp_path: Path) -> None:
     """By `from_single_file` of the component's class."""
@@ -63,6 +64,7 @@ def test_diffusers_reads_what_was_converted(name: str, tmp_path: Path) -> None:
     assert_right(measure(name, run_in_diffusers, tmp_path))
 
 
+@pytest.mark.thorough
 def test_a_file_holds_exponents_of_columns(tmp_path: Path) -> None:
     """A Flux whose single block has attention values beyond fp16: folds alone, in rows and columns.
 

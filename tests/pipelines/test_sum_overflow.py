@@ -39,6 +39,7 @@ def look(pipe: Any, device: str) -> list[Finding]:
     return [finding for finding in found if "overflow" in finding.kind]
 
 
+@pytest.mark.thorough
 def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
     """The failure that was seen on an A100, and not on a V100, told before it happens, on a CPU."""
     with assert_untouched(scored):
@@ -54,6 +55,7 @@ def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
     assert "allow_fp16_accumulation = False" in a100.remedy
 
 
+@pytest.mark.thorough
 def test_a_fault_of_other_kernels_is_a_note() -> None:
     """PyTorch sums in fp32 on an A100: what OneDiff's attention did there is told, and fails no check."""
     pipe = testing.make_pipeline("svd", dtype=torch.float16)
@@ -79,6 +81,7 @@ def test_it_is_the_emulated_sums_that_fail(scored: Any) -> None:
             assert scored.unet(**call)[0].isnan().any()
 
 
+@pytest.mark.thorough
 def test_a_healthy_pipeline_has_no_such_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp16 and in range: silent. The same pipeline with every sum called too large is not."""
     pipe = testing.make_pipeline("svd", dtype=torch.float16)
@@ -87,6 +90,7 @@ def test_a_healthy_pipeline_has_no_such_finding(monkeypatch: pytest.MonkeyPatch)
     assert look(pipe, "a100")
 
 
+@pytest.mark.thorough
 def test_the_answer_names_each_kind(scored: Any) -> None:
     """Convolutions, linear layers and both products of attention; only the scores are too large."""
     found = check(scored, device="v100", arguments=SMALL, sums=True)
@@ -100,6 +104,7 @@ def test_the_answer_names_each_kind(scored: Any) -> None:
     assert "do not fit" in said.partition("attention scores")[2].partition(";")[0]
 
 
+@pytest.mark.thorough
 def test_a_healthy_pipeline_is_called_safe() -> None:
     """The same kinds, and the error that sums in fp16 cost."""
     pipe = testing.make_pipeline("svd", dtype=torch.float16)
@@ -110,12 +115,14 @@ def test_a_healthy_pipeline_is_called_safe() -> None:
     assert "(error about " in notes["unet"]
 
 
+@pytest.mark.thorough
 def test_what_is_not_to_run_in_fp16_is_not_judged(scored: Any) -> None:
     """In fp32 the same sums are harmless."""
     found = check(scored, precision="unet=fp32", device="a100", arguments=SMALL, sums=True)
     assert not [finding for finding in found if "overflow" in finding.kind]
 
 
+@pytest.mark.thorough
 def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Path]) -> None:
     """A source whose text encoder overflows: the product is named; without --sums it cannot be known."""
     folder = save_tiny("cogview3plus", overflow="text_encoder")

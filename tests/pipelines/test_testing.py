@@ -74,6 +74,7 @@ def test_every_tiny_pipeline_runs_in_each_precision(name: str) -> None:
     assert errors[torch.float16] < errors[torch.bfloat16] < 0.03
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(("name", "component"), OVERFLOWS)
 def test_overflow_is_wrong_in_fp16_only(name: str, component: str) -> None:
     """An overflowing component keeps bf16 close to fp32, and gives NaN in fp16."""

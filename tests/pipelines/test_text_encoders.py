@@ -98,6 +98,7 @@ def run_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> torch.Tenso
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "way", "certify"), CASES)
 def test_plain_transformers_is_right_in_fp16(
     save: Any, tmp_path: Path, name: str, way: str, certify: bool
@@ -124,6 +125,7 @@ def test_plain_transformers_is_right_in_fp16(
     assert all(x.dtype == torch.float16 for x in load_file(out / "model.safetensors").values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: float) -> None:
     """One field sets the eps of all norms of a Gemma: what keeping it changes is in the card, and all."""
@@ -142,6 +144,7 @@ def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: f
     assert torch.equal(run_encoder(out, torch.float32, eps=entry.eps_left), reference)
 
 
+@pytest.mark.thorough
 def test_hidden_states_are_kept_where_that_is_possible(save: Any, tmp_path: Path) -> None:
     """A gated product is brought into range between them; where they are scaled themselves, it is said."""
     folder = save("Gemma 2", "gated product")
@@ -172,6 +175,7 @@ def run_states(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_files_say_what_was_done(save: Any, tmp_path: Path, run: Any) -> None:
     """Every file that describes the model is there, and the record, the card, metadata, eps."""
     folder = tmp_path / "model"
@@ -207,6 +211,7 @@ def module_names(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors") | {"encoder.embed_tokens.weight": torch.ones(1)}
 
 
+@pytest.mark.thorough
 def test_a_component_of_a_pipeline(tmp_path: Path, run: Any) -> None:
     """`--component text_encoder` of a Diffusers folder; the rest of it is not read."""
     make_pipeline("cogvideox", overflow="text_encoder").text_encoder.save_pretrained(
@@ -314,6 +319,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
     }
 
 
+@pytest.mark.thorough
 def test_mistakes_are_one_message(save: Any, tmp_path: Path, run: Any) -> None:
     """Exit code 2, nothing written, nothing changed."""
     for name, (folder, text) in list_mistakes(save, tmp_path).items():

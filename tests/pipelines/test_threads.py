@@ -40,6 +40,7 @@ def run_guarded(name: str, pipe: Any, together: Barrier) -> tuple[Any, Any]:
     return pixels, [(repair.component, repair.action, repair.step) for repair in handle.repairs]
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("overflows", [(None, None), ("vae", "transformer")], ids=str)
 def test_two_pipelines_in_two_threads(overflows: tuple[str | None, str | None]) -> None:
     """Healthy or repaired, alone or beside another: the same pixels, repairs, and nothing left."""
@@ -121,6 +122,7 @@ def test_a_guard_is_awake_while_another_thread_exports() -> None:
         job.result(timeout=120)
 
 
+@pytest.mark.thorough
 def test_one_module_called_from_eight_threads() -> None:
     """Each call is right and counted while others overflow and the module is repaired, again and again."""
     found = call_from_threads(480, 8, calls_per_guard=96)

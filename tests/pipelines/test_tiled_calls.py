@@ -20,7 +20,10 @@ from stopdown.numerics import relative_l2
 from stopdown.scaling import call_watch
 from stopdown.scaling.measurement import FEW_FRAMES, cut_sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*not certified:stopdown.StopdownWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:.*not certified:stopdown.StopdownWarning"),
+]
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def transform(kind: str, module: nn.Module, given: dict[str, Any]) -> torch.Tens
         return torch.compile(module, backend="eager")(**given, return_dict=False)[0]
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", ["planned", "planned and guarded", "repaired", "rescaled"])
 @pytest.mark.parametrize("kind", ["vmap", "grad", "make_fx", "compile"])
 def test_transformed_calls_are_right(
@@ -93,6 +94,7 @@ def test_transformed_calls_are_right(
     assert relative_l2(found, wanted) < 2e-3
 
 
+@pytest.mark.thorough
 def test_a_module_that_is_compiled_later_is_guarded(model: nn.Module, given: Any) -> None:
     """What `torch.compile` made of a guarded module is watched and repaired like the module itself."""
     module, said = copy.deepcopy(model).half(), list[str]()
@@ -117,6 +119,7 @@ def differentiate(
     return hidden.grad.float() / SCALE
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", ["planned", "planned and guarded", "repaired", "rescaled"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_gradients_by_inputs(

@@ -232,6 +232,7 @@ def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
     return Plan("made here", "", kind, "fp16", read_class_versions(), entries, (), 1, "cpu", 0.0)
 
 
+@pytest.mark.thorough
 def test_a_guard_repairs_it_too(unet_call: Any) -> None:
     """Without a plan the guard sees NaN in the block, finds the attention, and the result is good."""
     pipe, _, _ = unet_call

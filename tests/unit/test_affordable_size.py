@@ -27,6 +27,7 @@ def make_arguments(name: str, **options: Any) -> dict[str, Any]:
     return build_arguments(make_pipeline(name), Request(**given, **options), chooses_sides=False)
 
 
+@pytest.mark.thorough
 def test_a_small_model_runs_at_the_size_of_its_configs() -> None:
     """SVD's default is 576x1024 for every checkpoint; this one is made for 32x32."""
     sizes, why = choose_size(make_pipeline("svd"), make_arguments("svd"), memory_bytes=PLENTY)
@@ -57,6 +58,7 @@ def test_a_size_that_comes_with_a_picture_is_left_alone() -> None:
     assert choose_size(pipe, arguments, memory_bytes=1) == ({}, "")
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_run_smaller_and_says_so() -> None:
     """The forecast is made before the run, and names both sizes and both amounts of memory."""
     sizes, why = choose_size(make_pipeline("sd"), make_arguments("sd"), memory_bytes=1)
@@ -67,6 +69,7 @@ def test_what_does_not_fit_is_run_smaller_and_says_so() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_plan_without_sizes_takes_them_and_gives_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -171,6 +171,7 @@ def search_single(operation: str) -> list[str]:
     return found
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("operation", RULED)
 def test_a_wrong_rule_is_caught(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No search exceeds a rule's bound, and a rule that promises four fifths is found out by it."""

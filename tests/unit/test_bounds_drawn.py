@@ -86,6 +86,7 @@ def list_exceeded(data: st.DataObject, case: Bounded) -> list[str]:
     return list(list_excesses(case, run.seen, case.list_nodes()))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("name", SAMPLE)
 @given(data=st.data())
 @settings(max_examples=8, **QUICK)

@@ -38,6 +38,7 @@ def run_checked(pipe: Any, name: str, **options: Any) -> NonFiniteError:
     return caught.value
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

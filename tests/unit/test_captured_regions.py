@@ -72,6 +72,7 @@ class Without(Base):
         return found[:, 0]  # type: ignore[index,return-value]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Flexible, Mapped, Without])
 def test_what_runs_code_of_its_own_is_rescaled(kind: type[Base]) -> None:
     """Exact in fp32, for later inputs as well, finite in fp16; it was a raw error of PyTorch."""

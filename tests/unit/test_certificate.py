@@ -174,6 +174,7 @@ def test_auto_passes_over_bounds_that_cost_bits() -> None:
     assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
 
 
+@pytest.mark.thorough
 def test_auto_keeps_the_bits_of_a_table() -> None:
     """All that a text encoder computes rests on its embeddings: they are not one weight of a hundred."""
     module = nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4) for _ in range(100)))
@@ -475,6 +476,7 @@ def test_a_parameter_that_vanishes_is_named() -> None:
         find_visible(lambda *_: found, module, [measured])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["CogVideoX rotary", "T5"])
 def test_bounds_that_are_updated_are_those_that_are_found_anew(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -614,6 +614,7 @@ def fixture_encoder(tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
     return write_certificate(plan, source, path), path, folder
 
 
+@pytest.mark.thorough
 def test_plan_of_an_encoder_is_covered(encoder):
     """Every fp16 value and weight of T5, which leaves fp16 without its exponents."""
     certificate, path, folder = encoder
@@ -627,6 +628,7 @@ def test_plan_of_an_encoder_is_covered(encoder):
     assert not any("not covered" in x for x in rest)
 
 
+@pytest.mark.thorough
 def test_certificate_without_its_exponents_shows_what_overflows(encoder):
     """Without the folds the same graph leaves fp16: the checker lists it instead of accepting it."""
     certificate, _, folder = encoder
@@ -639,6 +641,7 @@ def test_certificate_without_its_exponents_shows_what_overflows(encoder):
     assert stated["uncovered"]
 
 
+@pytest.mark.thorough
 def test_certificate_is_of_a_folder(tmp_path):
     """A source with LoRAs has weights that no file of the folder has."""
     folder = save_pipeline("cogvideox", tmp_path / "model")
@@ -671,6 +674,7 @@ def test_rows_of_many_norms_are_not_followed():
     assert stopdown_verify.follow(node, [x] * 5, None) == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["CogVideoX rotary", "T5 gated"])
 def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
     """Inputs that are pushed up the gradient of a value stay below the checker's bounds of all values."""

@@ -61,6 +61,7 @@ def test_a_healthy_pipeline_has_no_finding() -> None:
     assert check(pipe, device="a100", arguments=CALL) == []
 
 
+@pytest.mark.thorough
 def test_mending_unifies_the_component_and_comes_off() -> None:
     """The linear is cast to the rest, nothing is left to find, and undo restores every bit."""
     pipe = make_partly_loaded()
@@ -82,6 +83,7 @@ def test_configs_alone_are_enough(tmp_path: Path) -> None:
     assert kinds == {"clamp-may-bite", "force-upcast-unread"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["vae.encode=fp16,vae.decode=fp32", "vae.decode=fp32,vae=fp16"])
 def test_each_method_is_judged_in_its_own_precision(save_tiny: SaveTiny, text: str) -> None:
     """Encode in fp16 and decode in fp32, in any order, of a folder or a pipeline: each call in its own."""
@@ -97,6 +99,7 @@ def test_each_method_is_judged_in_its_own_precision(save_tiny: SaveTiny, text: s
     assert "force-upcast-unread" in kinds  # though the other method is in fp32
 
 
+@pytest.mark.thorough
 def test_a_plan_is_judged_as_if_it_were_on(save_tiny: SaveTiny, tmp_path: Path) -> None:
     """By configs and by weights: in fp16, without the findings that a plan answers; others are refused."""
     folder, path = save_tiny("cogview3plus"), tmp_path / "plan.json"
@@ -135,6 +138,7 @@ def make_odd_bias() -> Any:
     return pipe
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("device", "onednn", "is_refused"),
     [
@@ -157,6 +161,7 @@ def test_a_processor_is_judged_by_its_instruction_sets(
     assert errors == ([("vae:post_quant_conv", "mixed-parameters")] if is_refused else [])
 
 
+@pytest.mark.thorough
 def test_a_mended_boundary_runs_and_comes_off() -> None:
     """A decoder in fp32 behind latents in bf16: refused, mended at the call, run, and as before."""
     pipe = make_pipeline("sd", dtype=torch.bfloat16)
@@ -171,6 +176,7 @@ def test_a_mended_boundary_runs_and_comes_off() -> None:
         assert pipe(**call, output_type="np").images.shape == (1, 32, 32, 3)
 
 
+@pytest.mark.thorough
 def test_mended_modules_are_fp32_again() -> None:
     """T5's wo after .to(float16): fp32 inside the block, fp16 behind it."""
     pipe = make_pipeline("cogview3plus", dtype=torch.float16)
@@ -183,6 +189,7 @@ def test_mended_modules_are_fp32_again() -> None:
     assert wo.weight.dtype == torch.float16
 
 
+@pytest.mark.thorough
 def test_a_scheduler_is_made_anew() -> None:
     """Tables in bf16 are those of the config again, and undone the spoilt ones are back."""
     pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
@@ -216,6 +223,7 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.thorough
 def test_causes_are_mended_before_what_they_lead_to() -> None:
     """One parameter in fp32 makes four findings at three components; casting it is enough."""
     pipe = make_pipeline("cogview3plus", dtype=torch.bfloat16)
@@ -227,6 +235,7 @@ def test_causes_are_mended_before_what_they_lead_to() -> None:
         assert mending.remaining == []
 
 
+@pytest.mark.thorough
 def test_a_clamp_of_rescaled_weights_is_no_finding(tmp_path: Path) -> None:
     """Whose files say that their values were scaled into range is not told that its clamp may bite."""
     folder = save_pipeline("cogvideox", tmp_path / "model", dtype=torch.float16)

@@ -96,6 +96,7 @@ def draw_and_read(saved: Path, file: str, changes: dict[str, Any] | str) -> None
 DRAWN = st.sampled_from(FILES), CHANGES | st.text('[]{}",:0129.eE-NaInfity', max_size=40)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(*DRAWN)
 def test_whatever_the_files_say_there_is_one_exception(

@@ -386,6 +386,7 @@ def test_every_text_of_a_family_is_answered_with_one_of_its_faults() -> None:
     assert wrong == {}
 
 
+@pytest.mark.thorough
 def test_reports_of_our_own_are_answered() -> None:
     """Whole reports in the style of 2025 and 2026, with title, card and model: nine of ten as expected."""
     reports = json.loads((CASES / "own_reports.json").read_text(encoding="utf-8"))
@@ -497,6 +498,7 @@ def list_messages(package: str) -> Iterator[str]:
                         yield str(first.value)  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_of_unrelated_texts_none_is_explained() -> None:
     """Prompts, and messages and descriptions of 12 packages that have nothing to do with precision."""
     packages = ("PIL", "rich", "click", "huggingface_hub", "jinja2", "psutil", "pytest", "filelock")

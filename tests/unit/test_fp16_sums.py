@@ -149,6 +149,7 @@ def certified(save_tiny: Callable[..., Path]) -> tuple[Path, Plan]:
     return folder, choose_sums(certify_plan(folder), "auto")
 
 
+@pytest.mark.thorough
 def test_inputs_at_the_bound_never_overflow_a_certified_layer(certified: tuple[Path, Plan]) -> None:
     """Of every fourth row of each layer the input that makes its sum as large as the bound: finite.
 
@@ -187,6 +188,7 @@ def _push(layer: torch.nn.Linear, terms: int, largest: float) -> int:
     return int(usable.sum())
 
 
+@pytest.mark.thorough
 def test_a_run_with_sums_in_fp16_is_nearer_than_bf16(certified: tuple[Path, Plan]) -> None:
     """Inputs at their limits, sums in fp16 in each layer of the plan: finite; ordinary ones: near."""
     folder, plan = certified
@@ -218,6 +220,7 @@ def test_a_run_with_sums_in_fp16_is_nearer_than_bf16(certified: tuple[Path, Plan
     assert relative_l2(call("fp16", 1.0), right) < relative_l2(call("bf16", 1.0), right)
 
 
+@pytest.mark.thorough
 def test_sums_of_a_plan_come_off(certified: tuple[Path, Plan]) -> None:
     """While the plan is on, its layers sum so; undone, they have their own forward again."""
     folder, plan = certified

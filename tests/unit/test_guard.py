@@ -36,6 +36,7 @@ def test_silent(precision: str) -> None:
     assert handle.record.host_reads == sum(call.calls for call in handle.record.calls)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("component", "module_path"),
     [
@@ -81,6 +82,7 @@ def test_a_guard_that_nobody_holds_stays_on_and_is_known() -> None:
     guard(net[0]).remove()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_a_fault_that_does_not_come_again_is_said_to() -> None:
     """A transient fault is told from a lasting one; the run goes on to the same pixels."""

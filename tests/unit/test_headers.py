@@ -93,6 +93,7 @@ def compare_readers(text: str, size: int) -> None:
         assert ours == theirs
 
 
+@pytest.mark.thorough
 @settings(max_examples=600, deadline=None)
 @given(TEXTS, st.sampled_from([0, 4, 8, 12, 16]))
 def test_what_we_read_the_library_reads_alike(text: str, size: int) -> None:

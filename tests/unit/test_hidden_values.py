@@ -108,6 +108,7 @@ def quiet(text: str) -> None:
     """Hears of a repair and says nothing."""
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("name", HIDING)
 def test_what_is_hidden_is_found_and_repaired(name: str) -> None:
     """Unguarded the result is finite and wrong; guarded it is no worse than bf16's. Healthy calls stay."""

@@ -213,6 +213,7 @@ def test_a_stored_weight_that_stays_as_it_is_takes_no_memory() -> None:
     assert StoredWeight(values, torch.float32).read().data_ptr() == values.data_ptr()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cogvideox", pytest.param("sd", marks=pytest.mark.slow)])
 def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
     planned: tuple[Source, Plan], save_tiny: Callable[..., Path], name: str
@@ -244,6 +245,7 @@ def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
                 assert torch.equal(later[key], tensor)
 
 
+@pytest.mark.thorough
 def test_a_plan_that_was_loaded_comes_off_in_fp32(planned: tuple[Source, Plan]) -> None:
     """Its exponents are gone then, and values that fp16 held are those that were stored."""
     source, plan = planned
@@ -263,6 +265,7 @@ def test_a_few_values_of_a_stored_weight(folds: list[tuple[tuple[slice, ...], in
     assert torch.equal(stored.take(places), stored.read().reshape(-1)[places])
 
 
+@pytest.mark.thorough
 def test_weights_are_known_wherever_they_wait(planned: tuple[Source, Plan]) -> None:
     """A component in its file, on a store and in memory has one digest under a plan."""
     (source, plan), cpu = planned, choose_device("cpu")

@@ -581,6 +581,7 @@ def test_tiny_frames_are_measured_too(size: int) -> None:
     assert "frozen" not in kinds(random)
 
 
+@pytest.mark.thorough
 def test_the_same_frames_give_the_same_bytes(tmp_path: Path) -> None:
     """Whatever memory held before: processes whose memory begins otherwise write the same mp4."""
     code = """

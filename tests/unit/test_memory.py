@@ -163,6 +163,7 @@ def test_the_peak_is_what_a_device_has_to_have() -> None:
         run(peak - 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cogvideox", "cogview3plus"])
 def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
     """A whole run without weights predicts the allocator's peak of the real run within 2 %."""
@@ -184,6 +185,7 @@ def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
         assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cogvideox", "wan"])
 def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is predicted as if each were run. Wan's are, since its decoder writes into its cache."""
@@ -213,6 +215,7 @@ def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.Mon
     assert (few < many / 2) == (name == "cogvideox")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -293,6 +296,7 @@ def count_parameters(pipe: Any) -> int:
     return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
     placement: Placement, dry_run_sd: RunMemory, tmp_path: Path
@@ -317,6 +321,7 @@ def test_a_placement_changes_nothing_but_memory(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, WideProducts])
 def test_fp16_on_a_processor_takes_what_is_predicted(mode: Any, tmp_path: Path) -> None:
     """A transformer 512 wide, block by block: torch's own products take nothing beside their output; those
@@ -341,6 +346,7 @@ def run_svd(pipe: Any) -> Any:
         return pipe(Image.fromarray(picture), **arguments, generator=generator, output_type="np")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["component", "leaf"])
 def test_a_pipeline_casts_a_component_whose_weights_wait(
     placement: Placement, tmp_path: Path
@@ -607,6 +613,7 @@ def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     """The cheapest strategy that fits is taken, the picture is the same, and the record says it."""
@@ -637,6 +644,7 @@ def test_a_misfit_says_what_takes_most(component: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("each_device")
 def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     """A limit that nothing fits is refused before the run, with one that would do."""
@@ -678,6 +686,7 @@ def test_the_speed_of_a_profile_is_that_of_its_slowest_format() -> None:
     assert find_speed(find_profile("cpu-avx512"), {"fp32"}) is None
 
 
+@pytest.mark.thorough
 def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
     """With an allocator that refuses more, a run that began too large ends with tiles."""
     pipe = make_pipeline("sd")
@@ -725,6 +734,7 @@ def test_runs_that_are_compared_share_their_tiles() -> None:
     assert choose_tiling([hard], 10) is None
 
 
+@pytest.mark.thorough
 def test_a_video_is_decoded_a_few_frames_at_a_time() -> None:
     """SVD takes less with one frame at a time; all frames come, and nothing stays on the pipeline."""
     pipe, decoded = make_pipeline("svd"), list[int]()

@@ -92,6 +92,7 @@ def generate_small(
     )
 
 
+@pytest.mark.thorough
 def test_what_fits_at_no_strategy_is_refused(folder: Path, tmp_path: Path) -> None:
     """The picture is not made smaller unasked: the refusal names what would do."""
     with pytest.raises(StopdownError) as caught:

@@ -70,6 +70,7 @@ def find_tables(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield node.lineno, words  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_each_name_of_an_operation_exists_in_torch() -> None:
     """Tables beside that of `graph.operations` name functions and methods that torch has."""
     unknown = [

@@ -202,6 +202,7 @@ def show(made: MemoryForecast, *, verbose: bool = False) -> str:
     return console.export_text()
 
 
+@pytest.mark.thorough
 def test_fit_compares_precisions(made: MemoryForecast) -> None:
     """On a V100 the table has fp16 and fp32 in every strategy, fp32 larger and slower in each."""
     assert (made.precision, made.flag) == ("rescaled fp16", "auto")
@@ -216,6 +217,7 @@ def test_fit_compares_precisions(made: MemoryForecast) -> None:
     assert any(reason.startswith("fp32: ") for reason in made.reasons)
 
 
+@pytest.mark.thorough
 def test_the_table_is_shown_on_request(made: MemoryForecast) -> None:
     """Each precision has its heading, what is not measured says so, and the command is below."""
     text = show(made, verbose=True)
@@ -239,6 +241,7 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     assert list(made.bits) == ["rescaled fp16"]
 
 
+@pytest.mark.thorough
 def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> None:
     """With too little host memory they stay in files, and the answer says so."""
     least = min(forecast(folder).rows, key=lambda row: row.peak_bytes)
@@ -251,6 +254,7 @@ def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> 
     assert " KiB of weights in files, " in made.answer
 
 
+@pytest.mark.thorough
 def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
     """A T4 has less than 15 GiB; that is said once, and the forecast goes by what it has."""
     said: list[str] = []
@@ -268,6 +272,7 @@ def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     """The answer has a smaller size, which fits by itself; other precisions were tried before."""
     least = min(row.peak_bytes for row in forecast(folder, height=64, width=64).rows)

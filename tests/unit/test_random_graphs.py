@@ -26,6 +26,7 @@ FEW = 16
 """Modules of the default run; the slow one draws 5,000."""
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_a_small_module_is_rescaled_or_refused(seed: int) -> None:
     """Of one or two steps: every bit in fp32, for other inputs too; in fp16 bf16's error or less."""

@@ -531,6 +531,7 @@ def fuzz(reader: Reader, folder: Path, count: int) -> int:
     return read
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_gives_an_answer_or_an_error_of_ours(name: str, tmp_path: Path) -> None:
@@ -571,6 +572,7 @@ def test_a_shard_of_a_longer_name_than_a_file_may_have(tmp_path: Path) -> None:
         READERS["shard index"].read(path)
 
 
+@pytest.mark.thorough
 def test_an_error_that_is_not_ours_is_found(tmp_path: Path) -> None:
     """A reader that lets a KeyError through, and one that takes all memory, do not pass."""
 

@@ -44,6 +44,7 @@ def test_the_class_follows_the_request() -> None:
         assert choose_class(name, Request(image=PICTURE)) == name  # takes a picture itself
 
 
+@pytest.mark.thorough
 def test_the_table_of_classes_is_read_in_silence() -> None:
     """It imports every pipeline of Diffusers, and what those say of missing packages helps nobody."""
     code = (

@@ -53,6 +53,7 @@ def measure_error(module: torch.nn.Module, calls: list[Any], dtype: torch.dtype,
     return max(relative_l2(x, y) for x, y in zip(outputs, reference, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
     """In fp32 every bit stays; in fp16 it is finite and nearer than bf16; undo restores every bit."""
@@ -68,6 +69,7 @@ def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
     assert compare_snapshot(before, module) == []
 
 
+@pytest.mark.thorough
 def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_lora_on_such_a_layer_is_in_fp32() -> None:
     assert relative_l2(module(x.half()).float(), expected) < 2e-3
 
 
+@pytest.mark.thorough
 def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
     """Wan's decoder runs all of its modules for each frame; a few of 12 name the same ones."""
     torch.manual_seed(0)
@@ -180,6 +183,7 @@ def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_it_is_nearer_than_without() -> None:
     """On the SD UNet, whose rescaled error is the largest, the fp32 stream takes a third of it off."""
     errors = {}
@@ -190,6 +194,7 @@ def test_it_is_nearer_than_without() -> None:
     assert errors["fp32"] < 0.67 * errors[None]
 
 
+@pytest.mark.thorough
 def test_products_of_matrices_stay_in_fp16() -> None:
     """Every linear of the transformer computes in fp16 but the three outside of its blocks that
     multiply one row: they read the timestep. Its norms compute in fp32."""
@@ -202,6 +207,7 @@ def test_products_of_matrices_stay_in_fp16() -> None:
     assert norm.weight.dtype == torch.float32
 
 
+@pytest.mark.thorough
 def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream is fp32 all the same."""
     module, calls = make_example("CogVideoX rotary")
@@ -222,6 +228,7 @@ FP32_MODULES = {"transformer_blocks.0.attn1.to_q": False, "transformer_blocks.0.
 """Modules of a CogVideoX transformer that may stay in fp32, to whether they write the stream."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", FP32_MODULES)
 def test_an_fp32_module_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     """Its inputs are not cast to fp16 inside it, and what it adds to the stream stays fp32."""
@@ -243,6 +250,7 @@ def test_an_fp32_module_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     assert max(map(relative_l2, outputs, reference)) < bf16 / 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "bits", "opened", "most"),
     [("CogVideoX sinusoidal", 15, "patch_embed", 0.0), ("PixArt", 9, ".attn2", 0.02)],

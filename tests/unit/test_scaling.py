@@ -339,6 +339,7 @@ def test_what_reads_values_wants_a_rule(name: str) -> None:
     assert rules.find_rule(node) == (None, False)
 
 
+@pytest.mark.thorough
 def test_the_autoencoder_of_wan_needs_nothing_in_fp32() -> None:
     """Its upsampling (`nearest-exact`) has a rule: values beyond fp16 are scaled through it."""
     vae = make_pipeline("wan").vae
@@ -562,6 +563,7 @@ def test_several_calls_share_their_parameters() -> None:
     assert bool(module(long.half()).isfinite().all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["CogVideoX learned", "CogVideoX sinusoidal"])
 def test_what_is_rescaled_at_one_size_is_exact_at_every_other(name: str) -> None:
     """A table of positions is read at one size and computed at the others: nothing is folded into it.

@@ -131,6 +131,7 @@ def blacken(pipe: Any, after: Act) -> Any:
         return run(pipe)
 
 
+@pytest.mark.thorough
 def test_weights_behind_a_black_picture_are_named(pipe: Any) -> None:
     """Zeros over a weight of the text encoder between two runs whose pictures are black."""
 
@@ -146,6 +147,7 @@ def test_weights_behind_a_black_picture_are_named(pipe: Any) -> None:
     assert found == {"black-frames": "result 1", "weights-changed": "text_encoder"}
 
 
+@pytest.mark.thorough
 def test_a_weight_that_arrives_late_is_named(pipe: Any) -> None:
     """A weight that is not there while the call runs, and is there when it is run again."""
     owner = pipe.transformer
@@ -180,6 +182,7 @@ def test_a_kernel_that_is_wrong_every_tenth_time_is_named() -> None:
     assert "repeated with the same arguments and weights" in handle.repairs[0].evidence
 
 
+@pytest.mark.thorough
 def test_a_black_picture_of_a_call_that_does_not_come_again_is_named(pipe: Any) -> None:
     """An autoencoder that gives -1 once, and a picture when it is run again."""
 
@@ -215,6 +218,7 @@ def test_a_kernel_that_is_wrong_in_one_format_is_named() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_is_wrong_on_one_device_is_named(simulated: Any) -> None:
     """fp32 on the device gives NaN where the CPU gives numbers."""
 
@@ -231,6 +235,7 @@ def test_a_kernel_that_is_wrong_on_one_device_is_named(simulated: Any) -> None:
     assert (culprit.kind, culprit.reached) == ("kernel", 2.0)
 
 
+@pytest.mark.thorough
 def test_in_500_healthy_runs_nothing_is_named() -> None:
     """Noise is drawn and values that overflow in fp16 are repaired: no word of the session."""
     net = Net().half()

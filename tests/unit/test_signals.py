@@ -104,6 +104,7 @@ def test_a_long_import_is_left(write_module: WriteModule) -> None:
     assert leave(patience_s=0.01, write_module=write_module) == ("SIGINT", 130)
 
 
+@pytest.mark.thorough
 def test_a_busy_machine_makes_no_import_long(write_module: WriteModule) -> None:
     """An import that gets no processor for longer than its time is finished, and the interrupt raised."""
     code = f"{SEND}import time\ntime.sleep(1.2)\n"

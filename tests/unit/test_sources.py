@@ -654,6 +654,7 @@ def test_an_encoder_may_come_with_the_whole_that_it_is_a_part_of(tmp_path: Path)
     )
 
 
+@pytest.mark.thorough
 def test_a_model_is_not_built_beyond_its_weights() -> None:
     """Parts and values are counted while a component is built, and no longer afterwards."""
     few = [StoredTensor("fp32", (4,), 16)]

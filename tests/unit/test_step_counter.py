@@ -64,6 +64,7 @@ def test_what_is_told_ends_with_its_context(denoiser: Denoiser) -> None:
         assert not counter.is_told
 
 
+@pytest.mark.thorough
 def test_a_pipeline_tells_its_sigma() -> None:
     """Wan's own loop tells step and sigma, which stand where its scheduler's count stood."""
     pipe = testing.make_pipeline("wan", overflow="transformer", dtype=torch.float16)

@@ -97,6 +97,7 @@ def test_blocks_that_want_different_exponents_are_searched_one_by_one(
     assert search.choose_multiplies(module, problem, 1.0) is problem
 
 
+@pytest.mark.thorough
 def test_a_search_over_like_modules_finds_what_the_whole_one_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -88,6 +88,7 @@ def make_mochi() -> Any:
     )
 
 
+@pytest.mark.thorough
 def test_a_denoiser_that_reads_its_mask_is_seen() -> None:
     """A linear that was left in fp32 inside it is found, and nothing is unchecked."""
     pipe = make_mochi()

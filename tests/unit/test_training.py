@@ -21,6 +21,7 @@ def is_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> 
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.thorough
 def test_autoencoder_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps, a stop and two more give the same weights as four steps at a stretch."""
     monkeypatch.setattr(train_autoencoder, "CYCLES", (Cycle(4, 1, 1.0, (14.0, 18.0)),))
@@ -36,6 +37,7 @@ def test_autoencoder_training_restarts(tmp_path: Path, monkeypatch: pytest.Monke
     assert is_same(whole, parts)
 
 
+@pytest.mark.thorough
 def test_denoiser_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was stopped after two steps goes on to the weights of an uninterrupted one."""
     generator = torch.Generator().manual_seed(0)
@@ -55,6 +57,7 @@ def test_denoiser_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert is_same(whole, parts)
 
 
+@pytest.mark.thorough
 def test_inflation_is_exact() -> None:
     """Fresh components inflated by powers of two give the same output bit for bit in fp32."""
     from finish import inflate_all, round_to_bf16

@@ -85,6 +85,7 @@ def test_a_disk_without_room_for_weights_is_a_message(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_repair_finds_weights_wherever_they_wait(
@@ -116,6 +117,7 @@ def test_a_repair_finds_weights_wherever_they_wait(
     assert torch.equal(run(placement), run(None))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("placement", "is_guarded"), [("block", False), ("leaf", True)])
 def test_calls_under_a_plan_while_weights_come_and_go(
     save_tiny: Callable[..., Path], placement: str, is_guarded: bool, tmp_path: Path
