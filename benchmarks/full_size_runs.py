@@ -52,14 +52,21 @@ from full_size_configs import MODELS, T5_XXL  # noqa: E402 (the path is set abov
 from stopdown.devices.environment import describe_machine  # noqa: E402
 
 PROMPT = "a red circle moving left on a grey background"
+LONG_PROMPT = (
+    "A girl in a YELLOW raincoat rides her old bike along a foggy quay at 6:45 in the morning; gulls "
+    "wheel over 17 moored boats, lamps go out one by one, and water drips from every rope. Shot on 35 mm "
+    "film, low sun, quiet exit"
+)
+"""It fills 223 of the 226 tokens, one a character. With `PROMPT` 179 of them are the same, padding."""
 STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
 STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums",
           "certify, fp32 residual", "fp16 by certificate, fp32 residual",
-          "measure", "fp16 after measuring")  # fmt: skip
-AUTO, MEASURED, OLD = "certify, fp32 residual", "measure", "plan"
-"""Stages that make plans: as `auto` does, as `plan --measure` does, and from a run in fp32."""
+          "measure", "fp16 after measuring", "measure, native", "fp16 after measuring, native")  # fmt: skip
+AUTO, MEASURED, NATIVE, OLD = "certify, fp32 residual", "measure", "measure, native", "plan"
+"""Stages that make plans: as `auto` does, as `plan --measure` does, as that with `--residual native`, and
+from a run in fp32."""
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -242,6 +249,13 @@ BASES = {
 _VIDEO = {"frames": 9, "height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _PICTURE = {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
+_T5 = Case(
+    "CogVideoX-5B",
+    "text_encoder",
+    {"transformer": _TINY_TRANSFORMER, "vae": _TINY_VAE},
+    {},
+    _VIDEO,
+)
 CASES = {
     "CogVideoX-2B": Case(
         "CogVideoX-5B",
@@ -251,13 +265,8 @@ CASES = {
         _VIDEO,
     ),
     "CogVideoX-5B": Case("CogVideoX-5B", "transformer", _TINY_COGVIDEOX, {}, _VIDEO),
-    "T5-XXL": Case(
-        "CogVideoX-5B",
-        "text_encoder",
-        {"transformer": _TINY_TRANSFORMER, "vae": _TINY_VAE},
-        {},
-        _VIDEO,
-    ),
+    "T5-XXL": _T5,
+    "T5-XXL, long prompt": replace(_T5, request={**_VIDEO, "prompt": LONG_PROMPT}),
     "CogView3-Plus-3B": Case(
         "CogView3-Plus-3B",
         "transformer",
@@ -556,6 +565,7 @@ _MADE_BY = {
     "fp16 by certificate, fp32 residual": "certify, fp32 residual",
     "sums": "certify",
     "fp16 after measuring": MEASURED,
+    "fp16 after measuring, native": NATIVE,
 }
 """Stages that rest on a plan, and the stage that makes it."""
 
@@ -633,10 +643,11 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
                 source, prompts=prompts, request=request, residual="native", device="cpu",
                 progress=follow,
             )  # fmt: skip
-        elif stage == MEASURED:
-            made = make_plan(source, measure=True, prompts=prompts, request=request, device="cpu",
-                             progress=follow)  # fmt: skip
-        elif stage.endswith("residual"):
+        elif stage in (MEASURED, NATIVE):
+            residual = "native" if stage == NATIVE else None
+            made = make_plan(source, measure=True, residual=residual, prompts=prompts, request=request,
+                             device="cpu", progress=follow)  # fmt: skip
+        elif stage == AUTO:
             shutil.rmtree(os.environ["STOPDOWN_CACHE"], ignore_errors=True)
             device = choose_device("cpu")
             made = find_or_certify(resolve_source(source), device, request=request, progress=follow)
@@ -847,7 +858,11 @@ def format_plan(stage: str, row: dict[str, Any]) -> str:
     values = f"{row['bounded']} of {row['values']} certified" if row["values"] else "measured"
     if row["values"] and row.get("measured_bits") is not None:
         values += f", the others measured with {row['measured_bits']:.1f} bits of headroom"
-    names = {OLD: "measured in fp32", MEASURED: "measured by the certificate"}
+    names = {
+        OLD: "measured in fp32",
+        MEASURED: "measured by the certificate",
+        NATIVE: "measured by the certificate, stream as it is",
+    }
     name = names.get(stage, stage.replace("certify", "certificate"))
     cells = [
         name, f"{row['elapsed_s']:.0f}",

@@ -250,6 +250,14 @@ def full_5b_bf16() -> str:
 
 
 @_figure
+def full_t5() -> str:
+    """Both plans that `--measure` makes, by a prompt without padding."""
+    name = "T5-XXL, long prompt"
+    wide, native = (_full_error(name, f"fp16 after measuring{x}") for x in ("", ", native"))
+    return f"{wide} off with the stream in fp32, {native} with `--residual native`"
+
+
+@_figure
 def full_memory() -> str:
     row = _full("CogVideoX-2B", "fp16 by plan")
     peaks = (row[x] / 2**30 for x in ("measured_bytes", "predicted_bytes", "load_peak_bytes"))
