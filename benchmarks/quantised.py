@@ -31,9 +31,9 @@ from stopdown.checkpoints.convert import convert
 from stopdown.devices.environment import describe_machine
 from stopdown.errors import OptionError
 from stopdown.plans.calibrated import measure_plan
+from stopdown.quantised_files.scale_exponents import bound_weights
 from stopdown.sources.sources import resolve_source
 from stopdown.sources.weight_files import load_weights, open_weight_file
-from stopdown.weight_files.quantised_files import bound_weights
 
 OUTPUT = Path(__file__).parent / "results" / "quantised.json"
 

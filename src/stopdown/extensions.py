@@ -15,8 +15,8 @@ from stopdown.errors import OptionError
 PACKAGES = (
     "bench",
     "export",
+    "quantised_files",
     "ranks",
-    "weight_files",
 )
 
 _COMMAND = "command "

@@ -32,13 +32,13 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.plans.plan_files import seal_plan
+from stopdown.quantised_files.gguf_files import SCALES
+from stopdown.quantised_files.scale_exponents import bound_weights, fold_file, is_power
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.weight_files import open_weight_file
-from stopdown.weight_files.gguf_files import SCALES
-from stopdown.weight_files.quantised_files import bound_weights, fold_file, is_power
 
 Run = Callable[..., tuple[int, str, str]]
 

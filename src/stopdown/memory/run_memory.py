@@ -227,9 +227,9 @@ class MemoryListener(Listener):
                 patches.set_attribute(block, "forward", once)
 
     def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
-        """Blend the seam of two tiles, row by row; another of the same shapes takes as much.
+        """Blend one row of the seam of two tiles; a seam of the same shapes is not blended again.
 
-        Each row takes as much as the one before it, so one is blended.
+        Code blends row by row, and each row takes as much memory as the others.
 
         Args:
             given: the tile before it, the tile that is written into and comes back, and the width.

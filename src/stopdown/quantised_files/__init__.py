@@ -2,7 +2,7 @@
 
 OFFERS = {
     "open_weight_file": "weight_reader.open_weight_file",
-    "put_file_bounds": "quantised_files.put_file_bounds",
-    "fold_file": "quantised_files.fold_file",
+    "put_file_bounds": "scale_exponents.put_file_bounds",
+    "fold_file": "scale_exponents.fold_file",
     "inspect_file": "file_values.inspect_file",
 }

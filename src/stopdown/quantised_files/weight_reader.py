@@ -22,6 +22,7 @@ import torch
 
 from stopdown.files.json_files import UnreadableError, parse_json
 from stopdown.files.toml_files import read_rows
+from stopdown.quantised_files import gguf_files
 from stopdown.sources.headers import StoredTensor, read_header, read_metadata
 from stopdown.sources.weight_files import (
     FileWeight,
@@ -30,7 +31,6 @@ from stopdown.sources.weight_files import (
     get_tensor,
     iterate_rows,
 )
-from stopdown.weight_files import gguf_files
 
 
 def open_weight_file(path: Path) -> WeightFile:

@@ -24,6 +24,7 @@ from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.pipelines.single_files import Rows, trace_rows
+from stopdown.quantised_files import gguf_files
 from stopdown.scaling.fold_bounds import FoldBound, bound_scales, find_normal, put_bounds
 from stopdown.sources.headers import (
     RESCALED_ENTRY,
@@ -33,7 +34,6 @@ from stopdown.sources.headers import (
 )
 from stopdown.sources.sources import Source
 from stopdown.sources.weight_files import FileWeight, WeightFile, open_weight_file
-from stopdown.weight_files import gguf_files
 
 
 def put_file_bounds(source: Source, program: Any) -> Rows | None:
