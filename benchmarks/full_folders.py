@@ -199,12 +199,18 @@ CHECKPOINTS: dict[str, tuple[str, Callable[[], Parts]]] = {
 """Name → class of the pipeline, and the factories of its components."""
 
 
-def write_configs(name: str, folder: Path) -> Path:
-    """A Diffusers folder with the configurations of a checkpoint, and no weights."""
+def write_configs(name: str, folder: Path, *, with_headers: bool = False) -> Path:
+    """A Diffusers folder with the configurations of a checkpoint, and no weights.
+
+    Args:
+        with_headers: files of weights in bf16 as well, with a header and nothing that takes room on disk.
+    """
     class_name, make = CHECKPOINTS[name]
     index: dict[str, Any] = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
     for part, factory in make().items():
         built = _write_part(factory, folder / part)
+        if with_headers and isinstance(built, torch.nn.Module):
+            _write_header(built, folder / part)
         library = type(built).__module__.partition(".")[0]
         index[part] = [library, type(built).__name__]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))
@@ -225,3 +231,20 @@ def _write_part(factory: Callable[[], Any], folder: Path) -> Any:
     else:
         built.save_config(folder)
     return built
+
+
+def _write_header(module: torch.nn.Module, folder: Path) -> None:
+    """A file of weights whose tensors are a hole, in the layout of safetensors."""
+    is_transformers = isinstance(module, transformers.PreTrainedModel)
+    name = "model" if is_transformers else "diffusion_pytorch_model"
+    tied = set(getattr(module, "_tied_weights_keys", None) or {})
+    header, end = {}, 0
+    for key, tensor in module.state_dict().items():
+        if key in tied:
+            continue
+        begun, end = end, end + 2 * tensor.numel()
+        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begun, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    with (folder / f"{name}.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

@@ -273,9 +273,25 @@ def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_where_all_fits_nothing_smaller_is_predicted(folder: Path) -> None:
+    """The answer is the one of the whole table; with --json there is the table, and so if it is tight."""
+    room = forecast(folder, memory="1GiB", height=64, width=64)
+    assert {row.strategy for row in room.rows} == {"resident", "component", "block", "leaf"}
+    for shows in ({"verbose": True}, {"json": True}):
+        table = forecast(folder, memory="1GiB", height=64, width=64, **shows)
+        assert "leaf+tiling" in {row.strategy for row in table.rows}
+        assert (table.answer, table.command) == (room.answer, room.command)
+    resident = next(row.peak_bytes for row in room.rows if row.strategy == "resident")
+    tight = forecast(folder, memory=f"{resident / 2**10:.0f}KiB", height=64, width=64)
+    assert tight.chosen != "resident"
+    assert "resident+tiling" in {row.strategy for row in tight.rows}
+
+
+@pytest.mark.thorough
 def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     """The answer has a smaller size, which fits by itself; other precisions were tried before."""
-    least = min(row.peak_bytes for row in forecast(folder, height=64, width=64).rows)
+    rows = forecast(folder, verbose=True, height=64, width=64).rows
+    least = min(row.peak_bytes for row in rows)
     memory = f"{least / 2**10:.0f}KiB"
     made = forecast(folder, memory=memory, height=64, width=64)
     assert not made.fits

@@ -79,7 +79,8 @@ def fit_source(
         try_way = functools.partial(
             _try_way, source, profile=profile, options=options, display=display, answers=answers
         )
-        tried = [try_way(first, request=request)]
+        shows_all = options.verbose or options.json
+        tried = [try_way(first, request=request, limit=0 if shows_all else limit)]
         chosen, reduced = choose_way(tried, limit), None
         if options.verbose or chosen is None:
             tried += [try_way(way, request=request) for way in others]
@@ -202,8 +203,13 @@ def _try_way(
     request: Request,
     display: Display,
     answers: Answers,
+    limit: int = 0,
 ) -> Fit:
-    """What every strategy takes in one precision, those that cost the least time first."""
+    """What every strategy takes in one precision, those that cost the least time first.
+
+    Args:
+        limit: where everything fits into it as it is, no other strategy is tried.
+    """
     from stopdown.memory.forecast import predict_all, sort_by_time
     from stopdown.plans.precision_and_memory import (
         build_way,
@@ -222,6 +228,7 @@ def _try_way(
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         answers=answers,
+        limit_bytes=limit,
         progress=lambda done, total: display.progress("predict", f"in {way.chosen}", done, total),
     )
     device = options.device or "auto"

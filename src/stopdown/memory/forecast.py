@@ -30,6 +30,9 @@ from stopdown.records import MemoryRow, Plan
 USABLE_SHARE = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
 
+SEAMS_WEIGHT = 1.25
+"""How much longer a run may take for a picture without seams."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -58,6 +61,7 @@ def predict_all(
     on_cpu: bool = True,
     answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
+    limit_bytes: int = 0,
 ) -> Fit:
     """A dry run of every variant, and predict every strategy.
 
@@ -67,6 +71,7 @@ def predict_all(
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
+        limit_bytes: where a run with nothing made smaller stays within it, no other variant is run.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
@@ -85,8 +90,14 @@ def predict_all(
             put_variant(pipe, strategy, patches)
             listener = MemoryListener(fused=fused, on_cpu=on_cpu, sign=strategy.sign)
             found[variant] = listen_to_run(pipe, arguments, listener, answers)
-    plain = next(iter(found.values()))
-    fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
+        plain = found[Strategy().variant]  # the first
+        if _fits(predict(plain, Strategy(), steps=steps), limit_bytes):
+            break
+    fitting = [
+        s
+        for s in strategies
+        if s.variant in found and _list_shapes(found[s.variant]) == _list_shapes(plain)
+    ]
     predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
     return Fit(predictions, plain.strays, _find_sides(plain))
 
@@ -108,18 +119,29 @@ def _find_sides(run: RunMemory) -> tuple[int, int] | None:
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
-    """The same predictions, those first that are estimated to take the least time."""
+    """The same predictions, those first that are estimated to take the least time.
+
+    Tiles and chunks change the picture where they meet, so they come first only if they save a large
+    part of the time, and never before a run with nothing made smaller.
+    """
     if speed is None:
         return fit
     timed = [dataclasses.replace(one, seconds=estimate_time(one, speed)) for one in fit.predictions]
-    timed.sort(key=lambda one: round(one.seconds or 0.0, 9))
-    return dataclasses.replace(fit, predictions=tuple(timed), speed=speed)
+
+    def rate(one: Prediction) -> tuple[bool, float]:
+        weight = SEAMS_WEIGHT if one.strategy.has_seams else 1.0
+        return one.strategy != Strategy(), round(weight * (one.seconds or 0.0), 9)
+
+    return dataclasses.replace(fit, predictions=tuple(sorted(timed, key=rate)), speed=speed)
 
 
 def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
     """Return the prediction that costs the least time among those that fit; None if none does."""
-    usable = limit_bytes * USABLE_SHARE
-    return next((one for one in fit.predictions if one.peak_bytes <= usable), None)
+    return next((one for one in fit.predictions if _fits(one, limit_bytes)), None)
+
+
+def _fits(prediction: Prediction, limit_bytes: int) -> bool:
+    return prediction.peak_bytes <= limit_bytes * USABLE_SHARE
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:

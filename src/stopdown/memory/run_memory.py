@@ -3,8 +3,8 @@
 Every storage is counted while the code runs without weights, so sizes, lifetimes, tiling, slicing and
 chunking are those of the real code, not of a formula. The code of blocks that are alike (the same parts,
 sizes, settings and hooks) is run once for arguments of the same shapes, and that of an autoencoder once
-for all tiles of a shape. Code that writes into what it is given, as Wan's does into its cache, or returns a
-view of it, runs each time.
+for all tiles, and frames of a video, of a shape. Code that returns a view of what it is given runs each
+time.
 
 Not covered: what `StorageTracker` does not; a component whose code reads values of its inputs: it
 raises `CaptureError` and names the line.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside, name_component
 from stopdown.component_calls.call import ComponentCall, sign_arguments
@@ -32,6 +30,7 @@ from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
+from stopdown.memory.alike_calls import GivenArguments, Result, sign_block
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
@@ -198,8 +197,8 @@ class MemoryListener(Listener):
         run.kept["memory"] = self._call
 
     def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
-        """Where an autoencoder works in tiles, have its code run once for those of the same shapes."""
-        if not getattr(owner, "use_tiling", False):
+        """Have an autoencoder's code run once for tiles, and frames of a video, of the same shapes."""
+        if not is_autoencoder(owner):
             return
         for name in ("encoder", "decoder"):
             if isinstance(part := getattr(owner, name, None), torch.nn.Module):
@@ -221,7 +220,7 @@ class MemoryListener(Listener):
             for block in part if isinstance(part, torch.nn.ModuleList) else ():
                 alike.setdefault(sign_block(block), []).append(block)
         for blocks in alike.values():
-            known: dict[str, Tile] = {}
+            known: dict[str, Footprint] = {}
             for block in blocks if len(blocks) > 1 else ():
                 once = functools.partial(self._run_tile, known, block.forward)
                 patches.set_attribute(block, "forward", once)
@@ -248,51 +247,53 @@ class MemoryListener(Listener):
         return output
 
     def _run_tile(
-        self, known: dict[str, Tile], code: Callable[..., Any], *args: Any, **kwargs: Any
+        self, known: dict[str, Footprint], code: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """What a tile or block gives; one like an earlier one takes as much on top of what is alive."""
         here = self._paths.current
         self.leave(here)
-        alive, call = self._tracker.live_bytes - self._begun, self._call
-        key = _sign_given(args, kwargs)
-        if (tile := known.get(key)) is not None:
-            output = tile.make_output(pytree.tree_leaves((args, kwargs)))
-            self._tracker.flops += tile.flops
+        alive, call, arguments = (
+            self._tracker.live_bytes - self._begun,
+            self._call,
+            GivenArguments(args, kwargs),
+        )
+        taken = known.get(arguments.signature)
+        if taken is not None and taken.result is not None:
+            output = taken.result.give_again(args, kwargs)
+            self._tracker.flops += taken.flops
             # what was noted of the block that this one is like holds for it too
-            for home, users in [*self._strays.items()] if tile.path != here else ():
-                if any(is_inside(x, tile.path) for x in (home, *users)):
-                    moved = frozenset(_move(x, tile.path, here) for x in users)
-                    _join(self._strays, {_move(home, tile.path, here): moved})
+            for home, users in [*self._strays.items()] if taken.path != here else ():
+                if any(is_inside(x, taken.path) for x in (home, *users)):
+                    moved = frozenset(_move(x, taken.path, here) for x in users)
+                    _join(self._strays, {_move(home, taken.path, here): moved})
         else:
-            given = TileInput(args, kwargs)
-            output, tile = self._watch_tile(alive, code, args, kwargs)
-            if given.is_left_alone(output):
-                known[key] = tile
-        for path, peak in tile.peaks.items():
-            place = _move(path, tile.path, here)
+            output, taken = self._watch_tile(
+                alive, arguments, functools.partial(code, *args, **kwargs)
+            )
+            known[arguments.signature] = taken
+        for path, peak in taken.peaks.items():
+            place = _move(path, taken.path, here)
             call.peaks[place] = max(alive + peak, call.peaks.get(place, alive + peak))
-        for path, count in tile.entries.items():
-            place = _move(path, tile.path, here)
+        for path, count in taken.entries.items():
+            place = _move(path, taken.path, here)
             call.entries[place] = call.entries.get(place, 0) + count
         return output
 
     def _watch_tile(
-        self, alive: int, code: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, Tile]:
+        self, alive: int, arguments: GivenArguments, code: Callable[[], Any]
+    ) -> tuple[Any, Footprint]:
         """What a tile or block gives and takes by itself."""
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         self._call = own = CallMemory(call.component, call.stage)
         try:
-            output = code(*args, **kwargs)
+            output = code()
             self.leave(self._paths.current)
         finally:
             self._call = call
         peaks = {path: peak - alive for path, peak in own.peaks.items()}
-        leaves = pytree.tree_leaves((args, kwargs))  # before, they would have kept values alive
-        return output, Tile(
-            here, peaks, own.entries, self._tracker.flops - flops, describe_output(output, leaves)
-        )
+        flops = self._tracker.flops - flops
+        return output, Footprint(here, peaks, own.entries, flops, arguments.describe(output))
 
     def enter(self, path: str) -> None:
         """The module around it pauses."""
@@ -372,131 +373,22 @@ def _attention(fused: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What an encoder or decoder made of a tile, or a block of what it was given, and what that took.
+class Footprint:
+    """What the code of a tile or a block took.
 
     Attributes:
         path: of the module that ran.
         peaks: module path → most bytes alive, counted from its start.
-        output: what came back, each tensor as its shape, strides, dtype and device, or as its place among
-            what was given.
+        result: what it gave, if that can be given again.
     """
 
     path: str
     peaks: dict[str, int]
     entries: dict[str, int]
     flops: int
-    output: Any
-
-    def make_output(self, leaves: Sequence[Any]) -> Any:
-        """The same again, in memory of its own; what was given comes back as it is."""
-        kinds = (_Shape, _Place)
-        return pytree.tree_map_only(kinds, lambda x: x.make(leaves), self.output)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self, leaves: Sequence[Any]) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor that was given and came back."""
-
-    number: int
-
-    def make(self, leaves: Sequence[Any]) -> Any:
-        return leaves[self.number]
-
-
-def describe_output(output: Any, leaves: Sequence[Any]) -> Any:
-    """An output without its tensors, which would stay alive."""
-    places = {id(x): number for number, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-
-    def describe(tensor: torch.Tensor) -> _Shape | _Place:
-        if id(tensor) in places:
-            return _Place(places[id(tensor)])
-        return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    with torch._C.DisableTorchFunction():  # other listeners hear what the model asks of tensors
-        return pytree.tree_map_only(torch.Tensor, describe, output)
-
-
-def _sign_given(args: Any, kwargs: Any) -> str:
-    """What tells arguments apart: what is not contiguous is copied here and there."""
-    tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-    with torch._C.DisableTorchFunction():
-        return f"{sign_arguments(args, kwargs)}{[x.stride() for x in tensors]}"
+    result: Result | None
 
 
 def _move(path: str, before: str, after: str) -> str:
     """The path of a module inside of one block, as that of another block's."""
     return after + path[len(before) :] if is_inside(path, before) else path
-
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
-_NUMBERS = ("layer_idx",)
-"""Attributes that number blocks, and change nothing that a block takes."""
-
-
-def sign_block(block: torch.nn.Module) -> str:
-    """What tells apart blocks that take memory differently: parts, weights, settings and hooks."""
-    told: list[Any] = []
-    for path, part in block.named_modules():
-        attributes = {
-            name: repr(value) if isinstance(value, _PLAIN) else _describe_kind(value)
-            for name, value in vars(part).items()
-            if not name.startswith("_") and name not in _NUMBERS
-        }
-        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        sizes = [(name, tuple(x.shape), x.stride(), x.dtype) for name, x in tensors]
-        told.append((path, type(part), attributes, [_describe_kind(x) for x in hooks], sizes))
-    return str(told)
-
-
-def _describe_kind(value: Any) -> str:
-    """The class of a value, or the name of a function with the classes of what is bound to it."""
-    if isinstance(value, functools.partial):
-        return f"{_describe_kind(value.func)}({[_describe_kind(x) for x in value.args]})"
-    return getattr(value, "__qualname__", "") or type(value).__qualname__
-
-
-class TileInput:
-    """What a tile's code was given, as it was before it ran."""
-
-    def __init__(self, *given: Any) -> None:
-        self._given = given
-        self._leaves = [
-            weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(given)
-        ]
-
-    def is_left_alone(self, output: Any) -> bool:
-        """Whether it is as it was, and each tensor of the output was given or has memory of its own."""
-        leaves = pytree.tree_leaves(self._given)
-        if len(leaves) != len(self._leaves) or not all(map(_is_same, self._leaves, leaves)):
-            return False
-        known = {id(x) for x in leaves}
-        made = [x for x in pytree.tree_leaves(output) if x is not None and id(x) not in known]
-        if not all(isinstance(x, torch.Tensor) for x in made):
-            return False
-        with torch._C.DisableTorchFunction():
-            storages = [x.untyped_storage() for x in made]
-            own = {id(x) for x in storages} - {
-                id(x.untyped_storage()) for x in leaves if isinstance(x, torch.Tensor)
-            }
-            return len(own) == len(made) and all(
-                storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
-            )
-
-
-def _is_same(before: Any, leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return isinstance(before, weakref.ref) and before() is leaf
-    return bool(before == leaf)

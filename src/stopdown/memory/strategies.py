@@ -61,6 +61,11 @@ class Strategy:
         return "+".join(parts)
 
     @property
+    def has_seams(self) -> bool:
+        """Whether the picture is another where tiles or chunks meet."""
+        return self.tiling or self.frames > 0
+
+    @property
     def variant(self) -> Variant:
         """What of it changes the calls themselves."""
         return self.slicing, self.tiling, self.pieces, self.split, self.frames

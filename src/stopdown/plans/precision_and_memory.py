@@ -17,8 +17,8 @@ from typing import Any
 from stopdown.component_call_names import name_component
 from stopdown.devices.environment import Support
 from stopdown.memory.forecast import (
-    USABLE_SHARE,
     Fit,
+    choose,
     estimate_time,
     make_rows,
 )
@@ -184,14 +184,11 @@ def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction
     fitting = [
         (one.plan, prediction, estimate_time(prediction, one.speed))
         for one in found
-        for prediction in one.predictions
-        if prediction.peak_bytes <= limit_bytes * USABLE_SHARE
+        if (prediction := choose(one, limit_bytes)) is not None
     ]
-    if not fitting:
-        return None
     if all(one.speed is not None for one in found):
         fitting.sort(key=lambda one: (round(one[2], 9), -count_bits(one[0])))
-    return fitting[0][:2]
+    return fitting[0][:2] if fitting else None
 
 
 def list_rows(found: Sequence[Fit]) -> tuple[MemoryRow, ...]:

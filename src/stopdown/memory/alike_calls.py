@@ -1,0 +1,168 @@
+"""What tells the code of blocks and tiles apart, and what one of them gave, to be given again for another.
+
+Code without weights depends on nothing but shapes, strides, dtypes and plain values. So one block or tile
+stands for all that are alike, and what it writes into lists, as Wan's decoder does into its cache, is
+written again for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.component_calls.call import sign_arguments
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
+_NUMBERS = ("layer_idx",)
+"""Attributes that number blocks, and change nothing that a block takes."""
+
+
+def sign_block(block: torch.nn.Module) -> str:
+    """What tells apart blocks that take memory differently: parts, weights, settings and hooks."""
+    told: list[Any] = []
+    for path, part in block.named_modules():
+        attributes = {
+            name: repr(value) if isinstance(value, _PLAIN) else _describe_kind(value)
+            for name, value in vars(part).items()
+            if not name.startswith("_") and name not in _NUMBERS
+        }
+        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        sizes = [(name, tuple(x.shape), x.stride(), x.dtype) for name, x in tensors]
+        told.append((path, type(part), attributes, [_describe_kind(x) for x in hooks], sizes))
+    return str(told)
+
+
+def _describe_kind(value: Any) -> str:
+    """The class of a value, or the name of a function with the classes of what is bound to it."""
+    if isinstance(value, functools.partial):
+        return f"{_describe_kind(value.func)}({[_describe_kind(x) for x in value.args]})"
+    return getattr(value, "__qualname__", "") or type(value).__qualname__
+
+
+class GivenArguments:
+    """The arguments of a block or tile as they were before it ran; no tensor is kept alive.
+
+    Attributes:
+        signature: what tells them apart. What is not contiguous is copied here and there.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        with torch._C.DisableTorchFunction():
+            strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
+        self.signature = f"{sign_arguments(tuple(args), kwargs)}{strides}"
+        self._given, self._lists = (args, kwargs), find_lists(args, kwargs)
+        self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
+
+    def describe(self, output: Any) -> Result | None:
+        """What the code gave; None where that cannot be given again from shapes alone.
+
+        A tensor that it made has to have memory of its own, and only lists may have been written into.
+        """
+        fixed = self._list_fixed()
+        if len(fixed) != len(self._fixed) or not all(map(_is_same, self._fixed, fixed)):
+            return None
+        given = [x() if isinstance(x, weakref.ref) else None for x in self._leaves]
+        places = {id(x): number for number, x in enumerate(given) if x is not None}
+        nest = output, [list(x) for x in self._lists]
+        made = [x for x in pytree.tree_leaves(nest) if id(x) not in places]
+        tensors = [x for x in made if isinstance(x, torch.Tensor)]
+        if not all(isinstance(x, (torch.Tensor, *_PLAIN)) for x in made):
+            return None
+
+        def describe(tensor: torch.Tensor) -> _Shape | _Place:
+            if id(tensor) in places:
+                return _Place(places[id(tensor)])
+            return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+        with torch._C.DisableTorchFunction():  # other listeners hear what the model asks of tensors
+            if not _own_their_memory(tensors, [x for x in given if x is not None]):
+                return None
+            return Result(*pytree.tree_map_only(torch.Tensor, describe, nest))
+
+    def _list_fixed(self) -> list[Any]:
+        """What the code may not change: everything but what lists hold."""
+        args, kwargs = self._given
+        lists = {id(x) for x in self._lists}
+        return pytree.tree_leaves([x for x in (*args, *kwargs.values()) if id(x) not in lists])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the code of a block or tile gave.
+
+    Attributes:
+        output: each tensor as its shape, strides, dtype and device, or as its place among the arguments.
+        lists: what those among the arguments hold now, in the same way.
+    """
+
+    output: Any
+    lists: list[list[Any]]
+
+    def give_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Write into the lists and return the output, in memory of their own; arguments as they are."""
+        output, contents = self._place(pytree.tree_leaves((args, kwargs)))
+        lists = find_lists(args, kwargs)
+        for held in lists:
+            held.clear()  # before anything is made, as the code drops one entry for another
+        for held, content in zip(lists, contents, strict=True):
+            held.extend(pytree.tree_map_only(_Shape, _Shape.make, content))
+        return pytree.tree_map_only(_Shape, _Shape.make, output)
+
+    def _place(self, leaves: Sequence[Any]) -> Any:
+        nest = self.output, self.lists
+        return pytree.tree_map_only(_Place, lambda x: leaves[x.number], nest)
+
+
+def find_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+    """Arguments that are lists without a nest in them: caches and counters that code may write into."""
+    return [
+        x
+        for x in (*args, *kwargs.values())
+        if type(x) is list and not any(isinstance(y, (list, tuple, dict)) for y in x)
+    ]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor that was given."""
+
+    number: int
+
+
+def _hold(leaves: Sequence[Any]) -> list[Any]:
+    return [weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+def _is_same(before: Any, leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return isinstance(before, weakref.ref) and before() is leaf
+    return bool(before == leaf)
+
+
+def _own_their_memory(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Whether each of some tensors fills a storage that nothing else of them has."""
+    storages = [x.untyped_storage() for x in made]
+    others = [x.untyped_storage() for x in given]
+    own = {*map(id, storages)} - {*map(id, others)}
+    return len(own) == len(made) and all(
+        storage.nbytes() == x.nbytes for storage, x in zip(storages, made, strict=True)
+    )
