@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
+from stopdown.graph.capture import build_fake
 from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, offloader, smaller_calls
 from stopdown.memory.alike_calls import sign_block
@@ -50,6 +52,7 @@ from stopdown.memory.strategies import (
 )
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
+from stopdown.pipelines.dry_run import dry_run_program
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
@@ -226,6 +229,49 @@ def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.Mon
     assert found == expected
     assert many > 4
     assert few < many / 2
+
+
+class Coder:
+    """A program with nothing but an autoencoder of a class's own size, without weights."""
+
+    def __init__(self, name: str) -> None:
+        self.vae: Any = build_fake(getattr(diffusers, name), torch.bfloat16)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"vae": self.vae}
+
+    def listen(self, shape: tuple[int, ...]) -> RunMemory:
+        """What decoding latents of a shape takes."""
+        listener, latents = MemoryListener(on_cpu=False), torch.zeros(shape, dtype=torch.bfloat16)
+        dry_run_program(self, lambda: self.vae.decode(latents), [listener])
+        return listener.conclude(self)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("AutoencoderKLMagvit", 16),
+        ("AutoencoderKLWan", 16),
+        ("AutoencoderKLHunyuanVideo", 16),
+        ("AutoencoderKLLTXVideo", 128),
+        ("AutoencoderKLMochi", 12),
+        ("AutoencoderKLCosmos", 16),
+        ("AutoencoderVidTok", 4),
+    ],
+)
+def test_frames_that_are_alike_are_decoded_once(
+    name: str, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is predicted as if each frame and tile were run, wherever the decoder keeps the one before."""
+    coder = Coder(name)
+    for tiles, side in ((False, 16), (True, 40)):
+        coder.vae.use_tiling = tiles
+        with monkeypatch.context() as patches:
+            found = coder.listen((1, channels, 7, side, side))
+            patches.setattr(MemoryListener, "_put_tiles", lambda *_: None)
+            assert found == coder.listen((1, channels, 7, side, side))
 
 
 @pytest.mark.thorough

@@ -1,8 +1,9 @@
 """What tells the code of blocks and tiles apart, and what one of them gave, to be given again for another.
 
-Code without weights depends on nothing but shapes, strides, dtypes and plain values. So one block or tile
-stands for all that are alike, and what it writes into lists, as Wan's decoder does into its cache, is
-written again for each.
+Code without weights depends on nothing but shapes, strides, dtypes and plain values: those of its
+arguments, and those that its modules keep. So one block or tile stands for all that are alike, and what it
+writes into lists, as Wan's decoder does into its cache, is written again for each. Code that leaves
+something of another shape on its modules runs each time.
 """
 
 from __future__ import annotations
@@ -46,27 +47,53 @@ def _describe_kind(value: Any) -> str:
     return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
+_OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def sign_state(block: torch.nn.Module) -> str:
+    """What a block's modules keep beside weights and buffers: tensors by shape, plain values by value."""
+    kept = {
+        f"{path}.{name}": value
+        for path, part in block.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OF_EACH_MODULE
+    }
+    return _sign_nest((), kept)
+
+
+def _sign_nest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Sign nested values; what is not contiguous is copied here and there, so strides are part of it."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    with torch._C.DisableTorchFunction():
+        strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
+    return f"{sign_arguments(tuple(args), kwargs)}{strides}"
+
+
 class GivenArguments:
     """The arguments of a block or tile as they were before it ran; no tensor is kept alive.
 
     Attributes:
-        signature: what tells them apart. What is not contiguous is copied here and there.
+        signature: what tells them apart, with what the block keeps.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
-        with torch._C.DisableTorchFunction():
-            strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
-        self.signature = f"{sign_arguments(tuple(args), kwargs)}{strides}"
+        self._block, self._state = block, sign_state(block)
+        self.signature = f"{_sign_nest(args, kwargs)}{self._state}"
         self._given, self._lists = (args, kwargs), find_lists(args, kwargs)
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 
     def describe(self, output: Any) -> Result | None:
         """What the code gave; None where that cannot be given again from shapes alone.
 
-        A tensor that it made has to have memory of its own, and only lists may have been written into.
+        A tensor that it made has to have memory of its own, only lists may have been written into, and what
+        the block keeps has to be as large as before.
         """
         fixed = self._list_fixed()
+        if sign_state(self._block) != self._state:
+            return None
         if len(fixed) != len(self._fixed) or not all(map(_is_same, self._fixed, fixed)):
             return None
         given = [x() if isinstance(x, weakref.ref) else None for x in self._leaves]

@@ -160,7 +160,7 @@ class MemoryListener(Listener):
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
         """Everything that the pipeline's own code makes is counted."""
-        self._steps = arguments["num_inference_steps"]
+        self._steps = arguments.get("num_inference_steps", 0)
         return self._tracker
 
     def sign(self, call: ComponentCall) -> str:
@@ -202,7 +202,7 @@ class MemoryListener(Listener):
             return
         for name in ("encoder", "decoder"):
             if isinstance(part := getattr(owner, name, None), torch.nn.Module):
-                once = functools.partial(self._run_tile, {}, part.forward)
+                once = functools.partial(self._run_tile, {}, part, part.forward)
                 patches.set_attribute(part, "forward", once)
         for name in ("blend_t", "blend_v", "blend_h"):
             if callable(code := getattr(owner, name, None)):
@@ -222,7 +222,7 @@ class MemoryListener(Listener):
         for blocks in alike.values():
             known: dict[str, Footprint] = {}
             for block in blocks if len(blocks) > 1 else ():
-                once = functools.partial(self._run_tile, known, block.forward)
+                once = functools.partial(self._run_tile, known, block, block.forward)
                 patches.set_attribute(block, "forward", once)
 
     def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
@@ -247,16 +247,18 @@ class MemoryListener(Listener):
         return output
 
     def _run_tile(
-        self, known: dict[str, Footprint], code: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        known: dict[str, Footprint],
+        block: torch.nn.Module,
+        code: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """What a tile or block gives; one like an earlier one takes as much on top of what is alive."""
         here = self._paths.current
         self.leave(here)
-        alive, call, arguments = (
-            self._tracker.live_bytes - self._begun,
-            self._call,
-            GivenArguments(args, kwargs),
-        )
+        alive, call = self._tracker.live_bytes - self._begun, self._call
+        arguments = GivenArguments(block, args, kwargs)
         taken = known.get(arguments.signature)
         if taken is not None and taken.result is not None:
             output = taken.result.give_again(args, kwargs)
