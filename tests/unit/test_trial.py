@@ -337,19 +337,40 @@ def test_a_kernel_that_the_device_lacks_is_said(kind: type[Exception]) -> None:
     assert "does not run in fp16 on this device" in rescaling.trial.note
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
-def test_convolutions_in_fp16_are_summed_in_fp32(kind: type[nn.Module]) -> None:
+def test_convolutions_in_16_bits_are_summed_in_fp32(
+    kind: type[nn.Module], dtype: torch.dtype
+) -> None:
     """Of a cast call a convolution is fp32's, rounded once; operands of two dtypes are refused."""
     rank = 3 if kind is nn.Conv3d else 2
-    layer, given = kind(8, 8, 3), torch.randn(1, 8, *[6] * rank).half()  # type: ignore[call-arg]
+    layer, given = kind(8, 8, 3), torch.randn(1, 8, *[6] * rank).to(dtype)  # type: ignore[call-arg]
     with torch.no_grad():
-        wanted = layer.half().float()(given.float()).half()
-        found = trial._run_cast(layer.half(), (layer, (given,), {}), torch.float16)
+        wanted = layer.to(dtype).float()(given.float()).to(dtype)
+        found = trial._run_cast(layer.to(dtype), (layer, (given,), {}), dtype)
         assert torch.equal(found, wanted)
-        assert found.dtype == torch.float16
+        assert found.dtype == dtype
         layer.weight.data = layer.weight.data.float()  # type: ignore[union-attr, operator]
         with pytest.raises(RuntimeError):
-            trial._run_cast(layer, (layer, (given,), {}), torch.float16)
+            trial._run_cast(layer, (layer, (given,), {}), dtype)
+
+
+def test_a_product_in_bf16_is_not_the_processors() -> None:
+    """It is the same on processors that have instructions for it and on those that emulate it."""
+    seen: list[torch.dtype] = []
+
+    class Note(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is nn.functional.linear:
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    layer, given = nn.Linear(4, 4).bfloat16(), torch.ones(1, 4, dtype=torch.bfloat16)
+    with Note(), torch.no_grad():
+        trial._run_cast(layer, (layer, (given,), {}), torch.bfloat16)
+    assert seen == [torch.float32]
 
 
 def test_a_capture_shows_the_products_of_the_code() -> None:

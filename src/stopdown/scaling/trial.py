@@ -254,10 +254,10 @@ def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> A
 
 
 class WideProducts(TorchFunctionMode):
-    """Linears and convolutions of fp16 on a processor summed in fp32 and rounded once, as devices do.
+    """Linears and convolutions of 16 bits on a processor summed in fp32 and rounded once, as devices do.
 
-    A processor without instructions for fp16 takes many times as long for its own. Operands of several
-    dtypes are left to the kernel, which refuses them, and a capture shows the products of the code.
+    A processor without instructions for such a format takes many times as long for its own. Operands of
+    several dtypes are left to the kernel, which refuses them, and a capture shows the products of the code.
     """
 
     def __torch_function__(
@@ -266,11 +266,12 @@ class WideProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in PRODUCT_FUNCTIONS or get_proxy_mode() is not None:
             return func(*args, **kwargs)
-        tensors = list(iterate_tensors((args, kwargs)))
-        if any(x.dtype != torch.float16 or x.device.type != "cpu" for x in tensors):
+        kinds = {(x.dtype, x.device.type) for x in iterate_tensors((args, kwargs))}
+        if kinds not in ({(torch.float16, "cpu")}, {(torch.bfloat16, "cpu")}):
             return func(*args, **kwargs)
+        (dtype, _), *_ = kinds
         wide = pytree.tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        return func(*wide[0], **wide[1]).half()
+        return func(*wide[0], **wide[1]).to(dtype)
 
 
 def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
