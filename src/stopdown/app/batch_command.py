@@ -242,7 +242,7 @@ def _refuse_too_large(
         return
     with naming_line(item, options.prompts, OptionError):
         refuse_too_large(
-            prepared.chosen.source,
+            prepared.source,
             request,
             choose_device(options.device),
             display,
