@@ -26,10 +26,13 @@ import torch
 
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled
 from stopdown.checkpoints.component_folders import (
+    copy_descriptions,
     describe_component,
     describe_effect,
     describe_left,
+    find_dtype_field,
     fold_to_fp16,
+    told_as_oserror,
     write_component,
     write_record,
 )
@@ -53,7 +56,6 @@ from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
-from stopdown.sources.folders import copy_descriptions, find_dtype_field, told_as_oserror
 from stopdown.sources.headers import DamagedFileError, find_weights, read_header, read_rescaled
 from stopdown.sources.hub import download_component
 from stopdown.sources.library_messages import quiet_libraries
