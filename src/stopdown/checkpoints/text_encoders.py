@@ -49,12 +49,12 @@ from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
 from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
-from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import DamagedFileError, find_weights, read_header, read_rescaled
 from stopdown.sources.hub import download_component
@@ -211,22 +211,10 @@ def convert_encoder(
 
 
 def load_encoder(encoder: Encoder) -> Any:
-    kind = find_class("transformers", encoder.class_name)
-    with describing_failures(encoder.folder, encoder.class_name), limited_building():
-        module, report = kind.from_pretrained(
-            encoder.folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    if missing := sorted(map(str, report["missing_keys"])):
-        raise SourceError(
-            f"The weights in {encoder.folder} lack {', '.join(missing[:4])}.",
-            expected=f"Their configuration describes a {encoder.class_name}.",
-            remedy="Download or save the model again.",
-        )
-    return module.eval().requires_grad_(False)
+    folder = encoder.folder
+    components = {folder.name: ("transformers", encoder.class_name)}
+    source = Source(str(folder), folder.parent, "component", components=components)
+    return load_component(source, folder.name, torch.float32).requires_grad_(False)
 
 
 def list_calls(
