@@ -56,7 +56,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
 from stopdown.sources.descriptions import read_description
-from stopdown.sources.headers import DamagedFileError, find_weights, read_header, read_rescaled
+from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import download_component
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, is_hub_id
@@ -154,13 +154,8 @@ def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
             remedy="Save it again: model.save_pretrained(folder).",
         )
     for path in files:
-        try:
+        with refusing_damage(f"The weights {path} are", "Download them again."):
             read_header(path)
-        except (DamagedFileError, OSError) as error:
-            raise SourceError(
-                f"The weights {path} are damaged or cut off: {error}.",
-                remedy="Download them again.",
-            ) from error
         refuse_rescaled(str(path), read_rescaled(path))
     return Encoder(folder, name, _ENCODERS.get(named, named), config)
 
