@@ -525,13 +525,13 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
     source = resolve_source(folder / "model")
     verify_source(source)
-    chosen = select_pipeline(source, request)
+    source = select_pipeline(source, request)
     precision = {**{x: str(name_plan(folder, x)) for x in _MADE_BY}, "fp16": PLAIN_FP16}.get(
         stage, stage
     )
     begun = time.perf_counter()
-    plan = choose_plan(chosen.source, precision, device, memory=MemoryPlan(), request=request)
-    loaded = load_plan(chosen.source, plan, device)
+    plan = choose_plan(source, precision, device, memory=MemoryPlan(), request=request)
+    loaded = load_plan(source, plan, device)
     load_s, load_peak = time.perf_counter() - begun, watch.restart()
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     pipe.set_progress_bar_config(disable=True)

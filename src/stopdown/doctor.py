@@ -11,7 +11,6 @@ switches that let sums be taken in 16 bits; versions and devices with known faul
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from stopdown.devices.environment import (
     Device,
     Support,
     describe_machine,
-    describe_missing,
     find_missing_mps,
     forget_timings,
     list_devices,
@@ -93,7 +91,7 @@ def examine(name: str | None = None) -> MachineHealth:
     kinds = tuple(dict.fromkeys(health.kind for health in found))
     places = dict.fromkeys((health.kind, health.capability) for health in found)
     missing = find_missing_mps()
-    said = [f"{missing.what} {missing.expected} {missing.remedy}."] if missing else []
+    said = [str(missing)] if missing else []
     return MachineHealth(
         machine=describe_machine(),
         devices=tuple(found),
@@ -121,7 +119,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
         outlooks=tuple(outlooks),
         measured=tuple(quote_measured(device.name, device.type)),
-        missing=describe_missing(device),
+        missing=str(device.missing or ""),
         answer="" if device.missing else word_answer(supports, device.type),
         fits=tuple(list_fits(outlooks, device.memory_bytes))
         if has_kernel and device.type != "cpu"
@@ -225,7 +223,6 @@ def _name_precision(outlook: Outlook) -> str:
     return outlook.precision + " with a plan" * outlook.planned
 
 
-@functools.cache
 def read_models() -> tuple[KnownModel, ...]:
     return read_rows("models", "model", KnownModel)
 

@@ -403,10 +403,10 @@ class GuardRecord(Displayed):
 
     pipeline: str
     calls: tuple[CallSummary, ...]
-    repairs: tuple[Repair, ...]
-    host_reads: int
-    unwatched: tuple[str, ...]
-    own_s: float
+    repairs: tuple[Repair, ...] = ()
+    host_reads: int = 0
+    unwatched: tuple[str, ...] = ()
+    own_s: float = 0.0
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
     reused: tuple[str, ...] = ()
@@ -445,32 +445,23 @@ class ScriptRecord(Displayed):
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True, repr=False)
-class RunRecord(Displayed):
-    """What one run really did.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RunRecord(GuardRecord):
+    """What one run really did: what its guard saw and did, and what it was asked for and left behind.
 
     Attributes:
         source: the model as it was named.
         fingerprint: sha256 over its safetensors headers, empty for a pipeline in memory.
-        pipeline: class of the pipeline.
         request: the options of the run, as given.
         device: where it ran: `cuda:0 (Tesla V100-SXM2-16GB)`.
         device_reason: why there.
         machine: versions and hardware.
         decisions: how each component call ran, with the reason; without exponents.
-        calls: what each component did.
         stages_s: seconds by stage: load, encode, denoise, decode, other, write.
         peak_bytes: highest memory during the run; how it was read is in `peak_source`.
-        own_s: seconds spent in Stopdown's own code around the calls.
-        findings: what should be looked at.
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
-        repairs: what was done about each fault.
         updated_plan: file of the plan that the repairs were written into; None when it was left.
-        unwatched: what could not be watched, each with the reason.
-        uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
-        maxima: largest magnitudes by block and step; empty unless they were asked for.
-        journal: what the journal was good for; None without one.
         strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
         steps_down: calls that ran out of memory, and what they were run again with.
         item: hash of what determines an item of a batch; "" outside of one.
@@ -483,26 +474,17 @@ class RunRecord(Displayed):
 
     source: str
     fingerprint: str
-    pipeline: str
     request: dict[str, Any]
     device: str
     device_reason: str
     machine: dict[str, Any]
     decisions: tuple[ComponentPlan, ...]
-    calls: tuple[CallSummary, ...]
     stages_s: dict[str, float]
     peak_bytes: int
     peak_source: str
-    own_s: float
-    findings: tuple[Finding, ...]
     output: str | None
     elapsed_s: float
-    repairs: tuple[Repair, ...] = ()
     updated_plan: str | None = None
-    unwatched: tuple[str, ...] = ()
-    uncertified: tuple[str, ...] = ()
-    maxima: tuple[BlockMaximum, ...] = ()
-    journal: JournalUse | None = None
     strategy: str = ""
     steps_down: tuple[StepDown, ...] = ()
     item: str = ""
@@ -512,7 +494,6 @@ class RunRecord(Displayed):
     memory: MemoryPlan | None = None
     forecast: MemoryForecast | None = None
     kind: str = "run"
-    schema: int = field(default=SCHEMA)
 
     def summarise(self) -> Summary:
         """The card that `generate` prints."""

@@ -55,7 +55,6 @@ from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling import fold_scaling, rescale_
 from stopdown.scaling.folds import load_scaled
-from stopdown.sources import folders
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
@@ -181,7 +180,7 @@ def test_a_card_says_which_calls_the_files_are_for(
 def test_a_card_keeps_what_was_there(tmp_path: Path, front: str) -> None:
     """Ours comes first, but behind the front matter that the Hub reads."""
     (tmp_path / "README.md").write_text(f"{front}# Model\n\nIts words.\n")
-    folders.write_card(tmp_path, "# Ours\n")
+    component_folders.write_card(tmp_path, "# Ours\n")
     assert (tmp_path / "README.md").read_text() == (
         f"{front}{chr(10) if front else ''}# Ours\n\n# Model\n\nIts words.\n"
     )

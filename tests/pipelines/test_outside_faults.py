@@ -21,7 +21,7 @@ from stopdown.numerics import iterate_tensors
 from stopdown.records import ComponentPlan
 from stopdown.runtime.call_check import list_readable
 from stopdown.runtime.guard import guard
-from stopdown.runtime.results import count_bad
+from stopdown.runtime.run_check import count_bad
 
 NAME = "cogvideox"
 

@@ -22,7 +22,7 @@ from stopdown.errors import InputError, OptionError
 from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.repairs import RepairCache
-from stopdown.runtime.results import collect_videos
+from stopdown.runtime.run_check import collect_videos
 
 SaveTiny = Callable[..., Path]
 Run = Callable[..., tuple[ScriptRecord, list[str]]]

@@ -95,7 +95,7 @@ def describe(folder: Path) -> str:
 
 
 def list_strays(folder: Path) -> set[str]:
-    """Temporary files and locks below a folder; a journal's lock stays with it."""
+    """Temporary files and locks below a folder."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return {name for name in names if name.endswith((".part", ".lock", ".old", ".cells"))}
 

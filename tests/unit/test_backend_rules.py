@@ -30,12 +30,11 @@ from stopdown.devices.backend_rules import (
     list_attention,
     list_version_faults,
     parse_operations,
-    read_attention,
     read_operations,
-    read_version_faults,
 )
 from stopdown.devices.device_profiles import read_profiles
 from stopdown.devices.environment import read_onednn_formats
+from stopdown.files.toml_files import read_rows
 from stopdown.number_formats import FORMATS
 
 NAMES = ("fp16", "bf16", "fp32", "fp64")
@@ -466,7 +465,8 @@ def test_every_fact_has_a_source() -> None:
     for operation in read_operations():
         for row in operation.rows.values():
             facts += [row, *row.gaps]
-    facts += [*read_attention(), *read_version_faults()]
+    facts += read_rows("attention", "kernel", AttentionKernel)
+    facts += read_rows("versions", "fault", VersionFault)
     assert [fact for fact in facts if len(fact.source.strip()) < 5] == []
 
 

@@ -60,7 +60,7 @@ PAGE = "https://pytorch.org/get-started/locally/"
 def test_cards_of_nvidia(number: tuple[int, int], listed: list[str], runs: bool) -> None:
     """Code of the same major capability and a lower minor one, and intermediate code of any lower one."""
     build = Build("2.13.0", "CUDA", tuple(listed))
-    assert (find_missing_kernels(build, number) is None) is runs
+    assert (find_missing_kernels(build, "cuda:0", number) is None) is runs
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_cards_of_nvidia(number: tuple[int, int], listed: list[str], runs: bool)
 def test_cards_of_amd(name: str, listed: list[str], runs: bool) -> None:
     """Their own architecture, or a generic one of their family."""
     build = Build("2.13.0", "ROCm", tuple(listed))
-    assert (find_missing_kernels(build, (10, 3), name) is None) is runs
+    assert (find_missing_kernels(build, "cuda:0", (10, 3), name) is None) is runs
 
 
 CARDS: dict[str, tuple[str, tuple[int, int], str, list[str], str, str]] = {

@@ -35,7 +35,7 @@ from stopdown.app.request_options import (
     refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.batch.output_folder import OutputFolder
+from stopdown.batch.output_folder import find_folder, held_for_batch, list_names, write_whole
 from stopdown.batch.prompts import Item, digest_request, naming_line, read_items
 from stopdown.batch.records import TRIES, BatchRecord, ItemResult
 from stopdown.devices.environment import (
@@ -163,9 +163,9 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     items = [_place_media(options, item) for item in read_items(options.prompts)]
     asked = [(item, _read_request(options, item)) for item in items]
 
-    folder = OutputFolder(options.output)
+    folder = find_folder(options.output)
     _refuse_other_folder(folder)
-    with folder.held():
+    with held_for_batch(folder):
         given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
         digest = digest_request(items, given, built_in=options.source == "shapes")
         earlier = _read_summary(folder)
@@ -180,7 +180,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
 def _run(
     options: BatchOptions,
     asked: list[tuple[Item, Request]],
-    folder: OutputFolder,
+    folder: Path,
     earlier: BatchRecord | None,
     display: Display,
     plain: Any,
@@ -191,7 +191,7 @@ def _run(
     from stopdown.batch.jobs import prepare
     from stopdown.batch.worker import describe_result, find_finished
 
-    names = folder.list_names()
+    names = list_names(folder)
     chains = read_versions(folder, names)
     settings, bases = _read_settings(options), [chain[0] for chain in chains]
     before: Any = {"known": bases, "earlier": earlier}
@@ -209,7 +209,7 @@ def _run(
     for text in repeated:
         state.note(text)
     opening = _open_pool(options, prepared, state) if waiting else None
-    folder.write(SUMMARY, to_json(state.summarise()).encode())
+    write_whole(folder / SUMMARY, to_json(state.summarise()).encode())
     if opening is not None:
         with opening as pool, state.kept(folder):
             state.workers = pool.devices
@@ -219,9 +219,9 @@ def _run(
     return state.summarise()
 
 
-def _write_summary(folder: OutputFolder, record: BatchRecord) -> BatchRecord:
-    folder.write(SUMMARY, to_json(record).encode())
-    folder.write(PAGE, render_batch(record).encode(errors="replace"))
+def _write_summary(folder: Path, record: BatchRecord) -> BatchRecord:
+    write_whole(folder / SUMMARY, to_json(record).encode())
+    write_whole(folder / PAGE, render_batch(record).encode(errors="replace"))
     return record
 
 
@@ -242,7 +242,7 @@ def _refuse_too_large(
         return
     with naming_line(item, options.prompts, OptionError):
         refuse_too_large(
-            prepared.chosen.source,
+            prepared.source,
             request,
             choose_device(options.device),
             display,
@@ -270,21 +270,19 @@ _OF_THE_RUN = (
 """Options that say how a batch is run and shown, and change no output."""
 
 
-def _read_summary(folder: OutputFolder) -> BatchRecord | None:
+def _read_summary(folder: Path) -> BatchRecord | None:
     """Return the summary of the batch that was made there before."""
     with contextlib.suppress(InputError, OSError):
-        return from_json(folder.read(SUMMARY), BatchRecord)
+        return from_json((folder / SUMMARY).read_bytes(), BatchRecord)
     return None
 
 
-def _find_finished(
-    earlier: BatchRecord, digest: str, folder: OutputFolder
-) -> tuple[ItemResult, ...]:
+def _find_finished(earlier: BatchRecord, digest: str, folder: Path) -> tuple[ItemResult, ...]:
     """Return every item if the same was asked for before and all of it is there, else nothing."""
     if not digest or earlier.asked != digest:
         return ()
     wanted = {y for x in earlier.items for y in (x.output, find_record_path(x.output).name)}
-    if wanted - folder.list_names():
+    if wanted - list_names(folder):
         return ()
     return tuple(dataclasses.replace(x, status="skipped") for x in earlier.items)
 
@@ -338,18 +336,18 @@ def _read_request(options: BatchOptions, item: Item) -> Request:
         return read_request(dataclasses.replace(options, **own), prompt=item.prompt)
 
 
-def _refuse_other_folder(folder: OutputFolder) -> None:
+def _refuse_other_folder(folder: Path) -> None:
     """Refuse a folder with files that no batch wrote, before anything is written there."""
     import json
 
-    names = {name for name in folder.list_names() if not name.startswith(".")}
+    names = {name for name in list_names(folder) if not name.startswith(".")}
     if not names:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if json.loads(folder.read(SUMMARY)).get("kind") == "batch":
+        if json.loads((folder / SUMMARY).read_bytes()).get("kind") == "batch":
             return
     raise InputError(
-        f"The output folder {folder.path} is not empty (it holds {min(names)}), and is not from a batch.",
+        f"The output folder {folder} is not empty (it holds {min(names)}), and is not from a batch.",
         expected="The folder must be new, empty, or that of an earlier batch.",
         remedy="Name another folder with -o.",
     )
@@ -439,13 +437,13 @@ class _Batch:
         self.display.progress("batch", what, len(self.results), len(self.tasks))
 
     @contextmanager
-    def kept(self, folder: OutputFolder) -> Iterator[None]:
+    def kept(self, folder: Path) -> Iterator[None]:
         """When it is interrupted, say how much is done, and that it can go on."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             self._announce(
-                f"{self._describe_progress()} items are finished in {folder.path}: the same command "
+                f"{self._describe_progress()} items are finished in {folder}: the same command "
                 "continues from there."
             )
             raise

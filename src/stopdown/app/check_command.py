@@ -240,9 +240,9 @@ def _refuse(options: CheckOptions) -> None:
 
 def _fix(options: CheckOptions, checked: CheckResult) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
+    from stopdown.checkpoints.component_folders import told_as_oserror
     from stopdown.dtype_rules.mend import mend
     from stopdown.pipelines.loader import load_pipeline
-    from stopdown.sources.folders import told_as_oserror
 
     source = _resolve(options)
     verify_source(source)

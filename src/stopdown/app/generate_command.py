@@ -50,9 +50,8 @@ from stopdown.runtime.consensus import ALONE, Consensus
 from stopdown.sources.sources import Source, find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
-    from stopdown.pipelines.class_selection import Selection
     from stopdown.runtime.journal import Journal
-    from stopdown.runtime.runs import Runner
+    from stopdown.runtime.runs import Runner, RunOutput
 
 
 DEFAULT_OUTPUT = "stopdown.mp4"
@@ -202,7 +201,7 @@ class ModelCache:
         forecast: what was shown before its weights were downloaded.
     """
 
-    chosen: Selection | None = None
+    source: Source | None = None
     plan: Plan | None = None
     runner: Runner | None = None
     forecast: MemoryForecast | None = None
@@ -232,23 +231,22 @@ def generate(
     consensus.lead(lambda: _check_output_early(options))
 
     kept = kept or ModelCache()
-    source = (
-        kept.chosen.source
-        if kept.chosen
-        else consensus.follow(lambda: _find_source(options, request, display, kept))
-    )
-    if kept.chosen is None:
+    source = kept.source or consensus.follow(lambda: _find_source(options, request, display, kept))
+    if kept.source is None:
         refuse_missing_prompt(source.pipeline_class, source.components, request)
         load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
-    from stopdown.runtime.runs import write_record
+    from stopdown.runtime.runs import RunOutput, write_record
     from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
-        run = _Run(started, numbered, journal, consensus, kept)
-        plan = _decide(options, request, device, source, display, run)
-        record = _generate(options, request, plan, display, run)
+        plan = _decide(options, request, device, source, display, consensus, kept)
+        fields = {"request": _describe_options(options), "forecast": kept.forecast}
+        output = RunOutput(
+            str(options.output), options.fps, started, fields, numbered, consensus.number == 0
+        )
+        record = _generate(options, request, plan, output, journal, display, consensus, kept)
         if record.output is not None:
             write_record(record, record.output)
         if journal is not None:
@@ -277,29 +275,14 @@ def _find_source(
     return find_source(options, display)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What a run knows of itself before anything is loaded.
-
-    Attributes:
-        started: by the clock of `time.perf_counter`.
-        numbered: the output was not named, so it gets a free number.
-    """
-
-    started: float
-    numbered: bool
-    journal: Journal | None
-    consensus: Consensus
-    kept: ModelCache
-
-
 def _decide(
     options: GenerateOptions,
     request: Request,
     device: Device,
     source: Source,
     display: Display,
-    run: _Run,
+    consensus: Consensus,
+    kept: ModelCache,
 ) -> Plan:
     """Return how the model runs, decided by the first of several runs; nothing is loaded."""
     from stopdown.pipelines.class_selection import select_pipeline
@@ -307,13 +290,13 @@ def _decide(
     from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
 
-    kept, memory = run.kept, None
-    if run.consensus.is_alone:
+    memory = None
+    if consensus.is_alone:
         memory = ask_memory(options.memory, parse_request(options.precision))
-    if kept.chosen is None:
-        kept.chosen = select_pipeline(source, request, progress=display.progress)
+    if kept.source is None:
+        kept.source = select_pipeline(source, request, progress=display.progress)
         refuse_too_large(
-            kept.chosen.source,
+            kept.source,
             request,
             device,
             display,
@@ -321,45 +304,49 @@ def _decide(
             memory=memory.asked if memory is not None else None,
         )
     if kept.runner is None:
-        kept.runner = Runner(kept.chosen.source, device)
+        kept.runner = Runner(kept.source, device)
     if kept.plan is None:
         choose = functools.partial(
             choose_plan,
-            kept.chosen.source,
+            kept.source,
             options.precision,
             device,
             memory=memory,
             request=request,
             progress=display.progress,
         )
-        kept.plan = run.consensus.follow(choose)
+        kept.plan = consensus.follow(choose)
     return kept.plan
 
 
 def _generate(
-    options: GenerateOptions, request: Request, plan: Plan, display: Display, run: _Run
+    options: GenerateOptions,
+    request: Request,
+    plan: Plan,
+    output: RunOutput,
+    journal: Journal | None,
+    display: Display,
+    consensus: Consensus,
+    kept: ModelCache,
 ) -> RunRecord:
     """Make the file; what happened is the record."""
     from stopdown.runtime.guard import GuardOptions
-    from stopdown.runtime.runs import RunOutput
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
 
-    kept, consensus = run.kept, run.consensus
-    runner, writes = kept.runner, consensus.number == 0
+    runner = kept.runner
     assert runner is not None
-    fields = {"request": _describe_options(options), "forecast": kept.forecast}
     try:
         record, made = runner.make(
             plan,
             request,
-            RunOutput(str(options.output), options.fps, run.started, fields, run.numbered, writes),
+            output,
             GuardOptions(
                 on_fault=options.on_fault,
                 observer=observe,
                 announce=display.announce,
-                journal=run.journal,
+                journal=journal,
                 maxima=options.maxima,
             ),
             spread=consensus.spread,
@@ -367,7 +354,7 @@ def _generate(
         )
     finally:
         runner.release()
-    if made.updated is None or not writes:
+    if made.updated is None or not output.writes:
         return record
     path = find_plan_path(options.precision)
     written = keep_updated(made.updated, path, options.keep_repairs, display.announce)

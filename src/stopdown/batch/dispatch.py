@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stopdown.batch.jobs import Task
-from stopdown.batch.output_folder import OutputFolder
+from stopdown.batch.output_folder import write_whole
 from stopdown.batch.pools import Pool
 from stopdown.batch.records import MOST_DEATHS, TRIES, ItemResult
 from stopdown.batch.worker import Answer, begin_result
@@ -28,12 +28,12 @@ from stopdown.records import Plan, to_json
 _VERSION = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
 
 
-def read_versions(folder: OutputFolder, names: set[str]) -> list[list[Plan]]:
+def read_versions(folder: Path, names: set[str]) -> list[list[Plan]]:
     """The plans that batches in this folder began with, each followed by its further versions."""
     found: dict[str, list[tuple[int, Plan]]] = {}
     for name in sorted(names):
         matched = _VERSION.fullmatch(name)
-        plan = _read(folder.path / name) if matched else None
+        plan = _read(folder / name) if matched else None
         if matched and plan is not None:
             found.setdefault(matched[1], []).append((int(matched[2]), plan))
     chains = [[plan for _, plan in sorted(x, key=lambda y: y[0])] for x in found.values()]
@@ -58,7 +58,7 @@ class PlanVersions:
         plans: all versions, the one in force last.
     """
 
-    def __init__(self, folder: OutputFolder, base: Plan | None, known: list[list[Plan]]) -> None:
+    def __init__(self, folder: Path, base: Plan | None, known: list[list[Plan]]) -> None:
         self._folder = folder
         self.plans: list[Plan] = [] if base is None else [base]
         for chain in known:
@@ -92,7 +92,7 @@ class PlanVersions:
 
     def _keep(self) -> None:
         name = f"plan-{self.plans[0].seal[:12]}-{len(self.plans) - 1}.json"
-        self._folder.write(name, to_json(self.plans[-1]).encode())
+        write_whole(self._folder / name, to_json(self.plans[-1]).encode())
 
 
 @dataclass

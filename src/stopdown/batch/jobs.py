@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from stopdown.batch.records import BatchRecord
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
-from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
+from stopdown.pipelines.class_selection import choose_class, prepare_check, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request, find_target
 from stopdown.plans.arrivals import certified_on_arrival
@@ -27,7 +27,7 @@ from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import fingerprint
+from stopdown.sources.sources import Source, fingerprint
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PreparedBatch:
     """A batch before its workers begin."""
 
     job: Job
-    chosen: Selection
+    source: Source
     plan: Plan
     device: str
 
@@ -115,12 +115,13 @@ class PreparedBatch:
         self, asked: Iterable[tuple[Item, Request]]
     ) -> tuple[tuple[Task, ...], tuple[str, ...]]:
         """Each item as a task, once; and whole sentences on lines that ask for the same as others."""
-        shared = describe_shared(self.job, self.chosen, self.plan)
+        shared = describe_shared(self.job, self.source, self.plan)
+        check = prepare_check(self.source)
         tasks: dict[str, Task] = {}
         notes = []
         for item, request in asked:
             with naming_line(item):
-                digest = _check_item(self.chosen, item, request)
+                digest = _check_item(self.job.pipeline, check, item, request)
             signed = sign_item(shared, request, digest)
             if signed in tasks:
                 notes.append(f"Line {item.line} is the same item as line {tasks[signed].line}.")
@@ -156,24 +157,22 @@ def prepare(
         first = _read_media(request, item.media)
     with quiet_libraries():
         with naming_line(item):
-            chosen = select_pipeline(source, first)
-        model, device_name = fingerprint(chosen.source), f"{device.torch_name} ({device.name})"
+            source = select_pipeline(source, first)
+        model, device_name = fingerprint(source), f"{device.torch_name} ({device.name})"
         plan = _find_known(known, settings.precision, model)
         if earlier is not None and earlier.decisions and plan is None:
             was = (earlier.precision, earlier.fingerprint, earlier.device)
             if was == (settings.precision, model, device_name):
-                plan = Plan(chosen.source.name, components=earlier.decisions)
+                plan = Plan(source.name, components=earlier.decisions)
         if plan is None:
-            plan = choose_plan(
-                chosen.source, settings.precision, device, request=first, progress=progress
-            )
-    pipeline_class = find_class("diffusers", chosen.source.pipeline_class)
+            plan = choose_plan(source, settings.precision, device, request=first, progress=progress)
+    pipeline_class = find_class("diffusers", source.pipeline_class)
     is_video = any(find_target(name, pipeline_class) for name in ("frames", "video"))
     settings = dataclasses.replace(
         settings, suffix=settings.suffix or (".mp4" if is_video else ".png")
     )
-    job = Job(settings, chosen.source.pipeline_class, model, plan if plan.is_bare else None)
-    return PreparedBatch(job, chosen, plan, device_name)
+    job = Job(settings, source.pipeline_class, model, plan if plan.is_bare else None)
+    return PreparedBatch(job, source, plan, device_name)
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
@@ -183,18 +182,20 @@ def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | Non
     return next((dataclasses.replace(x, chosen=x.chosen or "its plan") for x in found), None)
 
 
-def _check_item(chosen: Selection, item: Item, request: Request) -> str:
+def _check_item(
+    class_name: str, check: Callable[[Request], None], item: Item, request: Request
+) -> str:
     """The hash of its pictures and videos, once it is certain that the pipeline takes the item."""
     request = _read_media(request, item.media)
     digest = "".join(_hash_pixels(getattr(request, name)) for name in item.media)
-    wanted = choose_class(chosen.source.pipeline_class, request)
-    if wanted != chosen.source.pipeline_class:
+    wanted = choose_class(class_name, request)
+    if wanted != class_name:
         raise OptionError(
-            f"It needs a {wanted}, and the first item a {chosen.source.pipeline_class}.",
+            f"It needs a {wanted}, and the first item a {class_name}.",
             expected="All items of a batch use the same pipeline.",
             remedy="Put items with a picture or video and items without into files of their own.",
         )
-    chosen.check_request(request)
+    check(request)
     return digest
 
 
@@ -210,14 +211,14 @@ def _read_media(request: Request, media: Mapping[str, str]) -> Request:
     return dataclasses.replace(request, **read)
 
 
-def describe_shared(job: Job, chosen: Selection, plan: Plan) -> dict[str, Any]:
-    scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
+def describe_shared(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
+    scheduler = source.described / "scheduler" / "scheduler_config.json"
     config = read_description(scheduler) if scheduler.is_file() else {}
     return {
         "model": job.fingerprint,
         "pipeline": job.pipeline,
         **({"memory": memory} if (memory := job.settings.memory) else {}),
-        **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
+        **({"scheduler": name} if (name := source.scheduler) else {}),
         "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
         "plan": plan.seal or [(x.component, x.precision) for x in plan.components],
         "file": [job.settings.suffix, job.settings.fps],

@@ -13,12 +13,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from stopdown.batch.jobs import PreparedBatch, Settings, prepare
-from stopdown.batch.output_folder import OutputFolder
-from stopdown.batch.prompts import Item
+from stopdown.batch.output_folder import find_folder, make_folder
+from stopdown.batch.prompts import Item, make_item
 from stopdown.batch.worker import Worker
 from stopdown.errors import InputError
 
@@ -54,13 +53,13 @@ class PromptMaker:
             and `plan`.
 
         Raises:
-            InputError: a field is unknown, or the pipeline does not take it.
+            InputError: a field is unknown or wrong, or the pipeline does not take it.
             StopdownError: the model cannot be loaded, or the output not be written.
         """
         item = _read_item({**self._defaults, **fields})
         request = item.make_request()
         if self._prepared is None or self._worker is None:
-            OutputFolder(self._settings.output).check()
+            make_folder(find_folder(self._settings.output))
             self._prepared = prepare(self._settings, item, request)
             self._worker = Worker(self._prepared.job, self._settings.device)
         (task,), _ = self._prepared.sign([(item, request)])
@@ -77,10 +76,4 @@ class PromptMaker:
 
 def _read_item(fields: Mapping[str, Any]) -> Item:
     plain = {name: x.item() if hasattr(x, "item") else x for name, x in fields.items()}
-    try:
-        unknown = sorted(set(plain) - {entry.name for entry in dataclasses.fields(Item)})
-        if unknown:
-            raise msgspec.ValidationError(f"the field {unknown[0]!r} is unknown")
-        return msgspec.convert({"line": 1, **plain}, Item)
-    except msgspec.ValidationError as error:
-        raise InputError(f"The item {plain!r:.200} is wrong: {error}.") from error
+    return make_item(plain, 1, lambda what: InputError(f"The item {plain!r:.200} is wrong: {what}"))

@@ -16,7 +16,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +107,7 @@ def read_items(given: str) -> list[Item]:
         items = list(_read_json_lines(given, text))
     else:
         lines = enumerate(text.splitlines(), 1)
-        items = [_make_item(given, n, {"prompt": x.strip()}) for n, x in lines if x.strip()]
+        items = [_read_line(given, n, {"prompt": x.strip()}) for n, x in lines if x.strip()]
     if not items:
         raise InputError(
             f"The prompts {given} are empty.",
@@ -169,7 +169,7 @@ def _read_json_lines(given: str, text: str) -> Iterator[Item]:
             raise _refuse(given, number, f"{error}.") from error
         if not isinstance(found, dict):
             raise _refuse(given, number, f"it holds a {type(found).__name__} and not a table.")
-        yield _make_item(given, number, found)
+        yield _read_line(given, number, found)
 
 
 def _read_csv(given: str, text: str) -> Iterator[Item]:
@@ -181,24 +181,34 @@ def _read_csv(given: str, text: str) -> Iterator[Item]:
                     given, reader.line_num, "it has a different number of fields than the first."
                 )
             said = {name.strip(): value.strip() for name, value in row.items()}
-            yield _make_item(given, reader.line_num, {k: v for k, v in said.items() if v})
+            yield _read_line(given, reader.line_num, {k: v for k, v in said.items() if v})
     except csv.Error as error:
         raise _refuse(given, reader.line_num, f"{error}.") from error
 
 
-def _make_item(given: str, number: int, said: dict[str, Any]) -> Item:
+def _read_line(given: str, number: int, said: dict[str, Any]) -> Item:
+    return make_item(said, number, lambda what: _refuse(given, number, what))
+
+
+def make_item(said: Mapping[str, Any], number: int, refuse: Callable[[str], InputError]) -> Item:
+    """The item that fields describe, each checked; what is wrong with them goes to `refuse`.
+
+    Args:
+        said: fields by name; numbers may be texts.
+        number: its line.
+    """
     unknown = sorted(set(said) - set(_FIELDS))
     if unknown:
-        raise _refuse(given, number, f"the field {unknown[0][:60]!r} is unknown.")
+        raise refuse(f"the field {unknown[0][:60]!r} is unknown.")
     try:
         item = msgspec.convert({"line": number, **said}, Item, strict=False)
     except msgspec.ValidationError as error:
-        raise _refuse(given, number, f"{_describe(error)}.") from error
+        raise refuse(f"{_describe(error)}.") from error
     for text in (item.prompt, item.negative):
         if fault := find_text_fault(text or ""):
-            raise _refuse(given, number, fault)
+            raise refuse(fault)
     if item.name is not None and not _NAME.fullmatch(item.name):
-        raise _refuse(given, number, f"{item.name[:60]!r} is no name of a file.")
+        raise refuse(f"{item.name[:60]!r} is no name of a file.")
     return item
 
 

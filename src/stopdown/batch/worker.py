@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.jobs import Job, Task, describe_request
-from stopdown.batch.output_folder import OutputFolder
+from stopdown.batch.output_folder import find_folder, list_names
 from stopdown.batch.records import ItemResult, Status
 from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
@@ -60,7 +60,7 @@ class Worker:
         requested = parse_request(settings.precision)
         self._memory = ask_memory(settings.memory, requested, share)
         self._job, self.device = job, choose_device(device)
-        self._folder = OutputFolder(settings.output)
+        self._folder = find_folder(settings.output)
         found = resolve_whole(settings)
         source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(source) != job.fingerprint:
@@ -75,7 +75,7 @@ class Worker:
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
         """Make one item, or find it made."""
-        found = find_finished(self._folder, task, self._folder.list_names())
+        found = find_finished(self._folder, task, list_names(self._folder))
         if found is not None:  # its maker died before it could report
             return Answer(describe_result(task, found, "made"))
         begun, notes = time.perf_counter(), list[str]()
@@ -100,7 +100,7 @@ class Worker:
             record, made = self._runner.make(
                 plan,
                 task.request,
-                RunOutput(str(self._folder.path / name), settings.fps, begun, fields),
+                RunOutput(str(self._folder / name), settings.fps, begun, fields),
                 GuardOptions(
                     on_fault=settings.on_fault,
                     observer=self.observer,
@@ -110,7 +110,7 @@ class Worker:
             )
             preview = draw_preview(made.output)
             record = dataclasses.replace(record, output=name, preview=preview)
-            write_record(record, self._folder.path / name)
+            write_record(record, self._folder / name)
         return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
 
     @contextmanager
@@ -141,14 +141,14 @@ class Worker:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_finished(folder: OutputFolder, task: Task, names: set[str]) -> RunRecord | None:
+def find_finished(folder: Path, task: Task, names: set[str]) -> RunRecord | None:
     """The record of an item that is whole; None when it has to be made."""
     for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
         if output in names and record in names:
             with contextlib.suppress(InputError, FileNotFoundError):
-                found = from_json(folder.read(record), RunRecord)
+                found = from_json((folder / record).read_bytes(), RunRecord)
                 if found.item == task.item:
                     return found
     return None

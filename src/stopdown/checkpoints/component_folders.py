@@ -1,13 +1,24 @@
-"""One component, folded, cast and written into its folder, and what records and cards say of it."""
+"""One component, folded, cast and written into its folder, and what records and cards say of it.
+
+Everything that describes a component (configurations, tokenizers, the index, licences) is copied as
+it is, so that only weights and the named fields differ from the original.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from stopdown.checkpoints.cards import word_card
 from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, FileExponents
@@ -19,7 +30,12 @@ from stopdown.graph.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
 from stopdown.scaling.folds import load_scaled
-from stopdown.sources.folders import edit_config, find_dtype_field, write_card, write_weights
+from stopdown.sources.headers import copy_with_metadata, find_weights, read_header
+
+_DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")
+"""How the names of files end that describe a component."""
+
+_LEGAL = ("license", "licence", "notice", "readme")
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> torch.nn.Module:
@@ -107,3 +123,98 @@ def write_record(folder: Path, record: Conversion, name: str = "") -> Conversion
     record = dataclasses.replace(record, files=measure_files(folder))
     (folder / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
     return record
+
+
+def copy_descriptions(
+    folder: Path, target: Path, components: Iterable[str], *, with_index: bool = True
+) -> None:
+    """Copy the index, the licences and what describes the components; no weights."""
+    target.mkdir()
+    for path in folder.iterdir():
+        is_index = path.name == "model_index.json" and with_index
+        if is_index or path.name.lower().startswith(_LEGAL):
+            shutil.copyfile(path, target / path.name)
+    for name in components:
+        for path in sorted((folder / name).rglob("*")):
+            if path.is_file() and path.suffix in _DESCRIBING and ".index." not in path.name:
+                copied = target / path.relative_to(folder)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copied)
+
+
+def write_weights(
+    module: torch.nn.Module, folder: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a component's weights as its class does, and nothing else, into its folder.
+
+    Args:
+        metadata: entries beside those that the class writes into each file.
+    """
+    part = folder / "part"
+    with told_as_oserror():
+        module.save_pretrained(part)  # type: ignore[operator]  # every component has it
+    for path in part.iterdir():
+        if path.suffix == ".safetensors" or ".safetensors.index." in path.name:
+            shutil.copymode(folder / "config.json", path)  # safetensors writes for its owner alone
+            path.rename(folder / path.name)
+            if metadata and path.suffix == ".safetensors":
+                written, part_file = folder / path.name, folder / f"{path.name}.part"
+                copy_with_metadata(written, part_file, metadata)
+                shutil.copymode(written, part_file)
+                part_file.replace(written)
+    shutil.rmtree(part)
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Put a text first in a folder's `README.md`, behind its front matter; the rest stays below."""
+    path = folder / "README.md"
+    old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    front, rest = "", old
+    if old.startswith("---\n") and (end := old.find("\n---\n")) >= 0:
+        front, rest = old[: end + 5], old[end + 5 :].lstrip("\n")
+    parts = [part for part in (front, text, rest) if part]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def copy_weights(folder: Path, target: Path, wanted: str = "") -> None:
+    """Copy a component's weights as they are stored, under names without a variant."""
+    variant, files = find_weights(folder, wanted)
+    homes: dict[str, str] = {}
+    for path in files:
+        name = path.name.replace(f".{variant}", "", 1) if variant else path.name
+        shutil.copyfile(path, target / name)
+        homes |= dict.fromkeys(read_header(path), name)
+    if len(files) > 1:
+        base = re.sub(r"-\d{5}-of-\d{5}", "", min(homes.values()))
+        total = sum(entry.size_bytes for path in files for entry in read_header(path).values())
+        index = {"metadata": {"total_size": total}, "weight_map": homes}
+        (target / f"{base}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def edit_config(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of a `config.json`; `text_config.eps` is a field inside another table."""
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    for name, value in changes.items():
+        *outer, last = name.split(".")
+        table = content
+        for part in outer:
+            table = table.setdefault(part, {})
+        table[last] = value
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def find_dtype_field(path: Path) -> str | None:
+    """Under which name a `config.json` says what its weights are stored in; None when it does not."""
+    content = json.loads(path.read_bytes())
+    return next((name for name in ("dtype", "torch_dtype") if name in content), None)
+
+
+@contextmanager
+def told_as_oserror() -> Iterator[None]:
+    """What safetensors says about a disk that refuses, as the `OSError` behind it."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number)) from error

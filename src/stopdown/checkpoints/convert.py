@@ -28,12 +28,17 @@ from safetensors.torch import save_file
 from stopdown.argument_types import check_type
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card, write_card_beside
 from stopdown.checkpoints.component_folders import (
+    copy_descriptions,
+    copy_weights,
     describe_component,
     describe_effect,
     describe_left,
+    edit_config,
     fold_to_fp16,
+    told_as_oserror,
     write_component,
     write_record,
+    write_weights,
 )
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
@@ -75,13 +80,6 @@ from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom
 from stopdown.sources.component_classes import find_class
-from stopdown.sources.folders import (
-    copy_descriptions,
-    copy_weights,
-    edit_config,
-    told_as_oserror,
-    write_weights,
-)
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries

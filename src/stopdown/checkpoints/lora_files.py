@@ -39,9 +39,9 @@ from stopdown.scaling.folds import has_more_than_folds
 from stopdown.sources.headers import (
     EXPONENTS_ENTRY,
     RESCALED_ENTRY,
-    DamagedFileError,
     read_header,
     read_metadata,
+    refusing_damage,
 )
 from stopdown.sources.lora_names import Layer, find_layer, index_layers, list_layers, split_name
 from stopdown.sources.sources import Source, list_weight_files, resolve_source
@@ -135,13 +135,9 @@ def convert_lora(
 
 def _open(path: Path) -> dict[str, str]:
     """The metadata of a LoRA that was not scaled."""
-    try:
+    with refusing_damage(f"The LoRA {path} is"):
         read_header(path)
         metadata = read_metadata(path)
-    except (DamagedFileError, OSError) as error:
-        raise SourceError(
-            f"The LoRA {path} is damaged or cut off: {error}.", remedy="Download it again."
-        ) from error
     if said := metadata.get(RESCALED_ENTRY):
         raise OptionError(
             f"The LoRA {path} is already converted: {said}.",
@@ -168,11 +164,9 @@ def _read_converted(path: Path) -> Weights:
     seals: list[str] = []
     for file in files:
         component = "" if file == path or file.parent == path else file.parent.name
-        try:
+        with refusing_damage(f"{file} is", "Convert it again."):
             held = {name: x.shape for name, x in read_header(file).items()}
             metadata = read_metadata(file)
-        except (DamagedFileError, OSError) as error:
-            raise SourceError(f"{file} is damaged: {error}.", remedy="Convert it again.") from error
         shapes.setdefault(component, {}).update(held)
         if EXPONENTS_ENTRY in metadata:
             found = json.loads(metadata[EXPONENTS_ENTRY])

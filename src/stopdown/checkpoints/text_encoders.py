@@ -26,10 +26,13 @@ import torch
 
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled
 from stopdown.checkpoints.component_folders import (
+    copy_descriptions,
     describe_component,
     describe_effect,
     describe_left,
+    find_dtype_field,
     fold_to_fp16,
+    told_as_oserror,
     write_component,
     write_record,
 )
@@ -46,15 +49,14 @@ from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
 from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
-from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
-from stopdown.sources.folders import copy_descriptions, find_dtype_field, told_as_oserror
-from stopdown.sources.headers import DamagedFileError, find_weights, read_header, read_rescaled
+from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import download_component
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, is_hub_id
@@ -152,13 +154,8 @@ def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
             remedy="Save it again: model.save_pretrained(folder).",
         )
     for path in files:
-        try:
+        with refusing_damage(f"The weights {path} are", "Download them again."):
             read_header(path)
-        except (DamagedFileError, OSError) as error:
-            raise SourceError(
-                f"The weights {path} are damaged or cut off: {error}.",
-                remedy="Download them again.",
-            ) from error
         refuse_rescaled(str(path), read_rescaled(path))
     return Encoder(folder, name, _ENCODERS.get(named, named), config)
 
@@ -209,22 +206,10 @@ def convert_encoder(
 
 
 def load_encoder(encoder: Encoder) -> Any:
-    kind = find_class("transformers", encoder.class_name)
-    with describing_failures(encoder.folder, encoder.class_name), limited_building():
-        module, report = kind.from_pretrained(
-            encoder.folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    if missing := sorted(map(str, report["missing_keys"])):
-        raise SourceError(
-            f"The weights in {encoder.folder} lack {', '.join(missing[:4])}.",
-            expected=f"Their configuration describes a {encoder.class_name}.",
-            remedy="Download or save the model again.",
-        )
-    return module.eval().requires_grad_(False)
+    folder = encoder.folder
+    components = {folder.name: ("transformers", encoder.class_name)}
+    source = Source(str(folder), folder.parent, "component", components=components)
+    return load_component(source, folder.name, torch.float32).requires_grad_(False)
 
 
 def list_calls(

@@ -29,7 +29,7 @@ from stopdown.comparison.records import (
 from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
 from stopdown.numerics import iterate_leaves, relative_l2
-from stopdown.runtime.results import collect_videos
+from stopdown.runtime.run_check import collect_videos
 
 Frames = np.ndarray[Any, Any]
 

@@ -187,7 +187,7 @@ def describe_subject(
     target = choose_device(device)
     source = given if isinstance(given, Source) else resolve_source(given)
     verify_source(source)
-    source = select_pipeline(source, request).source
+    source = select_pipeline(source, request)
     limit_bytes = count_limit(memory, target) if memory is not None else 0
     tiling = _choose_tiling(source, target, request, limit_bytes, names) if memory else None
 

@@ -219,7 +219,7 @@ def list_attention(backend: str, capability: tuple[int, int] | None) -> dict[str
         backend: `cpu`, `cuda` or `mps`.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for kernel in read_attention():
+    for kernel in read_rows("attention", "kernel", AttentionKernel):
         if kernel.backend == backend and kernel.from_capability <= (capability or (0, 0)):
             formats = (*found.get(kernel.name, ()), *kernel.formats)
             found[kernel.name] = tuple(dict.fromkeys(formats))
@@ -240,7 +240,7 @@ def list_version_faults(
     """
     return [
         fault
-        for fault in read_version_faults()
+        for fault in read_rows("versions", "fault", VersionFault)
         if _is_installed(fault, versions.get(fault.package))
         and (backend is None or not fault.backends or backend in fault.backends)
         and (capability is None or not fault.capabilities or capability in fault.capabilities)
@@ -282,16 +282,6 @@ def _describe_limits(gap: Gap) -> str:
 @functools.cache
 def read_operations() -> tuple[Operation, ...]:
     return tuple(parse_operations(read_rules("backend_dtypes")))
-
-
-@functools.cache
-def read_attention() -> tuple[AttentionKernel, ...]:
-    return read_rows("attention", "kernel", AttentionKernel)
-
-
-@functools.cache
-def read_version_faults() -> tuple[VersionFault, ...]:
-    return read_rows("versions", "fault", VersionFault)
 
 
 def parse_operations(data: Mapping[str, Any]) -> list[Operation]:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,6 @@ import msgspec
 from stopdown.argument_types import check_type
 from stopdown.devices.torch_builds import (
     Build,
-    MissingKernels,
     find_missing_kernels,
     find_missing_system,
 )
@@ -276,7 +275,7 @@ class Device:
     capability: tuple[int, int] | None
     memory_bytes: int
     reason: str = ""
-    missing: MissingKernels | None = None
+    missing: OptionError | None = field(default=None, compare=False)
 
     @property
     def torch_name(self) -> str:
@@ -309,17 +308,11 @@ def _describe_accelerator(kind: str, index: int) -> Device:
     missing = None
     if capability is not None:
         architecture = str(facts.gcnArchName).partition(":")[0] if torch.version.hip else ""
-        missing = find_missing_kernels(read_build(), capability, architecture)
+        shown = f"{kind}:{index} ({facts.name})"
+        missing = find_missing_kernels(read_build(), shown, capability, architecture)
     return Device(
         kind, index, str(facts.name), capability, int(facts.total_memory), missing=missing
     )
-
-
-def describe_missing(device: Device) -> str:
-    """Why this build of PyTorch cannot compute on a device, in whole sentences; "" when it can."""
-    if (said := device.missing) is None:
-        return ""
-    return f"{said.what.format(device=device)} {said.expected} {said.remedy}."
 
 
 def read_build() -> Build:
@@ -331,7 +324,7 @@ def read_build() -> Build:
     return Build(torch.__version__, toolkit, tuple(torch.cuda.get_arch_list()))
 
 
-def find_missing_mps() -> MissingKernels | None:
+def find_missing_mps() -> OptionError | None:
     """Why a Mac's GPU is not used, when that is its system."""
     import torch
 
@@ -367,9 +360,8 @@ def choose_device(name: str = "auto") -> Device:
 
 def require_kernels(device: Device) -> Device:
     """The same device."""
-    if said := device.missing:
-        what = said.what.format(device=device)
-        raise OptionError(what, expected=said.expected, remedy=f"{said.remedy}.")
+    if device.missing is not None:
+        raise device.missing
     return device
 
 
@@ -379,7 +371,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
     matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
     missing = find_missing_mps() if asked == "mps" and not matches else None
     if missing is not None:
-        raise OptionError(missing.what, expected=missing.expected, remedy=f"{missing.remedy}.")
+        raise missing
     if not matches:
         here = ", ".join(str(device) for device in devices)
         raise OptionError(
@@ -443,11 +435,6 @@ class _Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-@functools.cache
-def _read_units() -> tuple[_Unit, ...]:
-    return read_rows("arithmetic", "unit", _Unit)
-
-
 _FP32 = Verdict(True, "fp32 is native on every device.")
 
 
@@ -464,16 +451,11 @@ def judge_accelerator(
     """
     verdicts = {"fp32": _FP32}
     written = ".".join(map(str, number))
-    for unit in _read_units():
+    for unit in read_rows("arithmetic", "unit", _Unit):
         if unit.backend == backend and unit.format not in verdicts and unit.fits(number, name):
             reason = unit.reason.format(number=written, name=name)
             verdicts[unit.format] = Verdict(unit.native, reason)
     return verdicts
-
-
-@functools.cache
-def _read_instructions() -> dict[str, Any]:
-    return read_rules("instructions")
 
 
 def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
@@ -483,7 +465,7 @@ def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
     """
     have = set(flags)
     verdicts = {"fp32": _FP32}
-    arithmetic = _read_instructions()["arithmetic"]
+    arithmetic = read_rules("instructions")["arithmetic"]
     for name in ("bf16", "fp16"):
         wanted = arithmetic[name]
         found = [flag for flag in wanted if flag in have]
@@ -512,7 +494,7 @@ _SPELLINGS = {
 
 def list_known_flags() -> frozenset[str]:
     """The instruction sets that something depends on."""
-    data = _read_instructions()
+    data = read_rules("instructions")
     sets = [data["arithmetic"][name] for name in ("bf16", "fp16")]
     sets += [one for name in PRECISIONS for one in data["onednn"][name]]
     return frozenset(flag for flags in sets for flag in flags)
@@ -531,7 +513,7 @@ def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
         limit: what the variable ONEDNN_MAX_CPU_ISA says; "" and names that are unknown limit nothing.
     """
     found = frozenset(flags)
-    for entry in _read_instructions()["limits"]:
+    for entry in read_rules("instructions")["limits"]:
         if limit.strip().upper() in entry["names"]:
             return frozenset(
                 x for x in found if x in entry["flags"] or x.startswith(("arm", "sve"))
@@ -554,7 +536,7 @@ def read_cpu_flags() -> frozenset[str]:
 
 def find_onednn_formats(flags: Iterable[str]) -> tuple[str, ...]:
     """The formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
-    have, sets = set(flags), _read_instructions()["onednn"]
+    have, sets = set(flags), read_rules("instructions")["onednn"]
     return tuple(name for name in PRECISIONS if any(have >= set(one) for one in sets[name]))
 
 

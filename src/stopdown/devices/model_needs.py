@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import msgspec
 
 from stopdown.files.toml_files import read_rows
@@ -24,7 +22,6 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keeps_clamps: bool = False
 
 
-@functools.cache
 def read_needs() -> tuple[Need, ...]:
     return read_rows("models", "need", Need)
 

@@ -11,14 +11,14 @@ available".
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from stopdown.errors import OptionError
 from stopdown.files.toml_files import read_rows
 
 Number = tuple[int, int]
@@ -27,7 +27,7 @@ _INTEGRATED: tuple[Number, ...] = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11,
 """Compute capabilities of Tegra and Jetson: code for cards does not run there, nor theirs on cards."""
 
 
-_ON_CPU = 'Or run on the CPU: device="cpu"'
+_ON_CPU = 'Or run on the CPU: device="cpu".'
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,6 @@ class Build:
     version: str
     toolkit: str
     architectures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MissingKernels:
-    """Why a build cannot compute on a device: parts of an error.
-
-    Attributes:
-        what: with the device named as `{device}`.
-    """
-
-    what: str
-    expected: str
-    remedy: str
 
 
 class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,17 +72,13 @@ class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
-@functools.cache
-def _read(table: str, kind: Any) -> tuple[Any, ...]:
-    return read_rows("builds", table, kind)
-
-
 def find_missing_kernels(
-    build: Build, number: Number, architecture: str = ""
-) -> MissingKernels | None:
+    build: Build, device: str, number: Number, architecture: str = ""
+) -> OptionError | None:
     """Why a build has no kernels for a card; None when it has, or does not tell.
 
     Args:
+        device: the card, for the message.
         architecture: of an AMD card: `gfx1031`; "" for one of NVIDIA.
     """
     listed = build.architectures
@@ -104,13 +87,15 @@ def find_missing_kernels(
         return None
     backend, written = "rocm" if architecture else "cuda", ".".join(map(str, number))
     row = next(
-        x for x in _read("card", _Card) if x.backend == backend and x.fits(number, architecture)
+        x
+        for x in read_rows("builds", "card", _Card)
+        if x.backend == backend and x.fits(number, architecture)
     )
-    return MissingKernels(
-        f"This PyTorch ({build.version}, {build.toolkit}) has no kernels for {{device}}, which is "
+    return OptionError(
+        f"This PyTorch ({build.version}, {build.toolkit}) has no kernels for {device}, which is "
         f"{architecture or f'compute capability {written}'}. It was built for {', '.join(listed)}.",
-        row.build.format(number=written, name=architecture),
-        row.remedy if "cpu" in row.remedy else f"{row.remedy}. {_ON_CPU}",
+        expected=row.build.format(number=written, name=architecture),
+        remedy=f"{row.remedy}." if "cpu" in row.remedy else f"{row.remedy}. {_ON_CPU}",
     )
 
 
@@ -137,7 +122,7 @@ def _runs_on_amd(listed: Collection[str], architecture: str) -> bool:
     )
 
 
-def find_missing_system(version: str, macos: tuple[int, ...]) -> MissingKernels | None:
+def find_missing_system(version: str, macos: tuple[int, ...]) -> OptionError | None:
     """Why a build has no MPS under a macOS; None when it has.
 
     Args:
@@ -145,13 +130,14 @@ def find_missing_system(version: str, macos: tuple[int, ...]) -> MissingKernels 
     """
     from packaging.specifiers import SpecifierSet
 
-    rows = _read("system", _System)
+    rows = read_rows("builds", "system", _System)
     row = next(x for x in rows if SpecifierSet(x.torch).contains(version, prereleases=True))
     if macos >= row.least:
         return None
     here, least = ".".join(map(str, macos)), ".".join(map(str, row.least))
-    return MissingKernels(
+    return OptionError(
         f"This PyTorch ({version}) does not use the Apple GPU under macOS {here}.",
-        f"It needs macOS {least} or newer.",
-        f"Update macOS, or choose an older PyTorch at https://pytorch.org/get-started/locally/. {_ON_CPU}",
+        expected=f"It needs macOS {least} or newer.",
+        remedy="Update macOS, or choose an older PyTorch at https://pytorch.org/get-started/locally/. "
+        f"{_ON_CPU}",
     )

@@ -196,18 +196,6 @@ def find_record_path(output: str | os.PathLike[str]) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def lock_folder(folder: Path, busy: InputError) -> filelock.BaseFileLock:
-    """An existing folder's lock, held by this process until it is released."""
-    import filelock
-
-    lock = filelock.FileLock(folder / LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        raise busy from error
-    return lock
-
-
 @contextmanager
 def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
     """An existing folder for this process alone within the block, after which its lock is gone."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Iterable
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -19,8 +20,9 @@ def read_folder(folder: str) -> dict[str, dict[str, Any]]:
     return {name: _read(folder, name) for name in names if name.endswith(".toml")}
 
 
+@functools.cache
 def read_rules(name: str) -> dict[str, Any]:
-    """The tables of one file of `knowledge/rules/`: `versions` for `versions.toml`."""
+    """The tables of one file of `knowledge/rules/`: `versions` for `versions.toml`. Not to be changed."""
     return _read("rules", f"{name}.toml")
 
 
@@ -34,6 +36,12 @@ def _find(*parts: str) -> Traversable:
 
 def read_rows(name: str, table: str, kind: type[_Row]) -> tuple[_Row, ...]:
     """The rows of one table of `knowledge/rules/`, as records."""
+    rows: tuple[_Row, ...] = _parse_table(name, table, cast(Any, kind))
+    return rows
+
+
+@functools.cache
+def _parse_table(name: str, table: str, kind: Any) -> Any:
     return parse_rows(read_rules(name)[table], kind)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.loader import complete_source
@@ -19,20 +18,18 @@ _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
 """What a request holds, to pairs of classes that have the same weights and are in no table of Diffusers."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """A source with the class that serves a request."""
+def prepare_check(source: Source) -> Callable[[Request], None]:
+    """Read the configs of a source; what is returned refuses requests that its pipeline does not take."""
+    configs = read_configs(source.described)
+    grid = find_grid({name: configs[name] for name in source.components if name in configs})
+    pipeline_class = find_class("diffusers", source.pipeline_class)
 
-    source: Source
-    configs: dict[str, dict[str, Any]]
-
-    def check_request(self, request: Request) -> None:
-        """Refuse arguments and sizes that the pipeline does not take."""
-        name_arguments(find_class("diffusers", self.source.pipeline_class), request)
+    def check(request: Request) -> None:
+        name_arguments(pipeline_class, request)
         frames = request.frames if request.video is None else len(request.video)
-        check_sizes(
-            find_grid(self.configs), frames=frames, height=request.height, width=request.width
-        )
+        check_sizes(grid, frames=frames, height=request.height, width=request.width)
+
+    return check
 
 
 def select_class(source: Source, request: Request | None) -> Source:
@@ -80,11 +77,8 @@ def select_pipeline(
     request: Request,
     *,
     progress: Progress | None = None,
-) -> Selection:
-    """The class that serves a request, and what describes it."""
+) -> Source:
+    """A source, complete, with the class that serves a request, which it takes."""
     found = select_class(complete_source(source, progress=progress), request)
-    configs = read_configs(found.described)
-    known = {name: configs[name] for name in found.components if name in configs}
-    selection = Selection(found, known)
-    selection.check_request(request)
-    return selection
+    prepare_check(found)(request)
+    return found

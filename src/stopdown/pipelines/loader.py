@@ -7,10 +7,16 @@ their authors pinned. Diffusers then builds the pipeline around the components.
 **Catches** weights that lack tensors of the model, have others than it, are integers where it has
 floats, or whose shapes do not fit it (Transformers would fill them at random); configurations of far
 more than the weights, before memory is taken.
+
+Weights may stay in files: the component is built empty and filled tensor by tensor. As they are stored
+they lie in the checkpoint's own files, cast to another dtype in temporary ones, and take no memory that the
+system could not take back. So a model larger than memory can be measured, planned and run. Names,
+shapes or dtypes that are not the class's own (quantised, of older layouts) are left to the class.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -19,19 +25,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from stopdown.component_call_names import QUANT_METHOD
-from stopdown.component_calls.components import cast_component_, find_components, is_of_transformers
+from stopdown.component_calls.components import (
+    build_module,
+    cast_component_,
+    find_components,
+    find_kept_fp32,
+    is_of_transformers,
+)
 from stopdown.devices.device_memory import describing_out_of_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import choose_folder, find_stored
+from stopdown.mapped_weights import choose_folder, find_stored, map_copy
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines.component_files import find_parts, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
-from stopdown.pipelines.mapped_components import map_component
 from stopdown.sources import hub
 from stopdown.sources.component_classes import (
     describe_misfit,
@@ -193,14 +205,14 @@ def load_component(
     module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
         if _carries_plan(folder):  # the caller has a plan, or needs none
-            module = map_component(module_class, folder, None, stored)
+            module = _map_component(module_class, folder, None, stored)
             if module is None:
                 raise describe_misfit(
                     folder, class_name, "their names or shapes are not those of the class"
                 )
             return module if dtype is None else cast_component_(module, dtype)
         if mapped is not None or dtype is None:
-            module = map_component(module_class, folder, dtype, stored, mapped)
+            module = _map_component(module_class, folder, dtype, stored, mapped)
             if module is not None:
                 return module
         model, report = module_class.from_pretrained(
@@ -221,6 +233,74 @@ def load_component(
         raise describe_misfit(folder, type(model).__name__, "; ".join(found))
     _check_stored_dtypes(folder, model, tensors)
     return model.eval()
+
+
+def _map_component(
+    module_class: Any,
+    config: Path,
+    dtype: torch.dtype | None,
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    folder: Path | None = None,
+) -> torch.nn.Module | None:
+    """Build a component with mapped weights; None if its class has to load it.
+
+    Args:
+        dtype: of its weights; its authors may keep some in fp32. None leaves each as it is stored.
+        folder: for the temporary files; None maps those of the checkpoint.
+    """
+    from accelerate import init_empty_weights
+
+    files = {key: path for path, tensors in stored.items() for key in tensors}
+    dtypes = {entry.dtype for tensors in stored.values() for entry in tensors.values()}
+    description = read_description(config / "config.json")
+    method = description.get("quantization_config") or {"quant_method": QUANT_METHOD}
+    if not dtypes <= FORMATS.keys() or method.get("quant_method") != QUANT_METHOD:
+        return None
+    with init_empty_weights(include_buffers=False):
+        module = build_module(module_class, config)
+    tie: Any = getattr(module, "tie_weights", None)
+    if tie is not None:
+        tie()  # an empty parameter is registered anew under each of its names
+    owners = list(module.state_dict(keep_vars=True).items())
+    stored_as = {id(x): key for key, x in owners if key in files}
+    if {id(x) for _, x in owners} != stored_as.keys() or files.keys() - {key for key, _ in owners}:
+        return None
+    shapes = {key: entry.shape for tensors in stored.values() for key, entry in tensors.items()}
+    if any(shapes[stored_as[id(x)]] != tuple(x.shape) for _, x in owners):
+        return None
+    kept = () if dtype is None else find_kept_fp32(type(module), name_dtype(dtype))
+    made: dict[int, torch.Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
+        for key, empty in owners:
+            if id(empty) not in made:
+                is_kept = any(part in kept for part in key.split("."))
+                known = stored_as[id(empty)]
+                value = opened[files[known]].get_tensor(known)
+                wanted = torch.float32 if is_kept else dtype
+                made[id(empty)] = _map(value, wanted, folder, empty)
+            _put(module, key, made[id(empty)])
+    return module.eval()
+
+
+def _map(
+    stored: torch.Tensor, dtype: torch.dtype | None, folder: Path | None, empty: torch.Tensor
+) -> torch.Tensor:
+    mapped = stored
+    if folder is not None:
+        mapped = map_copy(stored, folder, dtype if stored.is_floating_point() else None)
+    if isinstance(empty, torch.nn.Parameter):
+        return torch.nn.Parameter(mapped, requires_grad=empty.requires_grad)
+    return mapped
+
+
+def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
+    path, _, name = key.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(tensor, torch.nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor)
 
 
 def _carries_plan(folder: Path) -> bool:

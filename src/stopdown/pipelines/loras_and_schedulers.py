@@ -16,7 +16,7 @@ from typing import Any
 from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError, SourceError, take_one_line
 from stopdown.sources.descriptions import read_description
-from stopdown.sources.headers import DamagedFileError, read_header, read_rescaled
+from stopdown.sources.headers import read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
     Source,
@@ -88,12 +88,8 @@ def parse_lora(text: str) -> tuple[str, float]:
             expected="A LoRA is one file. For a weight other than 1, add it after a colon.",
             remedy='Write for example lora="style.safetensors:0.8".',
         )
-    try:
+    with refusing_damage(f"The LoRA {path} is"):
         read_header(file)
-    except (DamagedFileError, OSError) as error:
-        raise OptionError(
-            f"The LoRA {path} is damaged or cut off: {error}.", remedy="Download it again."
-        ) from error
     require_package("peft", "adapters", "A LoRA")
     return path, float(weight)
 

@@ -50,13 +50,8 @@ def make_clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-@functools.cache
-def _read_recipes() -> dict[str, Any]:
-    return read_rules("tiny_pipelines")
-
-
 def list_names() -> tuple[str, ...]:
-    return tuple(_read_recipes()["pipeline"])
+    return tuple(read_rules("tiny_pipelines")["pipeline"])
 
 
 def build_part(name: str) -> Any:
@@ -77,7 +72,7 @@ def build_part(name: str) -> Any:
 
 
 def _read_part(name: str) -> dict[str, Any]:
-    own = dict(_read_recipes()["part"][name])
+    own = dict(read_rules("tiny_pipelines")["part"][name])
     like = own.pop("like", "")
     return {**_read_part(like), **own} if like else own
 
@@ -89,7 +84,7 @@ def build_pipeline(name: str, *, seed: int = 0) -> Any:
     """
     import diffusers
 
-    parts = dict(_read_recipes()["pipeline"][name])
+    parts = dict(read_rules("tiny_pipelines")["pipeline"][name])
     kind = getattr(diffusers, parts.pop("class"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -10,7 +10,6 @@ floats again are ordinary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -126,11 +125,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     divisor: float = 1.0
 
 
-@functools.cache
-def _read_layouts() -> tuple[Layout, ...]:
-    return read_rows("quantised_layouts", "layout", Layout)
-
-
 @dataclass(frozen=True)
 class QuantisedWeight:
     """One weight of a file, as the tensors that it is made of.
@@ -174,7 +168,7 @@ def _read_weight(
     name: str, tensors: Mapping[str, StoredTensor], methods: Mapping[str, str]
 ) -> QuantisedWeight | None:
     entry = tensors[name]
-    for layout in _read_layouts():
+    for layout in read_rows("quantised_layouts", "layout", Layout):
         layer = name.removesuffix(layout.codes).removesuffix(".")
         scale = _join(layer, layout.scale)
         if not name.endswith(layout.codes) or scale not in tensors:

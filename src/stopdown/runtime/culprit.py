@@ -30,8 +30,8 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
+from stopdown.records import Finding
 from stopdown.runtime.hidden_values import FUNCTIONS
-from stopdown.runtime.session_check import SessionFault
 
 _HIDING = ("clamp", "nan_to_num")
 _HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}
@@ -67,7 +67,7 @@ class Culprit:
     reached: float = math.nan
     around: tuple[str, ...] = ()
     order: int = 0
-    session: SessionFault | None = None
+    session: Finding | None = None
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""

@@ -33,9 +33,9 @@ from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
-from stopdown.runtime.outside_faults import Origin
 from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.runtime.repairs import cast_component
+from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for

@@ -21,11 +21,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import filelock
 import msgspec
 import safetensors
 import safetensors.torch
@@ -43,7 +43,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.files.json_files import UnreadableError, parse_json, read_json_table, read_small_file
-from stopdown.files.outputs import LOCK, lock_folder
+from stopdown.files.outputs import LOCK, held_folder
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import RandomSource, find_random
 from stopdown.number_formats import name_dtype
@@ -117,14 +117,15 @@ class Journal:
         self._stopped = False
         self._digest = ""
         _refuse_foreign(self.folder)
-        self._lock = _lock_folder(self.folder)
+        self._held = ExitStack()
+        _hold(self.folder, self._held)
         try:
             for path in self.folder.glob(_PARTS):  # what a kill left half written
                 path.unlink()
             self._head = self._read_head()
             self._refuse_differences(self._run)
         except BaseException:
-            self._lock.release()
+            self._held.close()
             raise
 
     def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
@@ -146,7 +147,7 @@ class Journal:
 
     def close(self) -> None:
         """Let the folder go. A second call does nothing."""
-        self._lock.release()
+        self._held.close()
 
     def clear(self) -> None:
         """Remove what was written: the run has come to its end."""
@@ -399,15 +400,15 @@ def _refuse_foreign(folder: Path) -> None:
             )
 
 
-def _lock_folder(folder: Path) -> filelock.BaseFileLock:
-    """The folder, made and held for this process."""
+def _hold(folder: Path, stack: ExitStack) -> None:
+    """Make a folder, and hold it for this process until the stack is closed."""
     busy = InputError(
         f"The journal {folder} is in use by another run.",
         remedy="Wait until it ends, or name another folder for the journal.",
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return lock_folder(folder, busy)
+        stack.enter_context(held_folder(folder, busy))
     except OSError as error:
         raise OutputError(
             f"The journal {folder} cannot be written: {error.strerror}.",

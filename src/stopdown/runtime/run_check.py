@@ -1,26 +1,177 @@
 """Check the calls of a pipeline itself: values that no component made, and frames that are wrong.
 
 A fault of the scheduler's last step, or of the pipeline's own arithmetic behind it, reaches no component.
-It is named where it began, and stops the run.
+It is named where it began, and stops the run: it was given to the pipeline, or made by its scheduler, or
+by its own arithmetic (guidance, scaling of latents).
+
+**Catches** NaN and Inf in a result's tensors and arrays, latents too; arguments of the pipeline's call that
+are not finite; the scheduler's last step; what went into that step.
+**Does not catch** which line of the pipeline's code it was. Pictures that were rounded to bytes already
+have black where NaN was, which is found in the frames.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError
 from stopdown.frames.frame_faults import find_frame_findings
-from stopdown.numerics import iterate_tensors
+from stopdown.frames.media import to_uint8
+from stopdown.numerics import bound_values, iterate_leaves, iterate_tensors
 from stopdown.records import Finding, Repair
-from stopdown.runtime.fault_texts import name_counts
-from stopdown.runtime.outside_faults import Origin, find_origin
-from stopdown.runtime.results import collect_videos, count_bad
+from stopdown.runtime.fault_texts import describe_counts, name_counts
 from stopdown.runtime.session import Session
 from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
+
+_WHOLE_VIDEO = 4
+"""Dimensions of a video's array: frames, rows, columns, channels."""
+
+
+def count_bad(output: Any) -> tuple[int, int, int]:
+    """How many values of a result are NaN, how many infinite, and how many there are in all.
+
+    Cost: a pass over it; one host read when it holds tensors that are not on the CPU.
+    """
+    leaves = list(iterate_leaves(output, (torch.Tensor, np.ndarray)))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    arrays = [x for x in leaves if isinstance(x, np.ndarray) and x.dtype.kind == "f"]
+    bounds = bound_values(tensors)
+    is_finite = bounds is None or bool(torch.isfinite(bounds).all())
+    if is_finite and all(np.isfinite(x).all() for x in arrays):
+        return 0, 0, 0
+    arrays += [x.detach().float().cpu().numpy() for x in tensors]
+    nan = sum(int(np.isnan(x).sum()) for x in arrays)
+    infinite = sum(int(np.isinf(x).sum()) for x in arrays)
+    return nan, infinite, sum(x.size for x in arrays)
+
+
+def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
+    """Videos and pictures in what a pipeline returned, each `[T, H, W, 3]` uint8.
+
+    Latents, and whatever else is no picture, are left out.
+    """
+    found = getattr(output, "frames", None)
+    if found is None:
+        found = getattr(output, "images", None)
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    if found is None or not hasattr(found, "__len__") or len(found) == 0:
+        return []
+    return list(_iterate_videos(found))
+
+
+def _iterate_videos(found: Any) -> Iterator[np.ndarray[Any, Any]]:
+    if isinstance(found, list) and isinstance(found[0], list):
+        yield from (video for clip in found if (video := _stack(clip)) is not None)
+        return
+    whole = _stack(found)
+    if whole is None:
+        return
+    if whole.ndim > _WHOLE_VIDEO:
+        yield from whole
+    else:
+        yield from (whole[i : i + 1] for i in range(len(whole)))
+
+
+def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
+    """Pictures as one array of uint8 with colours last; None for anything else."""
+    try:
+        array = np.stack([_to_array(picture) for picture in pictures])
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if array.ndim < _WHOLE_VIDEO or array.shape[-1] != 3:
+        return None
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind != "f":
+        return None
+    flat = array.reshape(-1, *array.shape[-3:])
+    return to_uint8(np.nan_to_num(flat, nan=0, posinf=0, neginf=0)).reshape(array.shape)
+
+
+def _to_array(picture: Any) -> np.ndarray[Any, Any]:
+    """Of a tensor with its colours last, which Diffusers has before the rows."""
+    if not isinstance(picture, torch.Tensor):
+        return np.asarray(picture)
+    array = picture.detach().float().cpu().numpy()
+    has_colours = array.ndim > 2 and array.shape[-3] == 3
+    return np.moveaxis(array, -3, -1) if has_colours else array
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a fault began outside of the components.
+
+    Attributes:
+        source: `scheduler`, `pipeline`, or the component that was reported before.
+    """
+
+    source: str
+    what: str
+    remedy: str
+
+
+def find_origin(
+    steps: StepCounter,
+    repairs: Iterable[Repair],
+    given: Mapping[str, Any],
+    unwatched: Iterable[str],
+) -> Origin:
+    """Where values came from that are not finite.
+
+    Args:
+        unwatched: components that could not be examined, each as a sentence.
+
+    Cost: two host reads for each tensor that is looked at.
+    """
+    for repair in repairs:
+        if repair.action == "none":
+            source = repair.module_path if repair.kind == "input" else repair.component
+            return Origin(
+                source, f"It came from {_PLACES.get(source, f'`{source}`')}, as reported.", ""
+            )
+    for name, value in given.items():
+        if spoilt := describe_counts(iterate_tensors(value)):
+            what = f"The pipeline was called with {spoilt} in `{name}`."
+            return Origin("pipeline", what, f"Give finite values for {name}.")
+    made = describe_counts(itertools.islice(iterate_tensors(steps.last_result), 1))
+    taken = describe_counts(steps.last_inputs)
+    if made and taken:
+        what = f"The pipeline's own arithmetic gave its scheduler {taken}{steps.name_last_step()}."
+        return Origin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
+    if made:
+        name = type(steps.pipe.scheduler).__name__
+        remedy = (
+            "Use another scheduler, or make this one anew: pipe.scheduler = "
+            f"{name}.from_config(pipe.scheduler.config)."
+        )
+        what = f"The scheduler ({name}) gave {made}{steps.name_last_step()}, of finite ones."
+        return Origin("scheduler", what, remedy)
+    what = f"It came from the pipeline's own code. {_say_finite(unwatched)}"
+    return Origin("pipeline", what, _WIDER)
+
+
+_PLACES = {"scheduler": "the scheduler", "pipeline": "outside of the components"}
+
+_WIDER = "Use a lower guidance scale, or load the pipeline in bf16 or fp32."
+
+
+def _say_finite(unwatched: Iterable[str]) -> str:
+    said = " ".join(unwatched)
+    if not said:
+        return "Every component gave finite values."
+    return f"Every component that was watched gave finite values. {said}"
 
 
 class RunCheck:

@@ -294,26 +294,18 @@ def _describe_run(
     peak: PeakMemory,
     **others: Any,
 ) -> RunRecord:
-    memory = loaded.plan.memory
+    seen = {name: x for name, x in vars(made.seen).items() if name not in ("kind", "schema")}
     return RunRecord(
         source=source.name,
         fingerprint=fingerprint(source),
-        pipeline=type(loaded.pipe).__name__,
         device=str(device),
         device_reason=device.reason,
         machine=describe_machine(),
         decisions=loaded.decisions,
-        calls=made.seen.calls,
         peak_bytes=peak.peak_bytes,
         peak_source=peak.method,
-        own_s=made.seen.own_s,
-        repairs=made.seen.repairs,
-        unwatched=made.seen.unwatched,
-        uncertified=made.seen.uncertified,
-        maxima=made.seen.maxima,
-        journal=made.seen.journal,
-        memory=memory,
-        **others,
+        memory=loaded.plan.memory,
+        **{**seen, **others},
     )
 
 

@@ -54,7 +54,7 @@ from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.repairs import RepairCache
-from stopdown.runtime.results import collect_videos
+from stopdown.runtime.run_check import collect_videos
 
 _METHODS = ("encode", "decode")
 """Methods that are component calls, where a class has both."""

@@ -13,8 +13,8 @@ Runs on several ranks are not examined.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,36 +36,21 @@ WRONG_PICTURES = ("black-frames", "grey-frames", "flat-frames", "noise-frames")
 """Findings of finished pictures after which the calls are examined."""
 
 
-@dataclass(frozen=True)
-class SessionFault:
-    """What differed between two runs of one call.
-
-    Attributes:
-        kind: `weights-changed`, `weights-late`, `results-differ`.
-        path: of the first weight that changed; "" for none.
-    """
-
-    kind: str
-    evidence: str
-    remedy: str
-    path: str = ""
-
-
 def describe_changed(
     history: WeightHistory, module: torch.nn.Module, changed: list[str]
-) -> SessionFault:
+) -> Finding:
     who = (
         "The program itself wrote to them."
         if history.were_written(module, changed)
         else "Unless the program did that itself (it fused an adapter, or wrote to `.data`), something in "
         "this session overwrote them."
     )
-    return SessionFault(
+    return Finding(
         "weights-changed",
+        changed[0],
         f"{_name_weights(history, changed)} differ from what they were at the first call. {who}",
         "Load the model again in a new process. If that is right with the same seed, it was this session "
         "and not the model: run it without offload.",
-        changed[0],
     )
 
 
@@ -85,7 +70,7 @@ def examine_fault(
     module: torch.nn.Module,
     during: list[str],
     outputs: tuple[Any, Any],
-) -> SessionFault | None:
+) -> Finding | None:
     """What of a fault is the session's; None when the call gives the same result again.
 
     Args:
@@ -100,26 +85,27 @@ def examine_fault(
     if not _differ(*outputs):
         return None
     if during:
-        return SessionFault(
+        return Finding(
             "weights-late",
+            during[0],
             f"{_name_weights(history, during)} had other values while the call ran, and now have those of "
             "the first call again: they were copied too late, or were overwritten for that time. The "
             "repeated call gave a different result.",
             _LATE,
-            during[0],
         )
     return describe_difference(module)
 
 
-def describe_difference(module: torch.nn.Module) -> SessionFault:
+def describe_difference(module: torch.nn.Module) -> Finding:
     hooks = ("_hf_hook", "_diffusers_hook")
     likely = (
         "Its weights are offloaded, so the likely cause is a copy that came too late"
         if any(hasattr(part, hook) for part in module.modules() for hook in hooks)
         else "The cause is a race condition, an unreliable kernel or faulty memory"
     )
-    return SessionFault(
+    return Finding(
         "results-differ",
+        "",
         "The same call, repeated with the same arguments and weights, gave different values. "
         f"{likely}, not the model.",
         _LATE,
@@ -161,7 +147,7 @@ def examine_calls(calls: Iterable[GuardedCall], pipe: Any) -> Iterator[Finding]:
         if fault is None and _gives_another(call, pipe):
             fault = describe_difference(call.module)
         if fault is not None:
-            yield Finding(fault.kind, call.name, fault.evidence, fault.remedy)
+            yield dataclasses.replace(fault, module_path=call.name)
     free = getattr(pipe, "maybe_free_model_hooks", None)
     if free is not None:  # weights that are offloaded wait again where they did
         free()

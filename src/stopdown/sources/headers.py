@@ -18,12 +18,14 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stopdown.errors import SourceError
 from stopdown.files.json_files import (
     UnreadableError,
     open_regular_file,
@@ -76,6 +78,15 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 class DamagedFileError(ValueError):
     """A file that is not whole; the message says what was found."""
+
+
+@contextmanager
+def refusing_damage(owner: str, remedy: str = "Download it again.") -> Iterator[None]:
+    """An error within the block, of a file that cannot be read, names its owner: `The LoRA a is`."""
+    try:
+        yield
+    except (DamagedFileError, OSError) as error:
+        raise SourceError(f"{owner} damaged or cut off: {error}.", remedy=remedy) from error
 
 
 @dataclass(frozen=True)
