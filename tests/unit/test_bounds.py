@@ -351,7 +351,7 @@ def test_functions_stay_below_their_bounds(name: str) -> None:
             node=node, source=bound, find=lambda _, held=bound: held, shape=(4097,)
         )
         rule = find_operation(name).bound
-        most = bound if rule == "same" else getattr(rules, rule)(op)
+        most = bound if rule == "same" else getattr(rules, f"bound_{rule}")(op)
         assert float(made.abs().max()) <= float(most.peak.max()) * (1 + 1e-12)
         if (slope := find_operation(name).slope) is not None:
             steepest = float(made.diff().abs().max()) / float(x[1] - x[0])

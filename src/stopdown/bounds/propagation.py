@@ -62,54 +62,11 @@ LEAST_STORED_WEIGHT, LEAST_STORED_LOOSE = 2.0**-25 / WEIGHT_FLOOR, 2.0**-25 / LO
 """The same of a weight's largest magnitude, with the room that it has and with the loose one."""
 
 RULES: dict[str, Rule] = {
-    "same": rules.keep,
-    "copied": rules.copied,
-    "reshape": rules.view,
-    "permute": rules.swap,
-    "expand": rules.expand,
-    "slice": rules.slice_,
-    "select": rules.select,
-    "part": rules.part_of_split,
-    "cat": rules.cat,
-    "stack": rules.stack,
-    "repeat": rules.repeat,
-    "tokens": rules.loosen_tokens,
-    "places": rules.loosen_spatially,
-    "any": rules.loosen,
-    "choose": rules.choose,
-    "pad": rules.pad,
-    "embedding": rules.embedding,
-    "complex": rules.to_complex,
-    "real": rules.to_real,
-    "add": rules.add,
-    "subtract_from": rules.subtract_from,
-    "multiply": rules.multiply,
-    "divide": rules.divide,
-    "power": rules.power,
-    "root": rules.root,
-    "exponential": rules.exponential,
-    "shrink": rules.shrink,
-    "saturate": rules.saturate,
-    "softmax": rules.softmax,
-    "clamp": rules.clamp,
-    "total": rules.total,
-    "mean": rules.mean,
-    "polar": rules.polar,
-    "zeros": rules.zeros,
-    "ones": rules.ones,
-    "fill": rules.fill,
-    "linear": product_rules.linear,
-    "convolve": product_rules.convolve,
-    "transposed": product_rules.transposed,
-    "matmul": product_rules.matmul,
-    "matmul_added": product_rules.matmul_added,
-    "einsum": product_rules.einsum,
-    "outer": product_rules.outer,
-    "attention": product_rules.attention,
-    "normalise": rules.normalise,
-    "normalise_groups": rules.normalise_groups,
+    name.removeprefix("bound_"): rule
+    for name, rule in (vars(rules) | vars(product_rules)).items()
+    if name.startswith("bound_")
 }
-"""The rules by the names that the table of operations gives them."""
+"""The rules by the names that the table of operations gives them: `any` is `bound_any`."""
 
 _WITHOUT_SIZES = {
     **dict.fromkeys(("same", "reshape", "permute", "expand", "slice", "select"), 0),
@@ -289,7 +246,7 @@ class Propagation(KnownValues):
         if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
             self.found.scores[place] = max(
-                self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
+                self.found.scores.get(place, 0.0), product_rules.limit_scores(op)
             )
         if has_known_size(node) and 0 in shape_of(node):
             self._keep(node, uniform(0.0, shape_of(node)))  # as what is kept of too few frames
@@ -446,7 +403,7 @@ class _Update(Propagation):
         known = any(x.name in self.before.rowed for x in sources)
         is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
         if is_product and not known:
-            return [] if rules.bound_written_norm(Operands(node, self)) is not None else sources
+            return [] if rules.find_written_norm(Operands(node, self)) is not None else sources
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:

@@ -26,7 +26,7 @@ from stopdown.bounds.evaluation import writes_in_place
 from stopdown.bounds.input_limits import InputStatement, state_calls
 from stopdown.bounds.known_values import Load, Operands
 from stopdown.bounds.propagation import find_aliases
-from stopdown.bounds.rules import bound_written_norm, read_vector_norm
+from stopdown.bounds.rules import find_written_norm, read_vector_norm
 from stopdown.bounds.singular_values import MOST_WORK, bound_parts
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
@@ -625,7 +625,7 @@ class _Exporter:
         if not isinstance(other, Node):
             number = 0.0 if abs(other) >= NEAR_FP16_END else float(other)
             return {"rule": "multiply", "from": [self._need(first, node)], "number": number}
-        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
             pair = (
                 (first, other) if is_kind(strip_casts(other), "rsqrt", "power") else (other, first)
             )
@@ -636,7 +636,7 @@ class _Exporter:
 
     def _export_divide(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = given["other"]
-        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
             made = {"rule": "power", "halves": -2, "from": [self._need(number, node)]}
             below = self._add(node, made, shape_of(number))
             return {"rule": "unit", "from": [self._first(node), below]}
