@@ -165,7 +165,7 @@ class Propagation(KnownValues):
                 typical = min(largest, 1.0)
                 self._keep(node, uniform(largest, shape_of(node), typical))
             else:
-                self._miss(node, "an input without a limit")
+                self._miss(node)
 
     def _hold_known(self, node: Node, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().cpu()
@@ -241,7 +241,7 @@ class Propagation(KnownValues):
     def _apply_rule(self, node: Node) -> None:
         found, op = find_operation(operation(node)), Operands(node, self)
         if found is None or not found.bound:
-            self._miss(node, f"{operation(node)} has no rule")
+            self._miss(node)
             return
         if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
@@ -255,7 +255,7 @@ class Propagation(KnownValues):
         try:
             bound = RULES[found.bound](op) if is_sized else _bound_unsized(found.bound, op)
         except UnboundedError:
-            self._miss(node, "")
+            self._miss(node)
             return
         if not has_trait(node, "unrounded"):
             bound = self._round(node, bound)
@@ -285,7 +285,7 @@ class Propagation(KnownValues):
 
     def _keep(self, node: Node, bound: Bound, parts: torch.Tensor | None = None) -> None:
         if not math.isfinite(bound.largest):
-            self._miss(node, "")
+            self._miss(node)
             return
         self.held[node] = bound
         self._record(node, bound, parts)
@@ -304,17 +304,10 @@ class Propagation(KnownValues):
         sizes = [float(peak.narrow(split.dim, a, b - a).max()) for a, b in pairs]
         return tuple(_as_range(size, typical) for size in sizes)
 
-    def _miss(self, node: Node, reason: str) -> None:
+    def _miss(self, node: Node) -> None:
         self.held[node] = None
         self.found.values[node.name] = None
         self.found.ranges.pop(node.name, None)
-        if not reason and not any(
-            self.held.get(x) is None and is_float(x) and x.name not in self.capture.parameters
-            for x in node.all_input_nodes
-        ):
-            reason = f"{operation(node)} has no bound here"
-        if reason:
-            self.found.reasons[node.name] = reason
 
     def _change_aliases(self, node: Node) -> None:
         """What was written in place is seen through every name of the same storage."""
@@ -332,7 +325,7 @@ class Propagation(KnownValues):
                 continue
             old = self.bound(other)
             if old is None or new is None:
-                self._miss(other, "" if new is not None else "changed in place")
+                self._miss(other)
                 continue
             if has_known_size(other) and has_known_size(node):
                 joined = join(old, new, shape_of(other), shape_of(node))
@@ -355,11 +348,7 @@ class _Update(Propagation):
         loose = {x.name for x in self.placeholders.values() if self._is_loose(x)}
         kept = {name: parts for name, parts in before.ranges.items() if name not in loose}
         self.found = replace(
-            before,
-            values=dict(before.values),
-            ranges=kept,
-            reasons=dict(before.reasons),
-            scores=dict(before.scores),
+            before, values=dict(before.values), ranges=kept, scores=dict(before.scores)
         )
         self.needed = self._find_needed(self._find_changed())
 
