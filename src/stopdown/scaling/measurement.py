@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError
@@ -16,14 +15,12 @@ from stopdown.graph.capture import (
     Answers,
     Capture,
     capture_call,
-    clamps_in_fp32,
     find_call_operands,
     note_answers,
     owner_of,
 )
 from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
-from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import MeasuredCall, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
@@ -209,15 +206,11 @@ def _clamps_anyway(one: PlainCall) -> bool:
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
     if any(x.dtype != torch.float32 for x in weights):
         return False
-    if any(find_stored(x) is not None for x in weights):
+    try:
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
-        return any(map(is_range_clamp, wide.graph.graph.nodes))
-    given = pytree.tree_map_only(torch.Tensor, _copy_wide, (args, dict(kwargs)))
-    return clamps_in_fp32(call, *given)
-
-
-def _copy_wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
+    except CaptureError:
+        return False
+    return any(map(is_range_clamp, wide.graph.graph.nodes))
 
 
 def measure_again(
