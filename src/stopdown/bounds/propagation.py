@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = {
 """The rules by the names that the table of operations gives them: `any` is `bound_any`."""
 
 _WITHOUT_SIZES = {
-    **dict.fromkeys(("same", "reshape", "permute", "expand", "slice", "select"), 0),
+    **dict.fromkeys(("same", "reshape", "permute", "expand", "part"), 0),
     **dict.fromkeys(("tokens", "places", "any"), 0),
     "copied": 1,
 }

@@ -34,17 +34,15 @@ from stopdown.bounds.values import (
     take,
     uniform,
 )
-from stopdown.graph.blocks import list_joined, split_bounds
+from stopdown.graph.blocks import find_part, has_known_indices, is_part, list_joined
 from stopdown.graph.nodes import (
     arguments,
     is_kind,
     is_range_clamp,
-    is_split,
     list_mixed,
     operation,
     read_order,
     shape_of,
-    slice_bounds,
     strip_casts,
 )
 
@@ -400,19 +398,22 @@ def bound_repeat(op: Operands) -> Bound:
     return op.made(largest_over(bound.peak, changed), bound.typical)
 
 
-def bound_slice(op: Operands) -> Bound:
-    indices = slice_bounds(op.node)
-    if indices is None:
+def bound_part(op: Operands) -> Bound:
+    """A slice, a select, or one result of a chunk, split or unbind.
+
+    The bound of a slice is that of the one part of a concatenation that it takes, where there is one.
+    """
+    if not is_part(op.node):
+        raise UnboundedError
+    if not has_known_indices(op.node):
         return bound_any(op)
-    dim = int(op.given.get("dim", 0)) % len(op.before)
-    return _take_part(op, op.node.args[0], dim, *indices, op.given.get("step", 1))
-
-
-def _take_part(op: Operands, source: Any, dim: int, start: int, stop: int, step: int = 1) -> Bound:
-    """The bound of a slice: that of the one part of a concatenation that it takes, where there is one."""
-    bound = op.bound(source)
+    source, (start, stop), dim = find_part(op.node)
+    bound, before = op.bound(source), shape_of(source)
+    if is_kind(op.node, "select") or is_kind(op.node.args[0], "unbind"):
+        kept = (*before[:dim], 1, *before[dim + 1 :])
+        return reshape(take(bound, kept, dim, start, stop), kept, op.shape)
     bound = _find_joined(strip_casts(source), dim, start, stop, op) or bound
-    return take(bound, op.shape, dim, start, stop, step)
+    return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
@@ -425,32 +426,6 @@ def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> 
             is_split = bound is None or bound.peak.shape[dim] > 1 or bound.norm.shape[dim] > 1
             return None if is_split else bound
     return None
-
-
-def bound_select(op: Operands) -> Bound:
-    dim, index = int(op.given["dim"]) % len(op.before), op.given["index"]
-    if not isinstance(index, int):
-        return bound_any(op)
-    return _take_one(op, op.node.args[0], dim, index % max(op.before[dim], 1))
-
-
-def _take_one(op: Operands, source: Any, dim: int, index: int) -> Bound:
-    before = shape_of(source)
-    kept = (*before[:dim], 1, *before[dim + 1 :])
-    return reshape(take(op.bound(source), kept, dim, index, index + 1), kept, op.shape)
-
-
-def bound_part(op: Operands) -> Bound:
-    """One result of a chunk, split or unbind."""
-    parent, number = op.node.args[:2]
-    if not is_split(parent):
-        raise UnboundedError
-    assert isinstance(parent, Node)
-    assert isinstance(number, int)
-    dim, bounds = split_bounds(parent)
-    if is_kind(parent, "unbind"):
-        return _take_one(op, parent.args[0], dim, number)
-    return _take_part(op, parent.args[0], dim, *bounds[number : number + 2])
 
 
 def bound_cat(op: Operands) -> Bound:
