@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,10 +270,10 @@ def test_a_plan_falls_back_and_says_why() -> None:
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)
         call = ComponentCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
-        opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
-        return calibrated._plan_component(
-            opened, "transformer", module, [call], "native", "measured"
+        opened: Any = SimpleNamespace(
+            stored={"transformer": {"fp32": 8}}, device=None, residual="native", ranges="measured"
         )
+        return calibrated._plan_component(opened, "transformer", module, [call])
 
     bad, good = plan(fail), plan(lambda x: x)
     assert (bad.precision, bad.in_force.exponents, bad.in_force.trial) == ("fp32", {}, None)
