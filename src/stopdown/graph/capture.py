@@ -905,36 +905,24 @@ def _light_tracing() -> Iterator[None]:
     that visits every node again and again. The code that is still written is forgotten: `torch.fx` keeps
     each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
     """
-    collects, texts = gc.isenabled(), graph_module._loader.eval_cache
+    texts = graph_module._loader.eval_cache
     known = frozenset(texts)
-    gc.disable()
-    try:
-        with _use_lazy_graph_module(True), _no_stack_traces():
+    with _use_lazy_graph_module(True), Patches() as patches:
+        if gc.isenabled():
+            patches.defer(gc.enable)
+            gc.disable()
+        if hasattr(torch.fx.config, STACK_TRACES_OFF):
+            patches.set_attribute(torch.fx.config, STACK_TRACES_OFF, True)
+        try:
             yield
-    finally:
-        if collects:
-            gc.enable()
-        for name in list(texts):
-            if name not in known:
+        finally:
+            for name in texts.keys() - known:
                 texts.pop(name, None)
                 linecache.cache.pop(name, None)
 
 
 STACK_TRACES_OFF = "do_not_emit_stack_traces"
 """Switch of `torch.fx.config` that 2.13.0 has, and 2.11.0 has not."""
-
-
-@contextlib.contextmanager
-def _no_stack_traces() -> Iterator[None]:
-    before = getattr(torch.fx.config, STACK_TRACES_OFF, None)
-    if before is None:
-        yield
-        return
-    setattr(torch.fx.config, STACK_TRACES_OFF, True)
-    try:
-        yield
-    finally:
-        setattr(torch.fx.config, STACK_TRACES_OFF, before)
 
 
 @contextlib.contextmanager
