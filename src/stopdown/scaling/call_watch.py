@@ -62,7 +62,7 @@ from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.autocast import without_autocast
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
@@ -120,7 +120,7 @@ class ReplacedError(Exception):
     """Other exponents were put on: the call begins again."""
 
 
-class CallWatch:
+class CallWatch(SameInCopies):
     """What is before the calls of a module while exponents are folded in."""
 
     def __init__(
@@ -225,9 +225,6 @@ class CallWatch:
                 "the parts around it they are those of another model. Copy it without the plan, guard or "
                 "rescaling."
             )
-
-    def __deepcopy__(self, memo: object) -> CallWatch:
-        return self
 
     def check_copy(
         self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -776,14 +773,11 @@ class CopyHook:
 
 
 @dataclass(frozen=True)
-class _CopyCheck:
+class _CopyCheck(SameInCopies):
     watch: CallWatch
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.watch.check_copy(module, "forward", args, kwargs)
-
-    def __deepcopy__(self, memo: object) -> _CopyCheck:
-        return self
 
 
 class _CopiedMethod:
