@@ -38,8 +38,8 @@ from stopdown.errors import StopdownError
 from stopdown.memory.forecast import predict_all
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import Scaling
-from stopdown.scaling import find_scaling, scale_calls
 from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.search import find_scaling, scale_calls
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 Answers = Iterator[tuple[str, Any]]

@@ -129,12 +129,11 @@ def check_class(name: str, folder: Path) -> dict[str, Any]:
     from rescale import overflow
     from safetensors.torch import save_model
 
-    from models.rescaling_models import EXAMPLES, WAYS, make_example
+    from models.rescaling_models import EXAMPLES, WAYS, make_example, measure_call
     from stopdown import rescale_
     from stopdown.graph.capture import name_parameters
     from stopdown.plans.certificate_files import export_calls
     from stopdown.records import ComponentPlan
-    from stopdown.scaling import measure_call
     from stopdown.scaling.measurement import Captures
 
     module, calls = make_example(name)

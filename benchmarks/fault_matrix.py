@@ -50,7 +50,7 @@ from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
 from stopdown.plans.call_recorder import record_run  # noqa: E402
 from stopdown.plans.exponents import scale_component  # noqa: E402
 from stopdown.records import Scaling  # noqa: E402
-from stopdown.scaling import cast_, fold_scaling  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 JSON_FILE, TABLE_FILE = RESULTS / "fault_matrix.json", RESULTS / "fault_matrix.md"

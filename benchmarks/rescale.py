@@ -33,6 +33,7 @@ from models.rescaling_models import (  # noqa: E402 (the path is set above)
     WAYS,
     Call,
     make_example,
+    measure_call,
     run_calls,
     scale_weights,
 )
@@ -41,20 +42,11 @@ from stopdown.errors import ScalingError, StopdownError  # noqa: E402
 from stopdown.graph.range_measurement import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.records import ResidualStream, Scaling  # noqa: E402
-from stopdown.scaling import (  # noqa: E402
-    MeasuredCall,
-    cast_,
-    find_scaling,
-    fold_scaling,
-    measure_again,
-    measure_call,
-    scale_calls,
-)
-from stopdown.scaling.folds import read_headroom  # noqa: E402
-from stopdown.scaling.measurement import Captures  # noqa: E402
-from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling, read_headroom  # noqa: E402
+from stopdown.scaling.measurement import Captures, measure_again  # noqa: E402
+from stopdown.scaling.problem import MeasuredCall, find_kept_clamps  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
-from stopdown.scaling.search import plan_stream  # noqa: E402
+from stopdown.scaling.search import find_scaling, plan_stream, scale_calls  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 OVERFLOWS_AT = 1e5

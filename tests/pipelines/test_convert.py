@@ -53,8 +53,8 @@ from stopdown.pipelines.single_files import (
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
-from stopdown.scaling import fold_scaling, rescale_
-from stopdown.scaling.folds import load_scaled
+from stopdown.scaling.folds import fold_scaling, load_scaled
+from stopdown.scaling.rescale import rescale_
 from stopdown.sources import folders
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source

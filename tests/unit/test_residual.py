@@ -21,8 +21,10 @@ from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.runtime.repairs import Calibration
-from stopdown.scaling import cast_, measurement, rescale_, residual, search
+from stopdown.scaling import measurement, residual, search
+from stopdown.scaling.folds import cast_
 from stopdown.scaling.measurement import Captures
+from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.residual import demand_agreement, find_stream, open_fp32_modules
 from stopdown.scaling.search import plan_stream
 

@@ -14,7 +14,9 @@ from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import ScalingError, TrialError
 from stopdown.graph.capture import capture_call
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling import folds, rescale_, scale_calls, trial
+from stopdown.scaling import folds, trial
+from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import WideProducts
 
 Change = Callable[[torch.Tensor], Any]

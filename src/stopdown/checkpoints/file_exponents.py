@@ -43,10 +43,10 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling import MeasuredCall, find_folds, fold_scaling
-from stopdown.scaling.folds import has_more_than_folds
+from stopdown.scaling.folds import fold_scaling, has_more_than_folds
 from stopdown.scaling.measurement import Captures, measure_kinds
-from stopdown.scaling.search import scale_by_bounds
+from stopdown.scaling.problem import MeasuredCall
+from stopdown.scaling.search import find_folds, scale_by_bounds
 from stopdown.scaling.trial import run_call
 from stopdown.sources.single_file_names import read_layouts
 

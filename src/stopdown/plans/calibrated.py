@@ -70,9 +70,9 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import describe_trial, read_headroom
+from stopdown.scaling.folds import cast_, describe_trial, read_headroom
+from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (

@@ -74,9 +74,9 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
-from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.problem import Statements
+from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress

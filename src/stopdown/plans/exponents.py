@@ -21,8 +21,8 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import measure_amax
 from stopdown.records import Scaling
-from stopdown.scaling import scale_calls
 from stopdown.scaling.range_notes import list_ranged
+from stopdown.scaling.search import scale_calls
 from stopdown.scaling.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."

@@ -44,12 +44,12 @@ from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.repair_order import Remedy
 from stopdown.runtime.weight_history import WeightHistory
-from stopdown.scaling import MeasuredCall, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
-from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.problem import MeasuredCall
 from stopdown.scaling.residual import demand_agreement
-from stopdown.scaling.search import plan_stream
+from stopdown.scaling.search import find_scaling, plan_stream
 
 
 def cast_component(precision: str) -> ComponentPlan:

@@ -172,25 +172,6 @@ def _capture_streamed(
         return capture(wide=wide, answers=answers)
 
 
-def measure_call(
-    call: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    dtype: torch.dtype = torch.float16,
-    stream: ResidualStream | None = None,
-) -> MeasuredCall:
-    """One call captured in `dtype` and its ranges measured in fp32.
-
-    Args:
-        stream: capture it with its residual stream in fp32.
-
-    Cost: a capture (seconds) and one forward in fp32.
-    """
-    one = call, args, kwargs or {}
-    return _measure(Captures(dtype).take(one, stream), one)
-
-
 def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
     call, args, kwargs = one
     if any(map(is_range_clamp, capture.graph.graph.nodes)):
