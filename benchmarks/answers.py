@@ -75,7 +75,7 @@ def ask_bounds() -> Answers:
         module, calls = prepared.module, [[call] for call in prepared.calls]
         overflow(module, prepared.calls, prepared.plain, WAYS[next(iter(example.ways))])
         find = partial(scale_calls, ranges="bound", verify=False)
-        yield name, attempt(lambda m=module, c=calls, f=find: f(m, c, torch.float16))
+        yield name, attempt(lambda m=module, c=calls, f=find: f(m, c))
 
 
 def attempt(find: Callable[[], Scaling]) -> Any:

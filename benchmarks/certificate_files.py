@@ -125,7 +125,6 @@ def run_classes(names: list[str]) -> None:
 
 def check_class(name: str, folder: Path) -> dict[str, Any]:
     """One class, made to overflow and scaled from bounds, its certificate written and checked."""
-    import torch
     from rescale import overflow
     from safetensors.torch import save_model
 
@@ -143,7 +142,7 @@ def check_class(name: str, folder: Path) -> dict[str, Any]:
     entry = ComponentPlan("module", precision="fp16", scaling=rescaling.scaling)
     (folder / "module").mkdir()
     save_model(module, str(folder / "module" / "a.safetensors"))
-    captures = Captures(torch.float16)
+    captures = Captures()
     captured = [(captures.take(call), *call[1:]) for call in calls]
     load = name_parameters(module).__getitem__
     stated = export_calls(module, entry, captured, folder, ["a.safetensors"], load)

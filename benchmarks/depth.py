@@ -135,7 +135,7 @@ def make_model(depth: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 def measure_depth(depth: int) -> dict[str, Any]:
     """Medians over the seeds of the errors, and of bf16's error over each of them."""
     module, call = make_model(depth)
-    stream = plan_stream(module, [(module, (), call)], Captures(torch.float16))
+    stream = plan_stream(module, [(module, (), call)], Captures())
     graphs = {
         "plain": capture_call(module, (), call, dtype=torch.float16),
         "streamed": measure_call(module, (), call, stream=stream).capture,

@@ -133,7 +133,7 @@ def _plan_case(case: Case) -> tuple[np.ndarray[Any, Any], Scaling]:
         reference = call_pipeline(pipe, case.pipeline, steps=STEPS)
         recorded = record_run(pipe, lambda: call_pipeline(pipe, case.pipeline, steps=STEPS))
         calls = recorded[name_component(case.component)]
-        return reference, scale_component(module, calls, torch.float16)[0]
+        return reference, scale_component(module, calls)[0]
 
 
 def _open_case(case: Case, dtype: torch.dtype) -> tuple[Any, torch.nn.Module]:

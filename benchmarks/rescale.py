@@ -85,7 +85,7 @@ def prepare_class(name: str) -> Prepared:
     captured_s = time.perf_counter() - started
     stream, note = None, ""
     try:
-        stream = plan_stream(module, calls, Captures(torch.float16))
+        stream = plan_stream(module, calls, Captures())
     except ScalingError as error:
         note = error.what
     streamed = [] if stream is None else [measure_call(*call, stream=stream) for call in calls]
@@ -111,7 +111,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
     if scaling.fp32_modules:
-        scaling = scale_calls(module, [[call] for call in calls], torch.float16, verify=False)
+        scaling = scale_calls(module, [[call] for call in calls], verify=False)
     row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
     row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
     row |= {
@@ -150,7 +150,7 @@ def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[
         scaling = find_scaling(module, measured, prepared.stream)
         if scaling.fp32_modules:
             kinds = [[call] for call in calls]
-            scaling = scale_calls(module, kinds, torch.float16, "fp32", verify=False)
+            scaling = scale_calls(module, kinds, "fp32", verify=False)
     except StopdownError as error:
         return {"residual_note": str(error)}
     found = run_scaled(module, calls, scaling, reference, "fp32 residual")

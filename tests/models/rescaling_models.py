@@ -658,4 +658,4 @@ def measure_call(
 ) -> MeasuredCall:
     """One call captured in fp16, its residual stream in fp32 if one is given, and its ranges in fp32."""
     one, module = (call, args, kwargs or {}), owner_of(call)
-    return measure_kinds(module, [[one]], Captures(torch.float16), stream)[0]
+    return measure_kinds(module, [[one]], Captures(), stream)[0]

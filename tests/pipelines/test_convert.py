@@ -597,7 +597,7 @@ def test_exponents_found_anew_rest_on_bounds(
 ) -> None:
     """Where those of the plan do: a certificate is made again for folds alone, or it is gone."""
     module, entry, call = encoder
-    certified, _ = scale_component(module, [call], torch.float16, ranges="bound")
+    certified, _ = scale_component(module, [call], ranges="bound")
     assert certified.certified
     multiplied = dataclasses.replace(certified, multiplies={"encoder.block.0": -2})
     planned = dataclasses.replace(entry, scaling=multiplied)

@@ -298,7 +298,7 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
 
     module.forward = count  # type: ignore[method-assign]
     with pytest.raises(ScalingError, match="not bit for bit what it was"):
-        scale_calls(module, [[(module, (x,), {})]], torch.float16)
+        scale_calls(module, [[(module, (x,), {})]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

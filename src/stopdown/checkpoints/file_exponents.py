@@ -180,7 +180,7 @@ class _Search:
         for group in group_calls(self.calls):
             try:
                 placed = [call.place(self.module) for call in group]
-                kinds += measure_kinds(self.module, [placed], Captures(torch.float16), None)
+                kinds += measure_kinds(self.module, [placed], Captures(), None)
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise

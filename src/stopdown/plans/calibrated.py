@@ -459,7 +459,7 @@ def _plan_component(
         return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     try:
         scaling, notes = scale_component(
-            module, calls, FP16.torch_dtype, opened.residual, opened.ranges, verify=verify
+            module, calls, opened.residual, opened.ranges, verify=verify
         )
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         why = describe_failure(error)

@@ -136,7 +136,7 @@ def _export_component(
     name, stream = entry.component, entry.in_force.stream
     module = build_with_tables(source, name)
     files = [path.name for path in list_weight_files(source)[name]]
-    captures, captured = Captures(torch.float16), []
+    captures, captured = Captures(), []
     for call in called:
         one = call.callee.bind(module), call.args, call.kwargs
         capture = captures.take(one)

@@ -567,7 +567,7 @@ def certify_component(
             encoders give may then be anything that fp16 holds, if exponents for that cost nothing.
     """
     calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
-    captures = Captures(torch.float16)
+    captures = Captures()
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(captures.take(x, stream), *x[1:]) for x in calls]

@@ -105,7 +105,7 @@ class Calibration:
             residual stream three.
         """
         kind = self._kinds.setdefault(call.key, [])
-        captures = Captures(torch.float16)
+        captures = Captures()
         one = call.callee.bind(module), call.args, call.kwargs
         with without_autocast():
             if self.residual == "fp32" and not kind:

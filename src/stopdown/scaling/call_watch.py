@@ -494,7 +494,7 @@ class CallWatch(SameInCopies):
         short = cut_sizes(whole)
         for call in (short, whole) if short is not whole else (whole,):
             with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
-                capture = Captures(torch.float16).take(call, scaling.stream)
+                capture = Captures().take(call, scaling.stream)
                 return find_ends(part, scaling, capture, *call[1:])
         return None  # nothing is known of such calls
 

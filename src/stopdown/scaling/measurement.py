@@ -1,4 +1,4 @@
-"""Calls of a module, captured in the dtype to come, with the ranges that their values have in fp32."""
+"""Calls of a module, captured in fp16, with the ranges that their values have in fp32."""
 
 from __future__ import annotations
 
@@ -30,14 +30,9 @@ FEW_FRAMES = 5
 
 
 class Captures:
-    """Captures of calls as they run in one dtype, each made once: as a call is, and the last with a stream.
+    """Captures of calls as they run in fp16, each made once: as a call is, and the last with a stream."""
 
-    Args:
-        dtype: a floating dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
         self._short: dict[int, PlainCall] = {}
 
@@ -64,9 +59,9 @@ class Captures:
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
             function, args, kwargs = call
-            return capture_call(function, args, kwargs, dtype=self.dtype)
+            return capture_call(function, args, kwargs, dtype=torch.float16)
         plain = self._made.get((id(self._short.get(id(call), call)), True))
-        return _capture_streamed(*call, self.dtype, stream, plain and plain[2].operands)
+        return _capture_streamed(*call, stream, plain and plain[2].operands)
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
@@ -148,7 +143,6 @@ def _capture_streamed(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-    dtype: torch.dtype,
     stream: ResidualStream,
     operands: Operands | None,
 ) -> Capture:
@@ -159,16 +153,16 @@ def _capture_streamed(
     """
     answers: Answers = ()
     if operands is None:  # of the stream none are found: what it mixes is refused
-        operands = find_call_operands(call, args, kwargs, dtype)
-    capture = partial(capture_call, call, args, kwargs, dtype=dtype, operands=operands)
+        operands = find_call_operands(call, args, kwargs, torch.float16)
+    capture = partial(capture_call, call, args, kwargs, dtype=torch.float16, operands=operands)
     try:
-        with with_stream(owner_of(call), stream, dtype) as wide:
+        with with_stream(owner_of(call), stream, torch.float16) as wide:
             return capture(wide=wide, answers=answers)
     except CaptureError:  # under the hooks of a stream the module itself cannot be asked
         answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise
-    with with_stream(owner_of(call), stream, dtype) as wide:
+    with with_stream(owner_of(call), stream, torch.float16) as wide:
         return capture(wide=wide, answers=answers)
 
 
