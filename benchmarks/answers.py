@@ -38,8 +38,8 @@ from stopdown.errors import StopdownError
 from stopdown.memory.forecast import predict_all
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import Scaling
-from stopdown.scaling import find_scaling, scale_calls
 from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.search import find_scaling, scale_calls
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 Answers = Iterator[tuple[str, Any]]
@@ -75,7 +75,7 @@ def ask_bounds() -> Answers:
         module, calls = prepared.module, [[call] for call in prepared.calls]
         overflow(module, prepared.calls, prepared.plain, WAYS[next(iter(example.ways))])
         find = partial(scale_calls, ranges="bound", verify=False)
-        yield name, attempt(lambda m=module, c=calls, f=find: f(m, c, torch.float16))
+        yield name, attempt(lambda m=module, c=calls, f=find: f(m, c))
 
 
 def attempt(find: Callable[[], Scaling]) -> Any:

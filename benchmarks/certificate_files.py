@@ -125,16 +125,14 @@ def run_classes(names: list[str]) -> None:
 
 def check_class(name: str, folder: Path) -> dict[str, Any]:
     """One class, made to overflow and scaled from bounds, its certificate written and checked."""
-    import torch
     from rescale import overflow
     from safetensors.torch import save_model
 
-    from models.rescaling_models import EXAMPLES, WAYS, make_example
+    from models.rescaling_models import EXAMPLES, WAYS, make_example, measure_call
     from stopdown import rescale_
     from stopdown.graph.capture import name_parameters
     from stopdown.plans.certificate_files import export_calls
     from stopdown.records import ComponentPlan
-    from stopdown.scaling import measure_call
     from stopdown.scaling.measurement import Captures
 
     module, calls = make_example(name)
@@ -144,7 +142,7 @@ def check_class(name: str, folder: Path) -> dict[str, Any]:
     entry = ComponentPlan("module", precision="fp16", scaling=rescaling.scaling)
     (folder / "module").mkdir()
     save_model(module, str(folder / "module" / "a.safetensors"))
-    captures = Captures(torch.float16)
+    captures = Captures()
     captured = [(captures.take(call), *call[1:]) for call in calls]
     load = name_parameters(module).__getitem__
     stated = export_calls(module, entry, captured, folder, ["a.safetensors"], load)

@@ -36,12 +36,18 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from rescale import describe_error, overflow, run_cast  # noqa: E402
 
 from models.bound_ascent import Bounded, GraphRun, bound_example, climb  # noqa: E402 (the path is set above)
-from models.rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
+from models.rescaling_models import (  # noqa: E402
+    EXAMPLES,
+    WAYS,
+    make_example,
+    measure_call,
+    run_calls,
+)
 from stopdown import rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.graph.nodes import operation  # noqa: E402
-from stopdown.scaling import cast_, measure_call  # noqa: E402
+from stopdown.scaling.folds import cast_  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 CLIMBS, STEPS = 12, 5

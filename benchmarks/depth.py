@@ -25,13 +25,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from models.rescaling_models import randomise  # noqa: E402 (the path is set above)
+from models.rescaling_models import measure_call, randomise  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
 from stopdown.graph.nodes import operation  # noqa: E402
 from stopdown.graph.range_measurement import _Runner  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling import measure_call  # noqa: E402
 from stopdown.scaling.measurement import Captures  # noqa: E402
 from stopdown.scaling.search import plan_stream  # noqa: E402
 
@@ -136,7 +135,7 @@ def make_model(depth: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 def measure_depth(depth: int) -> dict[str, Any]:
     """Medians over the seeds of the errors, and of bf16's error over each of them."""
     module, call = make_model(depth)
-    stream = plan_stream(module, [(module, (), call)], Captures(torch.float16))
+    stream = plan_stream(module, [(module, (), call)], Captures())
     graphs = {
         "plain": capture_call(module, (), call, dtype=torch.float16),
         "streamed": measure_call(module, (), call, stream=stream).capture,

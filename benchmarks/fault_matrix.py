@@ -50,7 +50,7 @@ from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
 from stopdown.plans.call_recorder import record_run  # noqa: E402
 from stopdown.plans.exponents import scale_component  # noqa: E402
 from stopdown.records import Scaling  # noqa: E402
-from stopdown.scaling import cast_, fold_scaling  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 JSON_FILE, TABLE_FILE = RESULTS / "fault_matrix.json", RESULTS / "fault_matrix.md"
@@ -133,7 +133,7 @@ def _plan_case(case: Case) -> tuple[np.ndarray[Any, Any], Scaling]:
         reference = call_pipeline(pipe, case.pipeline, steps=STEPS)
         recorded = record_run(pipe, lambda: call_pipeline(pipe, case.pipeline, steps=STEPS))
         calls = recorded[name_component(case.component)]
-        return reference, scale_component(module, calls, torch.float16)[0]
+        return reference, scale_component(module, calls)[0]
 
 
 def _open_case(case: Case, dtype: torch.dtype) -> tuple[Any, torch.nn.Module]:

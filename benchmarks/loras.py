@@ -38,7 +38,9 @@ from models.lora_cases import (  # noqa: E402 (the path is set above)
 )
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling import cast_, fold_scaling, folds, rescale_  # noqa: E402
+from stopdown.scaling import folds  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling  # noqa: E402
+from stopdown.scaling.rescale import rescale_  # noqa: E402
 
 INTRO = """# LoRAs on scaled weights
 

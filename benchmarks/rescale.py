@@ -33,6 +33,7 @@ from models.rescaling_models import (  # noqa: E402 (the path is set above)
     WAYS,
     Call,
     make_example,
+    measure_call,
     run_calls,
     scale_weights,
 )
@@ -41,20 +42,11 @@ from stopdown.errors import ScalingError, StopdownError  # noqa: E402
 from stopdown.graph.range_measurement import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.records import ResidualStream, Scaling  # noqa: E402
-from stopdown.scaling import (  # noqa: E402
-    MeasuredCall,
-    cast_,
-    find_scaling,
-    fold_scaling,
-    measure_again,
-    measure_call,
-    scale_calls,
-)
-from stopdown.scaling.folds import read_headroom  # noqa: E402
-from stopdown.scaling.measurement import Captures  # noqa: E402
-from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling, read_headroom  # noqa: E402
+from stopdown.scaling.measurement import Captures, measure_again  # noqa: E402
+from stopdown.scaling.problem import MeasuredCall, find_kept_clamps  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
-from stopdown.scaling.search import plan_stream  # noqa: E402
+from stopdown.scaling.search import find_scaling, plan_stream, scale_calls  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 OVERFLOWS_AT = 1e5
@@ -93,7 +85,7 @@ def prepare_class(name: str) -> Prepared:
     captured_s = time.perf_counter() - started
     stream, note = None, ""
     try:
-        stream = plan_stream(module, calls, Captures(torch.float16))
+        stream = plan_stream(module, calls, Captures())
     except ScalingError as error:
         note = error.what
     streamed = [] if stream is None else [measure_call(*call, stream=stream) for call in calls]
@@ -119,7 +111,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
     if scaling.fp32_modules:
-        scaling = scale_calls(module, [[call] for call in calls], torch.float16, verify=False)
+        scaling = scale_calls(module, [[call] for call in calls], verify=False)
     row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
     row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
     row |= {
@@ -158,7 +150,7 @@ def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[
         scaling = find_scaling(module, measured, prepared.stream)
         if scaling.fp32_modules:
             kinds = [[call] for call in calls]
-            scaling = scale_calls(module, kinds, torch.float16, "fp32", verify=False)
+            scaling = scale_calls(module, kinds, "fp32", verify=False)
     except StopdownError as error:
         return {"residual_note": str(error)}
     found = run_scaled(module, calls, scaling, reference, "fp32 residual")

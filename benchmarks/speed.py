@@ -25,10 +25,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from rescale import overflow  # noqa: E402 (the paths are set above)
 
-from models.rescaling_models import WAYS, Call, make_example, run_calls  # noqa: E402
+from models.rescaling_models import (  # noqa: E402
+    WAYS,
+    Call,
+    make_example,
+    measure_call,
+    run_calls,
+)
 from stopdown.devices.environment import choose_device, describe_machine  # noqa: E402
 from stopdown.memory.speed import time_runs  # noqa: E402
-from stopdown.scaling import cast_, find_scaling, fold_scaling, measure_call  # noqa: E402
+from stopdown.scaling.folds import cast_, fold_scaling  # noqa: E402
+from stopdown.scaling.search import find_scaling  # noqa: E402
 
 DEVICE = choose_device("cpu")
 

@@ -30,7 +30,13 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from rescale import overflow  # noqa: E402 (the path is set above)
 
-from models.rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
+from models.rescaling_models import (  # noqa: E402
+    EXAMPLES,
+    WAYS,
+    make_example,
+    measure_call,
+    run_calls,
+)
 from stopdown import apply_plan, load, rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
@@ -41,7 +47,7 @@ from stopdown.plans.applier import put_sums  # noqa: E402
 from stopdown.plans.certified import certify_plan  # noqa: E402
 from stopdown.plans.fp16_sums import choose_sums, list_refused  # noqa: E402
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling  # noqa: E402
-from stopdown.scaling import cast_, measure_call  # noqa: E402
+from stopdown.scaling.folds import cast_  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 WAYS_TO_SUM = ("fp32", "auto", "fp16", "everywhere")

@@ -25,7 +25,7 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
     from safetensors.torch import save_file
 
     from stopdown.errors import InputError
-    from stopdown.scaling import fold_scaling
+    from stopdown.scaling.folds import fold_scaling
     from stopdown.sources.headers import RESCALED_ENTRY
 
     calls = session.calls.get("model", {}).get("diffusion_model")

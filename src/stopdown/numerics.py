@@ -183,6 +183,11 @@ def is_readable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
 
 
+def count_writes(tensor: torch.Tensor) -> int | None:
+    """How often PyTorch counted a write into a tensor; None in inference mode, where it does not."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> torch.Tensor | None:

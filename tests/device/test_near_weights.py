@@ -55,8 +55,8 @@ def plan_there() -> Any:
     torch.manual_seed(0)
     module, call = make_encoder()
     load = module.state_dict().__getitem__
-    context = certified._Context({}, {}, "fp32", choose_device(KIND), "", None)
-    made = certified._plan_component(context, "encoder", module, load, [call], hands_over=False)
+    context = certified._Context({}, {}, "fp32", choose_device(KIND), "", None, False)
+    made = certified._plan_component(context, "encoder", module, load, [call])
     return made.in_force
 
 

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.errors import StopdownError
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling import Rescaling, cast_, rescale_
+from stopdown.scaling.folds import Rescaling, cast_
+from stopdown.scaling.rescale import rescale_
 
 ROUNDED_ONCE = 2.0**-11
 """Error that is not held against fp16 beside bf16: one rounding of the output."""

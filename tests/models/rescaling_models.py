@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from stopdown.graph.capture import owner_of
+from stopdown.records import ResidualStream
+from stopdown.scaling.measurement import Captures, measure_kinds
+from stopdown.scaling.problem import MeasuredCall
+
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 WAYS = {
@@ -643,3 +648,14 @@ EXAMPLES: dict[str, Example] = {
     ),
 }  # fmt: skip
 """Class, as users call it, to its tiny model."""
+
+
+def measure_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    stream: ResidualStream | None = None,
+) -> MeasuredCall:
+    """One call captured in fp16, its residual stream in fp32 if one is given, and its ranges in fp32."""
+    one, module = (call, args, kwargs or {}), owner_of(call)
+    return measure_kinds(module, [[one]], Captures(), stream)[0]

@@ -93,7 +93,7 @@ def plan_pipe(pipe: Any) -> Plan:
     }
     callee = Callee("transformer", pipe.transformer, "forward", "denoise")
     calls = [ComponentCall(callee, (), make_arguments(pipe))]
-    scaling, _ = scale_component(pipe.transformer, calls, torch.float16)
+    scaling, _ = scale_component(pipe.transformer, calls)
     bare["transformer"] = describe_scaling(bare["transformer"], scaling, "fp16", 1)
     name, versions = type(pipe).__name__, read_class_versions()
     return seal_plan(

@@ -53,8 +53,8 @@ from stopdown.pipelines.single_files import (
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
-from stopdown.scaling import fold_scaling, rescale_
-from stopdown.scaling.folds import load_scaled
+from stopdown.scaling.folds import fold_scaling, load_scaled
+from stopdown.scaling.rescale import rescale_
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
@@ -596,7 +596,7 @@ def test_exponents_found_anew_rest_on_bounds(
 ) -> None:
     """Where those of the plan do: a certificate is made again for folds alone, or it is gone."""
     module, entry, call = encoder
-    certified, _ = scale_component(module, [call], torch.float16, ranges="bound")
+    certified, _ = scale_component(module, [call], ranges="bound")
     assert certified.certified
     multiplied = dataclasses.replace(certified, multiplies={"encoder.block.0": -2})
     planned = dataclasses.replace(entry, scaling=multiplied)

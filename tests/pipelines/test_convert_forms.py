@@ -25,7 +25,7 @@ from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, Scaling, read_record
-from stopdown.scaling import fold_scaling
+from stopdown.scaling.folds import fold_scaling
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.single_file_names import arrange, find_whole
 from stopdown.sources.sources import Source, resolve_source

@@ -497,12 +497,12 @@ def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
 ARRIVAL = """
 import os, psutil, signal, sys
 from stopdown.devices.environment import choose_device
-from stopdown.plans import arrivals
+from stopdown.plans import plan_choice
 from stopdown.sources.sources import resolve_source
-arrivals.WORTH_BYTES = 0
+plan_choice.WORTH_BYTES = 0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 described = resolve_source("maker/tiny", with_weights=False)
-with arrivals.certified_on_arrival(described, "fp16", choose_device("cpu")):
+with plan_choice.certified_on_arrival(described, "fp16", choose_device("cpu")):
     print([x.pid for x in psutil.Process().children()], flush=True)
     if len(sys.argv) > 1:
         os.kill(os.getpid(), int(sys.argv[1]))

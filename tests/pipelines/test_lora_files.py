@@ -49,7 +49,7 @@ from stopdown.plans.calibrated import describe_scaling, measure_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling import rescale_
+from stopdown.scaling.rescale import rescale_
 from stopdown.sources.headers import EXPONENTS_ENTRY, read_metadata
 from stopdown.sources.lora_names import is_lora_file, split_name
 from stopdown.sources.sources import fingerprint, resolve_source

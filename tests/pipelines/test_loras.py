@@ -29,8 +29,10 @@ from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling import cast_, fold_scaling, folds, rescale_
+from stopdown.scaling import folds
 from stopdown.scaling.adapters import measure_growth
+from stopdown.scaling.folds import cast_, fold_scaling
+from stopdown.scaling.rescale import rescale_
 
 CASES = [
     pytest.param(

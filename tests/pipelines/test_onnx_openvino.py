@@ -117,7 +117,7 @@ def run_reference(path: Path, given: dict[str, torch.Tensor], *, half: bool) -> 
 
 
 def plan_model(module: torch.nn.Module, call: ComponentCall) -> ComponentPlan:
-    scaling, _ = scale_component(module, [call], torch.float16)
+    scaling, _ = scale_component(module, [call])
     return ComponentPlan("part", type(module).__name__, "0" * 64, "fp16", scaling)
 
 

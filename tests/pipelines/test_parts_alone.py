@@ -23,8 +23,8 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.activation_maxima import find_compiled
 from stopdown.runtime.guard import guard
-from stopdown.scaling import rescale_
 from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]

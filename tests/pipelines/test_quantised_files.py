@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.rescaling_models import measure_call
 from models.weight_file_samples import (
     Tensors,
     draw,
@@ -35,8 +36,8 @@ from stopdown.plans.plan_files import seal_plan
 from stopdown.quantised_files.gguf_files import SCALES
 from stopdown.quantised_files.scale_exponents import bound_weights, fold_file, is_power
 from stopdown.records import Plan, to_json
-from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
+from stopdown.scaling.search import find_folds
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.weight_files import open_weight_file
 
@@ -283,7 +284,7 @@ def fold_model(
     assert not missing.unexpected_keys
     with Patches() as patches:
         put_bounds(module, bound_weights(open_weight_file(source)), patches)
-        found = find_folds(module, [measure_call(module, (), kwargs, dtype=torch.float16)])
+        found = find_folds(module, [measure_call(module, (), kwargs)])
     assert found is not None
     folds = spread(source, found.exponents)
     fold_file(source, target, folds, {}, ENTRY)

@@ -29,9 +29,11 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
-from stopdown.scaling import call_watch, cast_, rescale_
+from stopdown.scaling import call_watch
 from stopdown.scaling.call_exponents import CallEnds
 from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.folds import cast_
+from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
 
 

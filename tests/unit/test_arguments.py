@@ -16,7 +16,7 @@ from stopdown.component_calls.components import Callee
 from stopdown.interception.arguments import hook_arguments, put_back, replace_tensors
 from stopdown.interception.patches import Patches
 from stopdown.records import Scaling
-from stopdown.scaling import cast_
+from stopdown.scaling.folds import cast_
 
 WIDE, NARROW = torch.float32, torch.float16
 

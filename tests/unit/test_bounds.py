@@ -351,7 +351,7 @@ def test_functions_stay_below_their_bounds(name: str) -> None:
             node=node, source=bound, find=lambda _, held=bound: held, shape=(4097,)
         )
         rule = find_operation(name).bound
-        most = bound if rule == "same" else getattr(rules, rule)(op)
+        most = bound if rule == "same" else getattr(rules, f"bound_{rule}")(op)
         assert float(made.abs().max()) <= float(most.peak.max()) * (1 + 1e-12)
         if (slope := find_operation(name).slope) is not None:
             steepest = float(made.diff().abs().max()) / float(x[1] - x[0])
@@ -377,8 +377,8 @@ def test_a_norm_needs_no_limit_on_its_input() -> None:
     assert 4.0 <= bound.largest <= 4.02
 
 
-def test_an_operation_without_a_rule_is_named() -> None:
-    """What has no rule has no bound, says so, and the next norm is bounded again."""
+def test_an_operation_without_a_rule_has_no_bound() -> None:
+    """What has no rule has no bound, and the next norm is bounded again."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -389,7 +389,6 @@ def test_an_operation_without_a_rule_is_named() -> None:
             return self.norm(torch.lgamma(x)) * 2
 
     case = bound_module(Model(), torch.rand(2, 8) + 1)
-    assert case.bounds.reasons == {"lgamma": "lgamma has no rule"}
     assert case.bounds.values["lgamma"] is None
     assert "lgamma" not in case.bounds.ranges
     assert case.bounds.ranges["mul"][0].certain
@@ -819,7 +818,7 @@ def test_parts_of_a_split_weight_bound_their_products() -> None:
     """Every value has a bound, no input exceeds one, and a small part has the room of the whole weight."""
     torch.manual_seed(0)
     case = bound_module(Pooled(), torch.randn(1, 3, 16))
-    assert case.bounds.reasons == {}
+    assert all(x is not None for x in case.bounds.values.values())
     rng = random.Random(0)
     assert [x for _ in range(20) for x in climb(case, rng, 5)] == []
     nodes = {x.name: x for x in case.capture.graph.graph.nodes}

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from stopdown.graph import capture, range_measurement
-from stopdown.scaling import cast_, rescale_
+from stopdown.scaling.folds import cast_
+from stopdown.scaling.rescale import rescale_
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

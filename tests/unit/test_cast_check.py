@@ -14,8 +14,8 @@ from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import OptionError, ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.records import ResidualStream, Scaling
-from stopdown.scaling import cast_, fold_scaling, rescale_
-from stopdown.scaling.folds import Rescaling, check_casts
+from stopdown.scaling.folds import Rescaling, cast_, check_casts, fold_scaling
+from stopdown.scaling.rescale import rescale_
 
 NEEDS = {
     "multiplies": (Scaling(multiplies={"out": 2}), "1 multiply"),

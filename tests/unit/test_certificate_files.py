@@ -538,7 +538,7 @@ def export_one(module: torch.nn.Module, x: torch.Tensor, folder: Path) -> Any:
     from safetensors.torch import save_model
 
     module.eval().requires_grad_(False)
-    capture = Captures(torch.float16).take((module, (x,), {}))
+    capture = Captures().take((module, (x,), {}))
     (folder / "net").mkdir()
     save_model(module, str(folder / "net" / "a.safetensors"))
     entry = ComponentPlan("net", precision="fp16", scaling=Scaling())

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
 from stopdown.fold_names import name_clamp, read_clamp
-from stopdown.scaling import find_folds, measure_call
+from stopdown.scaling.search import find_folds
 
 WIDTH, GROWTH = 8, 2.0**14
 Normalise = Callable[[torch.Tensor, float], torch.Tensor]

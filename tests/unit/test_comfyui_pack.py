@@ -157,7 +157,7 @@ BEYOND = {
     "stopdown.runtime.repairs.RepairCache",
     "stopdown.runtime.session_check.WRONG_PICTURES",
     "stopdown.runtime.session_check.describe_changed",
-    "stopdown.scaling.fold_scaling",
+    "stopdown.scaling.folds.fold_scaling",
 }
 """What the pack takes besides public names: ComfyUI moves weights between runs, so each is guarded
 by itself. Nothing is added here."""

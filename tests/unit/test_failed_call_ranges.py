@@ -8,7 +8,8 @@ from torch import nn
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
 from stopdown.runtime.repairs import Calibration
-from stopdown.scaling import find_scaling, fold_scaling
+from stopdown.scaling.folds import fold_scaling
+from stopdown.scaling.search import find_scaling
 
 
 class Stream(nn.Module):

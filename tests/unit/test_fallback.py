@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, fallback, rescale_
+from stopdown.scaling import fallback
+from stopdown.scaling.folds import cast_
+from stopdown.scaling.rescale import rescale_
 
 
 class Leaving(nn.Module):

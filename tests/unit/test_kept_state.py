@@ -12,8 +12,9 @@ from torch import nn
 
 from stopdown.errors import ScalingError
 from stopdown.runtime.guard import guard
-from stopdown.scaling import cast_, rescale_
+from stopdown.scaling.folds import cast_
 from stopdown.scaling.kept_state import KeptState
+from stopdown.scaling.rescale import rescale_
 
 
 class Normed(nn.Module):

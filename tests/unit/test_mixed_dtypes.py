@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from models.mixed_dtype_models import make_block, make_call
+from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
 from stopdown.graph import capture as capturing
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.numerics import relative_l2
 from stopdown.records import Operands, Scaling, from_json, to_json
-from stopdown.scaling import measure_call
 
 LARGE = 2.0**18
 

@@ -18,9 +18,9 @@ from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
-from stopdown.scaling import rescale_
 from stopdown.scaling.call_watch import CallWatch
 from stopdown.scaling.module_settings import ModuleSettings
+from stopdown.scaling.rescale import rescale_
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
 

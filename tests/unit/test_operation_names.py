@@ -95,7 +95,7 @@ def test_the_tables_are_found() -> None:
 def test_what_stands_beside_the_table_exists_in_torch() -> None:
     """The functions and methods by which Python code calls operations."""
     calls = read_calls()
-    named = {*calls.views, *calls.asks, *calls.makes, *calls.called, *calls.called.values()}
+    named = {*calls.asks, *calls.makes, *calls.called, *calls.called.values()}
     assert len(named) > 40
     assert [x for x in sorted(named) if not is_torch(x)] == []
 

@@ -355,7 +355,7 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
     """No fingerprint of files, the formats of its weights counted in bytes."""
     module = nn.Linear(4, 4).bfloat16()
     pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
-    opened = calibrated._open(pipe, None, None)
+    opened = calibrated._open(pipe, None, ("native", "measured", None))
     assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
     assert opened.stored == {"transformer": {"bf16": 40}}
 
@@ -364,8 +364,10 @@ def _plan_linear(module: nn.Module) -> ComponentPlan:
     """The entry of a component that one call was recorded of."""
     callee = Callee("transformer", module, "forward", "denoise")
     call = ComponentCall(callee, (torch.ones(1, 2),), {})
-    opened: Any = SimpleNamespace(stored={"transformer": {"fp32": 8}}, device=None)
-    return calibrated._plan_component(opened, "transformer", module, [call], "native", "measured")
+    opened: Any = SimpleNamespace(
+        stored={"transformer": {"fp32": 8}}, device=None, residual="native", ranges="measured"
+    )
+    return calibrated._plan_component(opened, "transformer", module, [call])
 
 
 def test_a_quantised_component_is_left_alone_and_named() -> None:
@@ -423,8 +425,10 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
         for x in ("encode", "decode")
     ]
     assert exponents.leave_out_failing(module, calls) == calls[1:]
-    opened: Any = SimpleNamespace(stored={"vae": {"fp32": 8}}, device=None)
-    entry = calibrated._plan_component(opened, "vae", module, calls, "native", "measured")
+    opened: Any = SimpleNamespace(
+        stored={"vae": {"fp32": 8}}, device=None, residual="native", ranges="measured"
+    )
+    entry = calibrated._plan_component(opened, "vae", module, calls)
     assert entry.precision == "fp16"
     assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
 

@@ -21,8 +21,10 @@ from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.runtime.repairs import Calibration
-from stopdown.scaling import cast_, measurement, rescale_, residual, search
+from stopdown.scaling import measurement, residual, search
+from stopdown.scaling.folds import cast_
 from stopdown.scaling.measurement import Captures
+from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.residual import demand_agreement, find_stream, open_fp32_modules
 from stopdown.scaling.search import plan_stream
 
@@ -84,7 +86,7 @@ def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
     module, calls = make_overflowing("T5")
     rescale_(module, calls=calls, residual="fp32").undo()
     assert sorted(made) == [False] * len(calls) + [True] * len(calls)
-    captures = measurement.Captures(torch.float16)
+    captures = measurement.Captures()
     stream = search.plan_stream(module, calls, captures)
     first = captures.take(calls[0], stream)
     assert captures.take(calls[0], stream) is first
@@ -172,7 +174,7 @@ def test_the_stream_of_a_video_decoder_is_found_in_its_first_frames() -> None:
         latents_std=[1.0] * 4, temperal_downsample=[False, True, True],
     ).eval()  # fmt: skip
     call = module.decode, (torch.zeros(1, 4, 12, 2, 2),), {"return_dict": False}
-    short, whole = Captures(torch.float16), Captures(torch.float16)
+    short, whole = Captures(), Captures()
     found = plan_stream(module, [call], short)
     nodes = [len(x.take_short(call).graph.graph.nodes) for x in (short, whole)]
     assert nodes[0] == nodes[1] < 0.6 * len(whole.take(call).graph.graph.nodes)
@@ -220,7 +222,7 @@ def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.Mo
         demand(plain, streamed)
 
     monkeypatch.setattr(search, "demand_agreement", refuse)
-    stream = search.plan_stream(module, calls, measurement.Captures(torch.float16))
+    stream = search.plan_stream(module, calls, measurement.Captures())
     assert "time_embedding.linear_1" in stream.cast_input_down
 
 

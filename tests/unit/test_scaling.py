@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from models.rescaling_models import make_example, run_calls
+from models.rescaling_models import make_example, measure_call, run_calls
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
@@ -19,12 +19,12 @@ from stopdown.graph import blocks
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling import exponent_rules as rules
 from stopdown.scaling import problem as problems
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
-from stopdown.scaling.measurement import measure_call
+from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.problem import MeasuredCall, Problem, Statements, state_problem
+from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
 
 WIDTH = 16

@@ -10,11 +10,12 @@ import torch
 from scipy.optimize import milp
 from torch import nn
 
+from models.rescaling_models import measure_call
 from stopdown import rescale_
 from stopdown.errors import CaptureError, ScalingError
-from stopdown.scaling import find_scaling, measure_call, search, solver
+from stopdown.scaling import search, solver
 from stopdown.scaling.problem import state_problem
-from stopdown.scaling.search import PostponedError, Relaxation, Strategy, take_first
+from stopdown.scaling.search import PostponedError, Relaxation, Strategy, find_scaling, take_first
 
 
 def refuse(why: str) -> int:

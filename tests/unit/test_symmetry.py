@@ -8,8 +8,10 @@ import torch
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.graph.range_measurement import Range
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, rescale_, search
+from stopdown.scaling import search
+from stopdown.scaling.folds import cast_
 from stopdown.scaling.problem import Limit, Problem
+from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.solver import solve_problem
 from stopdown.scaling.symmetry import find_used, keep_multiplies, merge_alike, name_likenesses
 

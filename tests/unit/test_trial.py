@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import ScalingError, TrialError
 from stopdown.graph.capture import capture_call
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling import folds, rescale_, scale_calls, trial
+from stopdown.scaling import folds, trial
+from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import WideProducts
 
 Change = Callable[[torch.Tensor], Any]
@@ -269,10 +272,10 @@ def test_a_plan_falls_back_and_says_why() -> None:
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)
         call = ComponentCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
-        opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
-        return calibrated._plan_component(
-            opened, "transformer", module, [call], "native", "measured"
+        opened: Any = SimpleNamespace(
+            stored={"transformer": {"fp32": 8}}, device=None, residual="native", ranges="measured"
         )
+        return calibrated._plan_component(opened, "transformer", module, [call])
 
     bad, good = plan(fail), plan(lambda x: x)
     assert (bad.precision, bad.in_force.exponents, bad.in_force.trial) == ("fp32", {}, None)
@@ -295,7 +298,7 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
 
     module.forward = count  # type: ignore[method-assign]
     with pytest.raises(ScalingError, match="not bit for bit what it was"):
-        scale_calls(module, [[(module, (x,), {})]], torch.float16)
+        scale_calls(module, [[(module, (x,), {})]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

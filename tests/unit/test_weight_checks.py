@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError
-from stopdown.scaling import rescale_
+from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.weight_checks import check_weights, find_quantised, is_packed
 
 

@@ -265,7 +265,7 @@ def _find_source(
             from stopdown.app.size_limits import show_before_download
 
             kept.forecast = show_before_download(options, found, request, display)
-            from stopdown.plans.arrivals import certified_on_arrival
+            from stopdown.plans.plan_choice import certified_on_arrival
 
             device = choose_device(options.device)
             with certified_on_arrival(

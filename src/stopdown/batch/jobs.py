@@ -18,8 +18,7 @@ from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import choose_class, prepare_check, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request, find_target
-from stopdown.plans.arrivals import certified_on_arrival
-from stopdown.plans.plan_choice import choose_plan
+from stopdown.plans.plan_choice import certified_on_arrival, choose_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan
 from stopdown.runtime.repair_order import OnFault

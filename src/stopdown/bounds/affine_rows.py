@@ -21,7 +21,7 @@ from torch.fx import Node
 from stopdown.bounds.intervals import drop_repeated
 from stopdown.bounds.known_values import Operands
 from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products
-from stopdown.bounds.rules import bound_written_norm
+from stopdown.bounds.rules import find_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
 
@@ -106,7 +106,7 @@ def _error_of(op: Operands, name: str, values: torch.Tensor) -> torch.Tensor:
 
 def _begin_written(op: Operands) -> AffineRows:
     """A norm that is written out has a bound by row and no gain."""
-    bound = bound_written_norm(op)
+    bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
         return ()
     zeros = torch.zeros(op.shape[-1]).double()

@@ -69,14 +69,12 @@ class Bounds:
         values: node name to its bound; None where there is none.
         ranges: node name to the ranges of its blocks, as `run_capture` gives them; values
             without a bound are not there.
-        reasons: node name to why it has no bound, where that begins.
         scores: `component:path` of attention to the bound of its scores.
         exact, rowed: names of nodes that were known for every timestep, or by rows behind a norm.
     """
 
     values: dict[str, Bound | None] = field(default_factory=dict)
     ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     exact: set[str] = field(default_factory=set)
     rowed: set[str] = field(default_factory=set)

@@ -48,7 +48,7 @@ def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:
     return values, op.known.floor(op.given["weight"])
 
 
-def linear(op: Operands) -> Bound:
+def bound_linear(op: Operands) -> Bound:
     """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
     bound, last = op.source, len(op.shape) - 1
     values, floor = _load_weight(op)
@@ -277,8 +277,8 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
     )
 
 
-def convolve(op: Operands) -> Bound:
-    """As `linear`, over the channels and places that the kernel covers."""
+def bound_convolve(op: Operands) -> Bound:
+    """As `bound_linear`, over the channels and places that the kernel covers."""
     bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
     values, floor = _load_weight(op)
     channel = len(before) - (values.dim() - 1)
@@ -317,8 +317,8 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
     return min(whole, single)
 
 
-def transposed(op: Operands) -> Bound:
-    """As `convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
+def bound_transposed(op: Operands) -> Bound:
+    """As `bound_convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:
         raise UnboundedError
@@ -330,12 +330,12 @@ def transposed(op: Operands) -> Bound:
     return op.made(_spread_dim(size, channel, len(op.shape)), typical)
 
 
-def matmul(op: Operands) -> Bound:
+def bound_matmul(op: Operands) -> Bound:
     """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
     return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
 
 
-def matmul_added(op: Operands) -> Bound:
+def bound_matmul_added(op: Operands) -> Bound:
     """A product of matrices and what is added to it, each times a number."""
     first = op.given.get("mat1", op.given.get("batch1"))
     product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
@@ -365,7 +365,7 @@ def _is_last(node: Node) -> bool:
     return int(arguments(node)["dim"]) % rank == rank - 1
 
 
-def einsum(op: Operands) -> Bound:
+def bound_einsum(op: Operands) -> Bound:
     """No result is larger than the product of the largest, times how many are summed."""
     operands = op.given["tensors"]
     bounds = [op.bound(x) for x in operands]
@@ -381,12 +381,12 @@ def einsum(op: Operands) -> Bound:
     return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)
 
 
-def outer(op: Operands) -> Bound:
+def bound_outer(op: Operands) -> Bound:
     first, other = op.source, op.bound(op.given["vec2"])
     return uniform(first.largest * other.largest, op.shape, first.typical * other.typical)
 
 
-def attention(op: Operands) -> Bound:
+def bound_attention(op: Operands) -> Bound:
     """Weights that are not negative and sum to one: a mean of the values, token by token."""
     value = op.given["value"]
     bound, before = op.bound(value), shape_of(value)
@@ -401,7 +401,7 @@ def attention(op: Operands) -> Bound:
     return op.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
 
 
-def bound_scores(op: Operands) -> float:
+def limit_scores(op: Operands) -> float:
     """No product of a query and a key is larger, before the softmax; inf when one has no bound.
 
     It holds for every part of the sum, with the scale taken before or after it.

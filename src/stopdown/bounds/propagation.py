@@ -62,57 +62,14 @@ LEAST_STORED_WEIGHT, LEAST_STORED_LOOSE = 2.0**-25 / WEIGHT_FLOOR, 2.0**-25 / LO
 """The same of a weight's largest magnitude, with the room that it has and with the loose one."""
 
 RULES: dict[str, Rule] = {
-    "same": rules.keep,
-    "copied": rules.copied,
-    "reshape": rules.view,
-    "permute": rules.swap,
-    "expand": rules.expand,
-    "slice": rules.slice_,
-    "select": rules.select,
-    "part": rules.part_of_split,
-    "cat": rules.cat,
-    "stack": rules.stack,
-    "repeat": rules.repeat,
-    "tokens": rules.loosen_tokens,
-    "places": rules.loosen_spatially,
-    "any": rules.loosen,
-    "choose": rules.choose,
-    "pad": rules.pad,
-    "embedding": rules.embedding,
-    "complex": rules.to_complex,
-    "real": rules.to_real,
-    "add": rules.add,
-    "subtract_from": rules.subtract_from,
-    "multiply": rules.multiply,
-    "divide": rules.divide,
-    "power": rules.power,
-    "root": rules.root,
-    "exponential": rules.exponential,
-    "shrink": rules.shrink,
-    "saturate": rules.saturate,
-    "softmax": rules.softmax,
-    "clamp": rules.clamp,
-    "total": rules.total,
-    "mean": rules.mean,
-    "polar": rules.polar,
-    "zeros": rules.zeros,
-    "ones": rules.ones,
-    "fill": rules.fill,
-    "linear": product_rules.linear,
-    "convolve": product_rules.convolve,
-    "transposed": product_rules.transposed,
-    "matmul": product_rules.matmul,
-    "matmul_added": product_rules.matmul_added,
-    "einsum": product_rules.einsum,
-    "outer": product_rules.outer,
-    "attention": product_rules.attention,
-    "normalise": rules.normalise,
-    "normalise_groups": rules.normalise_groups,
+    name.removeprefix("bound_"): rule
+    for name, rule in (vars(rules) | vars(product_rules)).items()
+    if name.startswith("bound_")
 }
-"""The rules by the names that the table of operations gives them."""
+"""The rules by the names that the table of operations gives them: `any` is `bound_any`."""
 
 _WITHOUT_SIZES = {
-    **dict.fromkeys(("same", "reshape", "permute", "expand", "slice", "select"), 0),
+    **dict.fromkeys(("same", "reshape", "permute", "expand", "part"), 0),
     **dict.fromkeys(("tokens", "places", "any"), 0),
     "copied": 1,
 }
@@ -208,7 +165,7 @@ class Propagation(KnownValues):
                 typical = min(largest, 1.0)
                 self._keep(node, uniform(largest, shape_of(node), typical))
             else:
-                self._miss(node, "an input without a limit")
+                self._miss(node)
 
     def _hold_known(self, node: Node, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().cpu()
@@ -284,12 +241,12 @@ class Propagation(KnownValues):
     def _apply_rule(self, node: Node) -> None:
         found, op = find_operation(operation(node)), Operands(node, self)
         if found is None or not found.bound:
-            self._miss(node, f"{operation(node)} has no rule")
+            self._miss(node)
             return
         if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
             self.found.scores[place] = max(
-                self.found.scores.get(place, 0.0), product_rules.bound_scores(op)
+                self.found.scores.get(place, 0.0), product_rules.limit_scores(op)
             )
         if has_known_size(node) and 0 in shape_of(node):
             self._keep(node, uniform(0.0, shape_of(node)))  # as what is kept of too few frames
@@ -298,7 +255,7 @@ class Propagation(KnownValues):
         try:
             bound = RULES[found.bound](op) if is_sized else _bound_unsized(found.bound, op)
         except UnboundedError:
-            self._miss(node, "")
+            self._miss(node)
             return
         if not has_trait(node, "unrounded"):
             bound = self._round(node, bound)
@@ -328,7 +285,7 @@ class Propagation(KnownValues):
 
     def _keep(self, node: Node, bound: Bound, parts: torch.Tensor | None = None) -> None:
         if not math.isfinite(bound.largest):
-            self._miss(node, "")
+            self._miss(node)
             return
         self.held[node] = bound
         self._record(node, bound, parts)
@@ -347,17 +304,10 @@ class Propagation(KnownValues):
         sizes = [float(peak.narrow(split.dim, a, b - a).max()) for a, b in pairs]
         return tuple(_as_range(size, typical) for size in sizes)
 
-    def _miss(self, node: Node, reason: str) -> None:
+    def _miss(self, node: Node) -> None:
         self.held[node] = None
         self.found.values[node.name] = None
         self.found.ranges.pop(node.name, None)
-        if not reason and not any(
-            self.held.get(x) is None and is_float(x) and x.name not in self.capture.parameters
-            for x in node.all_input_nodes
-        ):
-            reason = f"{operation(node)} has no bound here"
-        if reason:
-            self.found.reasons[node.name] = reason
 
     def _change_aliases(self, node: Node) -> None:
         """What was written in place is seen through every name of the same storage."""
@@ -375,7 +325,7 @@ class Propagation(KnownValues):
                 continue
             old = self.bound(other)
             if old is None or new is None:
-                self._miss(other, "" if new is not None else "changed in place")
+                self._miss(other)
                 continue
             if has_known_size(other) and has_known_size(node):
                 joined = join(old, new, shape_of(other), shape_of(node))
@@ -398,11 +348,7 @@ class _Update(Propagation):
         loose = {x.name for x in self.placeholders.values() if self._is_loose(x)}
         kept = {name: parts for name, parts in before.ranges.items() if name not in loose}
         self.found = replace(
-            before,
-            values=dict(before.values),
-            ranges=kept,
-            reasons=dict(before.reasons),
-            scores=dict(before.scores),
+            before, values=dict(before.values), ranges=kept, scores=dict(before.scores)
         )
         self.needed = self._find_needed(self._find_changed())
 
@@ -446,7 +392,7 @@ class _Update(Propagation):
         known = any(x.name in self.before.rowed for x in sources)
         is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
         if is_product and not known:
-            return [] if rules.bound_written_norm(Operands(node, self)) is not None else sources
+            return [] if rules.find_written_norm(Operands(node, self)) is not None else sources
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:

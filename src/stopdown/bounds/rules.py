@@ -34,24 +34,22 @@ from stopdown.bounds.values import (
     take,
     uniform,
 )
-from stopdown.graph.blocks import list_joined, split_bounds
+from stopdown.graph.blocks import find_part, has_known_indices, is_part, list_joined
 from stopdown.graph.nodes import (
     arguments,
     is_kind,
     is_range_clamp,
-    is_split,
     list_mixed,
     operation,
     read_order,
     shape_of,
-    slice_bounds,
     strip_casts,
 )
 
 # norms: a row of unit mean square is no longer than the root of its length, whatever went into it
 
 
-def normalise(op: Operands) -> Bound:
+def bound_normalise(op: Operands) -> Bound:
     """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
     inner, rank = list(op.given["normalized_shape"]), len(op.shape)
     dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
@@ -62,8 +60,8 @@ def normalise(op: Operands) -> Bound:
     return op.made(longest * gain + shift, typical, norm=norm, rows=dims)
 
 
-def normalise_groups(op: Operands) -> Bound:
-    """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
+def bound_normalise_groups(op: Operands) -> Bound:
+    """Group norm: as `bound_normalise` over the channels and places of a group, as many as the call has."""
     groups, rank = int(op.given["num_groups"]), len(op.shape)
     count = math.prod(op.shape[1:]) // groups
     shape, places = [1, op.shape[1]] + [1] * (rank - 2), math.prod(op.shape[2:])
@@ -88,7 +86,7 @@ def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
     return size.reshape(shape if size.numel() > 1 else [1] * len(shape))
 
 
-def bound_written_norm(op: Operands) -> Bound | None:
+def find_written_norm(op: Operands) -> Bound | None:
     """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
     first, other = op.given["self"], op.given["other"]
     inverse = is_kind(op.node, "divide")
@@ -154,7 +152,7 @@ def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
 # each element by itself
 
 
-def add(op: Operands) -> Bound:
+def bound_add(op: Operands) -> Bound:
     """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     factor = abs(float(op.given.get("alpha", 1) or 1))
@@ -165,9 +163,9 @@ def add(op: Operands) -> Bound:
     return op.made(peak, typical, norm=norm, rows=dims)
 
 
-def multiply(op: Operands) -> Bound:
+def bound_multiply(op: Operands) -> Bound:
     """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
-    if (normed := bound_written_norm(op)) is not None:
+    if (normed := find_written_norm(op)) is not None:
         return normed
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     dims = first.rows if len(first.rows) >= len(other.rows) else other.rows
@@ -179,11 +177,11 @@ def multiply(op: Operands) -> Bound:
     return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
 
 
-def divide(op: Operands) -> Bound:
+def bound_divide(op: Operands) -> Bound:
     """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
     divisor = op.given["other"]
     if isinstance(divisor, Node):
-        if (found := bound_written_norm(op) or _bound_masked_mean(op)) is not None:
+        if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
             return found
         divisor = _find_least(divisor)
     if op.given.get("rounding_mode") is not None or not divisor:
@@ -232,49 +230,49 @@ def _is_mask(op: Operands, node: Node) -> bool:
     return not floating and op.find(node) is not None
 
 
-def shrink(op: Operands) -> Bound:
+def bound_shrink(op: Operands) -> Bound:
     """`|f(x)| <= min(|x|, 1)`."""
     bound = op.find(op.node.args[0])
-    return saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
+    return bound_saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
 
 
-def saturate(op: Operands) -> Bound:
+def bound_saturate(op: Operands) -> Bound:
     """`|f(x)| <= 1` whatever the input."""
     return uniform(1.0, op.shape, 0.5)
 
 
-def softmax(op: Operands) -> Bound:
+def bound_softmax(op: Operands) -> Bound:
     """Weights of a mean: none above 1, and neither is their norm."""
     dim = int(op.given["dim"]) % len(op.shape)
     one = torch.ones((1,) * len(op.shape)).double()
     return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
 
 
-def power(op: Operands) -> Bound:
+def bound_power(op: Operands) -> Bound:
     exponent = op.given["exponent"]
     if not isinstance(exponent, (int, float)) or exponent < 0:
         raise UnboundedError
     return op.made(op.source.peak**exponent, op.source.typical**exponent)
 
 
-def root(op: Operands) -> Bound:
+def bound_root(op: Operands) -> Bound:
     return op.made(op.source.peak.sqrt(), op.source.typical**0.5)
 
 
-def exponential(op: Operands) -> Bound:
+def bound_exponential(op: Operands) -> Bound:
     if op.source.largest > 700:
         raise UnboundedError
     return op.made(op.source.peak.exp(), 1.0)
 
 
-def subtract_from(op: Operands) -> Bound:
+def bound_subtract_from(op: Operands) -> Bound:
     number = op.given["other"]
     if not isinstance(number, (int, float)):
         raise UnboundedError
     return op.made(op.source.peak + abs(number), math.hypot(op.source.typical, number))
 
 
-def clamp(op: Operands) -> Bound:
+def bound_clamp(op: Operands) -> Bound:
     """Between two numbers nothing is larger than the larger one; at fp16's maximum it never bites."""
     if is_range_clamp(op.node):
         return op.source
@@ -291,12 +289,12 @@ def clamp(op: Operands) -> Bound:
     return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 
 
-def total(op: Operands) -> Bound:
+def bound_total(op: Operands) -> Bound:
     """A sum over dimensions: of the peaks."""
     return _reduce(op, mean=False)
 
 
-def mean(op: Operands) -> Bound:
+def bound_mean(op: Operands) -> Bound:
     """A mean is no larger than the largest of what it is taken of."""
     return _reduce(op, mean=True)
 
@@ -319,68 +317,68 @@ def _reduce(op: Operands, *, mean: bool) -> Bound:
     return reshape(made, tuple(kept), op.shape)
 
 
-def polar(op: Operands) -> Bound:
+def bound_polar(op: Operands) -> Bound:
     return op.spread(op.given["abs"])
 
 
-def zeros(op: Operands) -> Bound:
+def bound_zeros(op: Operands) -> Bound:
     return uniform(0.0, op.shape)
 
 
-def fill(op: Operands) -> Bound:
+def bound_fill(op: Operands) -> Bound:
     return op.spread(op.given.get("fill_value", op.given.get("value", 1.0)))
 
 
-def ones(op: Operands) -> Bound:
+def bound_ones(op: Operands) -> Bound:
     return uniform(1.0, op.shape)
 
 
 # what only moves values about: views, slices, concatenations, choices, tables
 
 
-def keep(op: Operands) -> Bound:
+def bound_same(op: Operands) -> Bound:
     """The result is the first input, or no larger element by element and of the same shape."""
     return op.bound(op.node.all_input_nodes[0])
 
 
-def copied(op: Operands) -> Bound:
+def bound_copied(op: Operands) -> Bound:
     """What is written over a value, as large as that is."""
     return op.spread(op.node.args[1])
 
 
-def view(op: Operands) -> Bound:
+def bound_reshape(op: Operands) -> Bound:
     return reshape(op.source, op.before, op.shape)
 
 
-def swap(op: Operands) -> Bound:
+def bound_permute(op: Operands) -> Bound:
     return permute(op.source, read_order(op.node)) if op.shape else op.source
 
 
-def expand(op: Operands) -> Bound:
+def bound_expand(op: Operands) -> Bound:
     return broadcast(op.source, op.before, op.shape)
 
 
-def loosen(op: Operands) -> Bound:
+def bound_any(op: Operands) -> Bound:
     """Every element of the result is one of the input, or an average of some, or 0."""
-    bound = keep(op)
+    bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 
 
-def loosen_spatially(op: Operands) -> Bound:
-    """As `loosen`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
+def bound_places(op: Operands) -> Bound:
+    """As `bound_any`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
     if op.given.get("divisor_override"):
         raise UnboundedError
     if len(op.before) != len(op.shape):
-        return loosen(op)
+        return bound_any(op)
     return op.made(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
 
 
-def loosen_tokens(op: Operands) -> Bound:
-    """As `loosen`, with the last dimension as it was where it was not touched."""
+def bound_tokens(op: Operands) -> Bound:
+    """As `bound_any`, with the last dimension as it was where it was not touched."""
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
     if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
-        return loosen(op)
+        return bound_any(op)
     ones = (1,) * (len(op.shape) - 1)
     peak = largest_over(bound.peak, range(last)).reshape(*ones, -1)
     if bound.rows != {last}:
@@ -389,30 +387,33 @@ def loosen_tokens(op: Operands) -> Bound:
     return op.made(peak, bound.typical, norm=norm, rows=(len(ones),))
 
 
-def repeat(op: Operands) -> Bound:
+def bound_repeat(op: Operands) -> Bound:
     """`repeat` and its kin: what is repeated is no larger, wherever it is."""
     added = len(op.shape) - len(op.before)
     if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
-        return loosen(op)
+        return bound_any(op)
     before = (1,) * added + op.before
     bound = broadcast(op.source, op.before, before)
     changed = [d for d in range(len(before)) if before[d] != op.shape[d]]
     return op.made(largest_over(bound.peak, changed), bound.typical)
 
 
-def slice_(op: Operands) -> Bound:
-    indices = slice_bounds(op.node)
-    if indices is None:
-        return loosen(op)
-    dim = int(op.given.get("dim", 0)) % len(op.before)
-    return _take_part(op, op.node.args[0], dim, *indices, op.given.get("step", 1))
+def bound_part(op: Operands) -> Bound:
+    """A slice, a select, or one result of a chunk, split or unbind.
 
-
-def _take_part(op: Operands, source: Any, dim: int, start: int, stop: int, step: int = 1) -> Bound:
-    """The bound of a slice: that of the one part of a concatenation that it takes, where there is one."""
-    bound = op.bound(source)
+    The bound of a slice is that of the one part of a concatenation that it takes, where there is one.
+    """
+    if not is_part(op.node):
+        raise UnboundedError
+    if not has_known_indices(op.node):
+        return bound_any(op)
+    source, (start, stop), dim = find_part(op.node)
+    bound, before = op.bound(source), shape_of(source)
+    if is_kind(op.node, "select") or is_kind(op.node.args[0], "unbind"):
+        kept = (*before[:dim], 1, *before[dim + 1 :])
+        return reshape(take(bound, kept, dim, start, stop), kept, op.shape)
     bound = _find_joined(strip_casts(source), dim, start, stop, op) or bound
-    return take(bound, op.shape, dim, start, stop, step)
+    return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
@@ -427,39 +428,13 @@ def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> 
     return None
 
 
-def select(op: Operands) -> Bound:
-    dim, index = int(op.given["dim"]) % len(op.before), op.given["index"]
-    if not isinstance(index, int):
-        return loosen(op)
-    return _take_one(op, op.node.args[0], dim, index % max(op.before[dim], 1))
-
-
-def _take_one(op: Operands, source: Any, dim: int, index: int) -> Bound:
-    before = shape_of(source)
-    kept = (*before[:dim], 1, *before[dim + 1 :])
-    return reshape(take(op.bound(source), kept, dim, index, index + 1), kept, op.shape)
-
-
-def part_of_split(op: Operands) -> Bound:
-    """One result of a chunk, split or unbind."""
-    parent, number = op.node.args[:2]
-    if not is_split(parent):
-        raise UnboundedError
-    assert isinstance(parent, Node)
-    assert isinstance(number, int)
-    dim, bounds = split_bounds(parent)
-    if is_kind(parent, "unbind"):
-        return _take_one(op, parent.args[0], dim, number)
-    return _take_part(op, parent.args[0], dim, *bounds[number : number + 2])
-
-
-def cat(op: Operands) -> Bound:
+def bound_cat(op: Operands) -> Bound:
     parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     return concatenate([op.bound(x) for x in parts], [shape_of(x) for x in parts], op.shape, dim)
 
 
-def stack(op: Operands) -> Bound:
+def bound_stack(op: Operands) -> Bound:
     parts = list(op.given["tensors"])
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     kept = (*op.shape[:dim], 1, *op.shape[dim + 1 :])
@@ -467,14 +442,14 @@ def stack(op: Operands) -> Bound:
     return concatenate(unsqueezed, [kept] * len(parts), op.shape, dim)
 
 
-def choose(op: Operands) -> Bound:
+def bound_choose(op: Operands) -> Bound:
     """`where` and `masked_fill`: either the one or the other; the sentinels of a mask aside."""
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
     return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
 
 
-def pad(op: Operands) -> Bound:
+def bound_pad(op: Operands) -> Bound:
     bound, changed, value = op.source, list_mixed(op.node), op.given.get("value") or 0.0
     peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
     if op.given.get("mode", "constant") != "constant" or value:
@@ -483,20 +458,20 @@ def pad(op: Operands) -> Bound:
     return op.made(peak, bound.typical, norm=norm, rows=bound.rows)
 
 
-def embedding(op: Operands) -> Bound:
+def bound_embedding(op: Operands) -> Bound:
     """Any row of the table."""
     table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
     peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
     return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
 
 
-def to_complex(op: Operands) -> Bound:
+def bound_complex(op: Operands) -> Bound:
     """The modulus of a pair is its norm."""
     peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
     return op.made(peak, op.source.typical * 2**0.5)
 
 
-def to_real(op: Operands) -> Bound:
+def bound_real(op: Operands) -> Bound:
     """Neither part is larger than the modulus, and the pair is as long as it."""
     peak = op.source.peak.unsqueeze(-1)
     return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

@@ -261,29 +261,16 @@ def _regroup(
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     """Runs of dimensions of two shapes that hold the same elements."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
+    groups, i, j = list[tuple[list[int], list[int]]](), 0, 0
     while i < len(shape) or j < len(target):
-        source, result = [], []
-        left = right = 1
-        if i < len(shape):
-            source.append(i)
-            left, i = shape[i], i + 1
-        if j < len(target):
-            result.append(j)
-            right, j = target[j], j + 1
-        while left != right:
-            if left < right or not result:
-                if i >= len(shape):
-                    break
-                source.append(i)
-                left, i = left * shape[i], i + 1
-            else:
-                if j >= len(target):
-                    break
-                result.append(j)
-                right, j = right * target[j], j + 1
-        groups.append((source, result))
+        a, b = i, j
+        i, j = min(i + 1, len(shape)), min(j + 1, len(target))
+        while (left := math.prod(shape[a:i])) != (right := math.prod(target[b:j])):
+            if i == len(shape) and j == len(target):
+                break
+            is_left = i < len(shape) and (left < right or j == len(target))
+            i, j = i + is_left, j + (not is_left)
+        groups.append(([*range(a, i)], [*range(b, j)]))
     return groups
 
 

@@ -77,8 +77,7 @@ from stopdown.plans.exponents import describe_failure
 from stopdown.plans.fp16_sums import describe_whole_sums
 from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
-from stopdown.scaling import cast_
-from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.hub import Progress

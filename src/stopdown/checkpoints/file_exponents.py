@@ -43,10 +43,10 @@ from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling import MeasuredCall, find_folds, fold_scaling
-from stopdown.scaling.folds import has_more_than_folds
+from stopdown.scaling.folds import fold_scaling, has_more_than_folds
 from stopdown.scaling.measurement import Captures, measure_kinds
-from stopdown.scaling.search import scale_by_bounds
+from stopdown.scaling.problem import MeasuredCall
+from stopdown.scaling.search import find_folds, scale_by_bounds
 from stopdown.scaling.trial import run_call
 from stopdown.sources.single_file_names import read_layouts
 
@@ -180,7 +180,7 @@ class _Search:
         for group in group_calls(self.calls):
             try:
                 placed = [call.place(self.module) for call in group]
-                kinds += measure_kinds(self.module, [placed], Captures(torch.float16), None)
+                kinds += measure_kinds(self.module, [placed], Captures(), None)
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise

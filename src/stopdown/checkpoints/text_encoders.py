@@ -285,7 +285,7 @@ def _plan(
     module: Any, bare: ComponentPlan, calls: list[ComponentCall], certify: bool
 ) -> ComponentPlan:
     if not certify:
-        scaling, _ = scale_component(module, calls, torch.float16)
+        scaling, _ = scale_component(module, calls)
         return describe_scaling(bare, scaling, "fp16", len(calls))
     captured = [
         (capture_call(module, x.args, x.kwargs, dtype=torch.float16), x.args, x.kwargs)

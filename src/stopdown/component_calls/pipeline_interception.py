@@ -24,20 +24,17 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Layer, Rank, put_layer
 from stopdown.component_calls.components import Callee
 from stopdown.devices.environment import list_devices, require_kernels
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 
 _CHANGING = threading.RLock()
 """Held while layers come and go: pipelines of one class share its `__call__`."""
 
 
-class _LayerHolder:
+class _LayerHolder(SameInCopies):
     """A layer as an attribute of its pipeline, gone when that is; a copy has it and does not use it."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
-
-    def __deepcopy__(self, memo: object) -> _LayerHolder:
-        return self
 
 
 def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:

@@ -271,6 +271,13 @@ def is_part(node: Node) -> bool:
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
 
 
+def has_known_indices(node: Node) -> bool:
+    """Whether the indices of a part are numbers; of others `find_part` gives all there are."""
+    if is_kind(node, "select"):
+        return isinstance(arguments(node)["index"], int)
+    return not is_kind(node, "slice") or slice_bounds(node) is not None
+
+
 def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
     """Whether the blocks of a part are blocks of what it is taken from."""
     source, (start, _), dim = find_part(node)

@@ -49,7 +49,6 @@ from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
-from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import iterate_tensors
 from stopdown.records import Operands
 
@@ -173,30 +172,9 @@ def note_answers(
     Cost: one forward of the module as it is.
     """
     notes = _Notes()
-    _observe(notes, call, args, kwargs)
-    return tuple(notes.found)
-
-
-def clamps_in_fp32(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a call clamps fp32 values at fp16's maximum: then that is part of what it computes.
-
-    Cost: one forward of the module as it is.
-    """
-    notes = _RangeClamps()
-    _observe(notes, call, args, kwargs)
-    return notes.found
-
-
-def _observe(
-    notes: TorchFunctionMode,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> None:
     with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
         call(*args, **kwargs)
+    return tuple(notes.found)
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
@@ -382,24 +360,6 @@ _JOINED_TESTS: Mapping[str, Callable[[list[bool]], bool]] = {
     **dict.fromkeys(("__invert__", "logical_not", "bitwise_not"), lambda x: not x[0]),
 }
 """What tests for NaN and Inf say of finite values, and how code joins them."""
-
-
-class _RangeClamps(TorchFunctionMode):
-    """Notes whether an fp32 value is clamped at fp16's maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "").rstrip("_") in ("clamp", "clip"):
-            bounds = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, int | float)]
-            ends = [x for x in bounds if NEAR_FP16_END <= abs(x) <= FP16.largest]
-            is_wide = any(x.dtype == torch.float32 for x in iterate_tensors((args, kwargs)))
-            self.found = self.found or (is_wide and len(ends) == 2)
-        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -945,36 +905,24 @@ def _light_tracing() -> Iterator[None]:
     that visits every node again and again. The code that is still written is forgotten: `torch.fx` keeps
     each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
     """
-    collects, texts = gc.isenabled(), graph_module._loader.eval_cache
+    texts = graph_module._loader.eval_cache
     known = frozenset(texts)
-    gc.disable()
-    try:
-        with _use_lazy_graph_module(True), _no_stack_traces():
+    with _use_lazy_graph_module(True), Patches() as patches:
+        if gc.isenabled():
+            patches.defer(gc.enable)
+            gc.disable()
+        if hasattr(torch.fx.config, STACK_TRACES_OFF):
+            patches.set_attribute(torch.fx.config, STACK_TRACES_OFF, True)
+        try:
             yield
-    finally:
-        if collects:
-            gc.enable()
-        for name in list(texts):
-            if name not in known:
+        finally:
+            for name in texts.keys() - known:
                 texts.pop(name, None)
                 linecache.cache.pop(name, None)
 
 
 STACK_TRACES_OFF = "do_not_emit_stack_traces"
 """Switch of `torch.fx.config` that 2.13.0 has, and 2.11.0 has not."""
-
-
-@contextlib.contextmanager
-def _no_stack_traces() -> Iterator[None]:
-    before = getattr(torch.fx.config, STACK_TRACES_OFF, None)
-    if before is None:
-        yield
-        return
-    setattr(torch.fx.config, STACK_TRACES_OFF, True)
-    try:
-        yield
-    finally:
-        setattr(torch.fx.config, STACK_TRACES_OFF, before)
 
 
 @contextlib.contextmanager

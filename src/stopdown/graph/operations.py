@@ -56,13 +56,11 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How Python code calls operations.
 
     Attributes:
-        views: what changes no value, or tells of a tensor without one.
         asks: what turns a tensor's values into numbers of Python.
         makes: what makes a tensor of numbers.
         arguments: names of arguments in order, where a signature does not tell them.
     """
 
-    views: frozenset[str]
     asks: frozenset[str]
     makes: frozenset[str]
     called: dict[str, str]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -100,6 +100,13 @@ class Patches:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+class SameInCopies:
+    """Stays itself when what holds it is copied: hooks name it, and it serves the original alone."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 def _restore(target: MutableMapping[Any, Any], key: Any, before: object) -> None:

@@ -185,7 +185,9 @@ class MemoryListener(Listener):
         self._begun, flops = tracker.live_bytes, tracker.flops
         self._strays = self._call.strays
         note = functools.partial(_note_strays, self._strays, _find_homes(callee.owner), paths)
-        with _attention(self._fused), Patches() as patches:
+        # without a fused kernel, attention is three operations, and its scores are a tensor
+        attention = contextlib.nullcontext() if self._fused else sdpa_kernel(SDPBackend.MATH)
+        with attention, Patches() as patches:
             patches.set_attribute(tracker, "on_operation", note)
             patches.set_attribute(tracker, "kind", FakeTensor)
             self._put_tiles(callee.owner, patches)
@@ -362,16 +364,6 @@ def weigh(module: torch.nn.Module) -> dict[str, int]:
 
 def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
     return sum(x.nbytes for x in module.parameters()), sum(x.nbytes for x in module.buffers())
-
-
-@contextlib.contextmanager
-def _attention(fused: bool) -> Iterator[None]:
-    """Without a fused kernel, attention is three operations, and its scores are a tensor."""
-    if fused:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.call import ComponentCall
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.mapped_weights import (
     StoredWeight,
     find_stored,
@@ -37,7 +37,7 @@ _STORE = "stopdown_weight_store"
 """Attribute of a component whose weights wait: its `WeightStore`."""
 
 
-class WeightGroup:
+class WeightGroup(SameInCopies):
     """Weights that are loaded together, while a module runs."""
 
     def __init__(
@@ -45,10 +45,6 @@ class WeightGroup:
     ) -> None:
         self.path, self.module = path, module
         self._tensors, self._store, self._users = tensors, store, 0
-
-    def __deepcopy__(self, memo: object) -> WeightGroup:
-        """Return the group itself: the weights of a copied module are not in the store."""
-        return self
 
     def store(self) -> None:
         for tensor in self._tensors:
@@ -74,7 +70,7 @@ class WeightGroup:
             self.drop()
 
 
-class WeightStore:
+class WeightStore(SameInCopies):
     """Where weights wait, and which component has its own here just now."""
 
     def __init__(self, device: str, folder: Path | None) -> None:
@@ -92,10 +88,6 @@ class WeightStore:
         self._owners: dict[int, tuple[torch.Tensor, torch.device]] = {}
         self._sizes: dict[int, int] = {}
         self._forget()
-
-    def __deepcopy__(self, memo: object) -> WeightStore:
-        """Return the store itself: a copied module brings no weights of its own."""
-        return self
 
     def _forget(self) -> None:
         self._units: dict[str, list[WeightGroup]] = {}

@@ -55,11 +55,12 @@ from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
-from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
+    cast_,
     find_folded_parts,
+    fold_scaling,
     has_more_than_folds,
     list_misfits,
     load_scaled,

@@ -70,9 +70,9 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import describe_trial, read_headroom
+from stopdown.scaling.folds import cast_, describe_trial, read_headroom
+from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
@@ -115,7 +115,10 @@ class SafeSource:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is to be measured: the program, `None` for a checkpoint whose components come one by one."""
+    """What is to be measured, and how: `residual` and `ranges` are as of `make_plan`.
+
+    `pipe` is the program, `None` for a checkpoint whose components come one by one.
+    """
 
     pipe: Any
     name: str
@@ -123,6 +126,9 @@ class _Subject:
     fingerprint: str
     stored: Mapping[str, Mapping[str, int]]
     device: Device
+    residual: str
+    ranges: str
+    progress: Progress | None
 
 
 def measure_plan(
@@ -153,7 +159,7 @@ def measure_plan(
     """
     started = time.perf_counter()
     check_residual(residual)
-    options = (residual or "fp32", check_ranges(ranges))
+    how = (residual or "fp32", check_ranges(ranges), progress)
     given = check_request("make_plan", request) or Request()
     prompts, device = list_prompts("make_plan", prompts), name_device("make_plan", device)
     steps = STEPS if given.steps is None else given.steps
@@ -170,18 +176,16 @@ def measure_plan(
             verify_source(source)
         target = select_class(complete_source(source), given)
     if safe and _comes_in_parts(target):
-        opened, requests, components = _plan_folder(
-            target, safe.run, device, given, prompts, options, progress
-        )
+        opened, requests, components = _plan_folder(target, safe.run, device, given, prompts, how)
         return _seal_measured(opened, requests, components, steps, started)
-    opened = _open(target, device, progress)
+    opened = _open(target, device, how)
     if runs_by_call(opened.pipe):
         requests = list_requests(opened.pipe, prompts, given)
         requests, resized = _fit_size(opened.pipe, opened.device, requests)
-        components = _plan_pipeline(opened, requests, resized, options, progress)
+        components = _plan_pipeline(opened, requests, resized)
     else:  # whoever calls a module may look at the dtype of its parameters and outputs
-        options = (residual or "native", options[1])
-        components = _plan_program(opened, run or _play(opened, prompts), options, progress)
+        opened = dataclasses.replace(opened, residual=residual or "native")
+        components = _plan_program(opened, run or _play(opened, prompts))
     return _seal_measured(opened, requests, components, steps, started)
 
 
@@ -231,11 +235,10 @@ def _plan_folder(
     device: str | None,
     given: Request,
     prompts: Sequence[str | Mapping[str, Any]],
-    options: tuple[str, str],
-    progress: Progress | None,
+    how: tuple[str, str, Progress | None],
 ) -> tuple[_Subject, list[Request], tuple[ComponentPlan, ...]]:
     """Record calls of a checkpoint as it runs by its certificate, and measure each component by itself."""
-    where, resized = choose_device(device or "auto"), ""
+    where, resized, progress = choose_device(device or "auto"), "", how[-1]
 
     def prepare(pipe: Any) -> list[Request]:
         nonlocal resized
@@ -248,13 +251,13 @@ def _plan_folder(
         name = type(pipe).__name__
     del pipe
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-    opened = _Subject(None, source.name, name, fingerprint(source), stored, where)
+    opened = _Subject(None, source.name, name, fingerprint(source), stored, where, *how)
     components = []
     for number, entry in enumerate(plan.components):
         if progress is not None:
             progress("measure", entry.component, number, len(plan.components))
         calls = [_widen_call(x) for x in recorded.get(entry.component, ())]
-        made = _measure_component(source, opened, entry, calls, options)
+        made = _measure_component(source, opened, entry, calls)
         made = dataclasses.replace(made, prompts=len(requests) if made.calls else 0)
         components.append(_add_reason(made, recorded, resized) if resized else made)
     return opened, requests, tuple(components)
@@ -269,11 +272,7 @@ def _widen_call(call: ComponentCall) -> ComponentCall:
 
 
 def _measure_component(
-    source: Source,
-    opened: _Subject,
-    certified: ComponentPlan,
-    calls: Sequence[ComponentCall],
-    options: tuple[str, str],
+    source: Source, opened: _Subject, certified: ComponentPlan, calls: Sequence[ComponentCall]
 ) -> ComponentPlan:
     """A component's entry from recorded calls; that of its certificate where nothing can be measured."""
     name = certified.component
@@ -289,7 +288,7 @@ def _measure_component(
         module = move_program(module, _choose_room(opened.device, room_bytes))
     else:
         cast_component_(module, torch.float32, wait_)
-    made = _plan_component(opened, name, module, calls, *options, verify=is_small)
+    made = _plan_component(opened, name, module, calls, verify=is_small)
     if made.precision == "fp16" and not is_small:
         made = dataclasses.replace(made, reasons=(*made.reasons, _UNTRIED))
     if made.precision == "fp16" or certified.precision != "fp16":
@@ -305,18 +304,13 @@ def _choose_room(device: Device, needed_bytes: float) -> Device:
 
 
 def _plan_pipeline(
-    opened: _Subject,
-    requests: Sequence[Request],
-    resized: str,
-    options: tuple[str, str],
-    progress: Progress | None,
+    opened: _Subject, requests: Sequence[Request], resized: str
 ) -> tuple[ComponentPlan, ...]:
     """Run the requests in fp32, record the calls of each component, and plan every component from them."""
     with Patches() as patches:
         _widen(opened.pipe, patches)
-        recorded = record_calls(opened.pipe, requests, progress)
-        modules = find_components(opened.pipe)
-        planned = _plan_components(opened, modules, recorded, options, progress)
+        recorded = record_calls(opened.pipe, requests, opened.progress)
+        planned = _plan_components(opened, find_components(opened.pipe), recorded)
     runs = len(requests)
     components = [dataclasses.replace(x, prompts=runs if x.calls else 0) for x in planned]
     if resized:
@@ -324,12 +318,7 @@ def _plan_pipeline(
     return tuple(components)
 
 
-def _plan_program(
-    opened: _Subject,
-    run: Callable[[], Any] | None,
-    options: tuple[str, str],
-    progress: Progress | None,
-) -> tuple[ComponentPlan, ...]:
+def _plan_program(opened: _Subject, run: Callable[[], Any] | None) -> tuple[ComponentPlan, ...]:
     """Of a program that is no pipeline: the components that a run of it calls."""
     if run is None:
         raise explain_run(
@@ -342,7 +331,7 @@ def _plan_program(
         modules = {name: module for name, module in found.items() if module is not None}
         if not modules:
             raise explain_run(f"The run called no module of the {opened.name}.", "make_plan")
-        return _plan_components(opened, modules, recorded, options, progress)
+        return _plan_components(opened, modules, recorded)
 
 
 def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
@@ -359,26 +348,22 @@ def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callabl
     return functools.partial(play_calls, opened.pipe, given)
 
 
-def _open(
-    given: Any,
-    device: str | None,
-    progress: Progress | None,
-) -> _Subject:
+def _open(given: Any, device: str | None, how: tuple[str, str, Progress | None]) -> _Subject:
     if not isinstance(given, Source):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
         where = choose_device(find_device(given))
         name = type(given).__name__
-        return _Subject(given, name, name, "", stored, where)
+        return _Subject(given, name, name, "", stored, where, *how)
     source = given
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-    pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
+    pipe = load_program(source, torch_dtypes=torch.float32, progress=how[-1])
     put_file_bounds(source, pipe)
     where = choose_device(device or "auto")
     if device is None:  # the best one that holds the pipeline in fp32 with half to spare
         parts = find_components(pipe).values()
         where = _choose_room(where, 1.5 * sum(sum(_count_bytes(m).values()) for m in parts))
     known = source.name, type(pipe).__name__, fingerprint(source)
-    return _Subject(move_program(pipe, where), *known, stored, where)
+    return _Subject(move_program(pipe, where), *known, stored, where, *how)
 
 
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
@@ -448,15 +433,12 @@ def _plan_components(
     opened: _Subject,
     modules: Mapping[str, torch.nn.Module],
     recorded: Mapping[str, Sequence[ComponentCall]],
-    wanted: tuple[str, str],
-    progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
     planned = []
     for number, (name, module) in enumerate(modules.items()):
-        if progress is not None:
-            progress("measure", name, number, len(modules))
-        calls = recorded.get(name, ())
-        planned.append(_plan_component(opened, name, module, calls, *wanted))
+        if opened.progress is not None:
+            opened.progress("measure", name, number, len(modules))
+        planned.append(_plan_component(opened, name, module, recorded.get(name, ())))
     return tuple(planned)
 
 
@@ -465,8 +447,6 @@ def _plan_component(
     name: str,
     module: torch.nn.Module,
     calls: Sequence[ComponentCall],
-    residual: str,
-    ranges: str,
     *,
     verify: bool = True,
 ) -> ComponentPlan:
@@ -479,7 +459,7 @@ def _plan_component(
         return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     try:
         scaling, notes = scale_component(
-            module, calls, FP16.torch_dtype, residual, ranges, verify=verify
+            module, calls, opened.residual, opened.ranges, verify=verify
         )
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         why = describe_failure(error)

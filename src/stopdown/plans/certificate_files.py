@@ -26,12 +26,12 @@ from stopdown.bounds.evaluation import writes_in_place
 from stopdown.bounds.input_limits import InputStatement, state_calls
 from stopdown.bounds.known_values import Load, Operands
 from stopdown.bounds.propagation import find_aliases
-from stopdown.bounds.rules import bound_written_norm, read_vector_norm
+from stopdown.bounds.rules import find_written_norm, read_vector_norm
 from stopdown.bounds.singular_values import MOST_WORK, bound_parts
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
 from stopdown.fold_names import name_clamp, split_name
-from stopdown.graph.blocks import split_bounds
+from stopdown.graph.blocks import find_part, has_known_indices, is_part, split_bounds
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
     arguments,
@@ -43,7 +43,6 @@ from stopdown.graph.nodes import (
     operation,
     read_order,
     shape_of,
-    slice_bounds,
     strip_casts,
 )
 from stopdown.graph.operations import Operation, find_operation
@@ -137,7 +136,7 @@ def _export_component(
     name, stream = entry.component, entry.in_force.stream
     module = build_with_tables(source, name)
     files = [path.name for path in list_weight_files(source)[name]]
-    captures, captured = Captures(torch.float16), []
+    captures, captured = Captures(), []
     for call in called:
         one = call.callee.bind(module), call.args, call.kwargs
         capture = captures.take(one)
@@ -432,39 +431,18 @@ class _Exporter:
     def _export_expand(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"rule": "spread", "from": [self._first(node)]}
 
-    def _cut(self, node: Node, source: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
+    def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         """A part along one dimension, viewed in the node's shape."""
-        before = shape_of(source)
+        if not is_part(node) or not has_known_indices(node):
+            raise _NoRule
+        source, (start, stop), dim = find_part(node)
+        before, step = shape_of(source), given.get("step", 1) or 1
         shape = [*before[:dim], len(range(start, stop, step)), *before[dim + 1 :]]
         made = {"rule": "part", "from": [self._need(source, node)], "dim": dim, "start": start,
                 "stop": stop, "step": step}  # fmt: skip
         if tuple(shape) == shape_of(node):
             return made
         return {"rule": "view", "from": [self._add(node, made, shape)]}
-
-    def _export_slice(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        indices = slice_bounds(node)
-        if indices is None:
-            raise _NoRule
-        dim = int(given.get("dim", 0)) % len(shape_of(node.args[0]))
-        return self._cut(node, node.args[0], dim, *indices, given.get("step", 1) or 1)
-
-    def _export_select(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        before = shape_of(node.args[0])
-        dim, index = int(given["dim"]) % len(before), given["index"]
-        if not isinstance(index, int):
-            raise _NoRule
-        index %= before[dim]
-        return self._cut(node, node.args[0], dim, index, index + 1)
-
-    def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        parent, number = node.args[:2]
-        if not isinstance(parent, Node) or not is_split(parent) or not isinstance(number, int):
-            raise _NoRule
-        dim, bounds = split_bounds(parent)
-        if is_kind(parent, "unbind"):
-            return self._cut(node, parent.args[0], dim, number, number + 1)
-        return self._cut(node, parent.args[0], dim, *bounds[number : number + 2])
 
     def _export_cat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         parts = [x for x in given["tensors"] if math.prod(shape_of(x))]
@@ -625,7 +603,7 @@ class _Exporter:
         if not isinstance(other, Node):
             number = 0.0 if abs(other) >= NEAR_FP16_END else float(other)
             return {"rule": "multiply", "from": [self._need(first, node)], "number": number}
-        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
             pair = (
                 (first, other) if is_kind(strip_casts(other), "rsqrt", "power") else (other, first)
             )
@@ -636,7 +614,7 @@ class _Exporter:
 
     def _export_divide(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = given["other"]
-        if bound_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
             made = {"rule": "power", "halves": -2, "from": [self._need(number, node)]}
             below = self._add(node, made, shape_of(number))
             return {"rule": "unit", "from": [self._first(node), below]}

@@ -74,9 +74,9 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
-from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.problem import Statements
+from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
@@ -189,14 +189,14 @@ def certify_plan(
         for name in names
     }
     put_file_bounds(source, SimpleNamespace(**modules))
-    hands_over = _hands_over(calls)
-    context = _Context(read_stored_dtypes(source), others, stream, device, unseen, progress)
+    stored, hands_over = read_stored_dtypes(source), _hands_over(calls)
+    context = _Context(stored, others, stream, device, unseen, progress, hands_over)
     keys = dict[str, str]()
     if scope.keeps and not source.loras and source.kind != "file":
         for name in names:
             own = fingerprint(narrow_source(source, (name,)))
             keys[name] = _hash((own, _read_call_sizes(calls.get(name, [])), stream, hands_over))
-    components = _Components(context, source, modules, loaded, calls, hands_over, keys).plan(whole)
+    components = _Components(context, source, modules, loaded, calls, keys).plan(whole)
     known = source.name, fingerprint(source), source.pipeline_class
     return seal_made(known, components, started, choose_device("cpu"))
 
@@ -243,7 +243,7 @@ def certify_program(
     kept = read_cached_plan(key)
     if kept is not None and kept.versions == read_class_versions():
         return kept
-    context = _Context({}, {}, stream, None, unseen, progress, left="as loaded")
+    context = _Context({}, {}, stream, None, unseen, progress, hands_over, left="as loaded")
     components = []
     for name, module in modules.items():
         tensors = name_parameters(module)
@@ -255,8 +255,7 @@ def certify_program(
             is_here = all(x.device.type in ("cpu", "meta") for x in tensors.values())
             here, made = module if is_here else copy_to_host(module), calls.get(name, [])
             with bared(here):  # a guard may be on it
-                planned = _plan_component(context, name, here, load, made, hands_over=hands_over)
-            components.append(planned)
+                components.append(_plan_component(context, name, here, load, made))
     identity = type(program).__name__, key, type(program).__name__
     plan = seal_made(identity, components, started, choose_device("cpu"))
     keep_plan(plan)
@@ -336,7 +335,8 @@ class _Context:
     """What all components of a plan share.
 
     `stored` counts the bytes of each format; `others` are planned in another precision; `unseen` says why
-    calls of some are not known; `left` is the precision of what cannot be planned, "" by what is stored.
+    calls of some are not known; `hands_over` is as of `certify_component`; `left` is the precision of what
+    cannot be planned, "" by what is stored.
     """
 
     stored: Mapping[str, Mapping[str, int]]
@@ -345,6 +345,7 @@ class _Context:
     device: Device | None
     unseen: str
     progress: Progress | None
+    hands_over: bool
     left: str = ""
 
 
@@ -357,7 +358,6 @@ class _Components:
     modules: Mapping[str, torch.nn.Module]
     loaded: Mapping[str, Mapping[str, torch.Tensor]]
     calls: Mapping[str, list[ComponentCall]]
-    hands_over: bool
     keys: Mapping[str, str]
     made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
 
@@ -394,10 +394,7 @@ class _Components:
     def _plan_one(self, name: str, certifier: Certifier) -> None:
         module, calls = self.modules[name], self.calls.get(name, [])
         with open_component(self.source, name, module, self.loaded.get(name)) as load:
-            load = certifier.beside(load)
-            made = _plan_component(
-                self.context, name, module, load, calls, hands_over=self.hands_over
-            )
+            made = _plan_component(self.context, name, module, certifier.beside(load), calls)
         self.made[name] = made
         if name in self.keys and made.scaling is not None:
             keep_plan(seal_plan(Plan(self.source.name, self.keys[name], components=(made,))))
@@ -409,8 +406,6 @@ def _plan_component(
     module: torch.nn.Module,
     load: Load,
     made: list[ComponentCall],
-    *,
-    hands_over: bool,
 ) -> ComponentPlan:
     reading = _TensorReader(load, name, module, context.progress)
     bare = ComponentPlan(name, type(module).__name__, "", "fp32")
@@ -420,7 +415,7 @@ def _plan_component(
         planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     else:
         try:
-            scaling = _scale_near(context, module, made, reading, hands_over=hands_over)
+            scaling = _scale_near(context, module, made, reading)
             if "" in scaling.fp32_modules:
                 raise ScalingError(_WHOLE)
         except (CaptureError, ScalingError) as error:
@@ -433,16 +428,11 @@ def _plan_component(
 
 
 def _scale_near(
-    context: _Context,
-    module: torch.nn.Module,
-    made: Sequence[ComponentCall],
-    load: Load,
-    *,
-    hands_over: bool,
+    context: _Context, module: torch.nn.Module, made: Sequence[ComponentCall], load: Load
 ) -> Scaling:
     """As `certify_component`, on an accelerator while its memory allows."""
     scale = functools.partial(
-        certify_component, module, made, context.residual, hands_over=hands_over
+        certify_component, module, made, context.residual, hands_over=context.hands_over
     )
     if (near := bring_near(load, context.device)) is not None:
         try:
@@ -577,7 +567,7 @@ def certify_component(
             encoders give may then be anything that fp16 holds, if exponents for that cost nothing.
     """
     calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
-    captures = Captures(torch.float16)
+    captures = Captures()
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(captures.take(x, stream), *x[1:]) for x in calls]

@@ -21,8 +21,8 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import measure_amax
 from stopdown.records import Scaling
-from stopdown.scaling import scale_calls
 from stopdown.scaling.range_notes import list_ranged
+from stopdown.scaling.search import scale_calls
 from stopdown.scaling.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
@@ -31,7 +31,6 @@ _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline
 def scale_component(
     module: torch.nn.Module,
     calls: Sequence[ComponentCall],
-    dtype: torch.dtype,
     residual: str = "native",
     ranges: str = "measured",
     *,
@@ -51,9 +50,7 @@ def scale_component(
     check_weights(module)
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
-    find = partial(
-        _find_exact, module, dtype=dtype, residual=residual, ranges=ranges, verify=verify
-    )
+    find = partial(_find_exact, module, residual=residual, ranges=ranges, verify=verify)
     if not made_up:
         return find(real), ()
     try:
@@ -68,13 +65,12 @@ def scale_component(
 def _find_exact(
     module: torch.nn.Module,
     kinds: Sequence[Sequence[ComponentCall]],
-    dtype: torch.dtype,
     residual: str,
     ranges: str,
     verify: bool,
 ) -> Scaling:
     placed = [[call.place(module) for call in group] for group in kinds]
-    scaling = scale_calls(module, placed, dtype, residual, ranges, verify=verify)
+    scaling = scale_calls(module, placed, residual, ranges, verify=verify)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return replace(scaling, inputs=_measure_inputs(kinds))

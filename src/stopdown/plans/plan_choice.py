@@ -1,17 +1,27 @@
-"""How a source runs: by a plan that was named, that was kept or is made now, or in precisions alone."""
+"""How a source runs: by a plan that was named, that was kept or is made now, or in precisions alone.
+
+Components of a model on the Hub are certified while the others are still downloaded
+(`certified_on_arrival`).
+
+Not covered while it is downloaded: single files, LoRAs, and models whose headers cannot be read from the
+Hub.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import PlanError, warn_user
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import check_source
-from stopdown.plans.certified import Scope, certify_plan
+from stopdown.plans.certified import Scope, certify_plan, list_planned
+from stopdown.plans.certifier import WORTH_BYTES, Certifier
 from stopdown.plans.plan_files import (
     describe_no_plan,
     keep_plan,
@@ -34,7 +44,8 @@ from stopdown.plans.precision import (
 )
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.sources.hub import PLAN_BESIDE, Progress
-from stopdown.sources.sources import Source, fingerprint, narrow_source
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source, count_download, fingerprint, narrow_source
 
 
 def choose_plan(
@@ -157,3 +168,42 @@ def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
         return None
     entries = tuple(x for x in plan.components if not only or x.component in only)
     return dataclasses.replace(plan, components=entries)
+
+
+@contextlib.contextmanager
+def certified_on_arrival(
+    source: Source,
+    precision: str | Plan,
+    device: Device,
+    *,
+    request: Request | None = None,
+    progress: Progress | None = None,
+) -> Iterator[None]:
+    """A block that downloads the weights of a source; it ends when they are downloaded and certified.
+
+    Args:
+        source: without its weights, from `resolve_source(..., with_weights=False)`.
+        precision: what the run asks for, as of `choose_plan`; with a plan nothing is certified.
+    """
+    components = list[str]()
+    if isinstance(precision, str):
+        with quiet_libraries():
+            source, components = _list_worth(source, precision, device, request)
+    with Certifier(source, components, "fp32") as certifier:
+        yield
+        certifier.wait(progress)
+
+
+def _list_worth(
+    source: Source, precision: str, device: Device, request: Request | None
+) -> tuple[Source, list[str]]:
+    """Return what is to be planned; no component where there is too little to download or to plan."""
+    if source.kind != "hub" or source.loras or find_plan_path(precision) is not None:
+        return source, []
+    if count_download(source) < WORTH_BYTES:
+        return source, []
+    need = find_need(source, precision, device)
+    if not need.why or (source.path / PLAN_BESIDE).is_file():
+        return source, []
+    left = [name for name in list_planned(source) if name not in need.others]
+    return select_class(source, request), left

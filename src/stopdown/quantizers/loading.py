@@ -27,7 +27,7 @@ from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
 from stopdown.fold_names import Folds
 from stopdown.graph.capture import name_parameters
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.mapped_weights import StoredWeight
 from stopdown.number_formats import list_some
 from stopdown.plans.adapter_check import watch_adapters
@@ -56,7 +56,7 @@ def check_device_map(device_map: Any) -> None:
         )
 
 
-class ModelLoad:
+class ModelLoad(SameInCopies):
     """One model on its way into memory.
 
     Attributes:
@@ -133,10 +133,6 @@ class ModelLoad:
             place(tensor, dataclasses.replace(stored, folds=folds.get(id(tensor), ())))
 
         cast_component_(module, self.bare, put_bare)
-
-    def __deepcopy__(self, memo: object) -> ModelLoad:
-        """Return itself: a copy of the model has hooks of its own."""
-        return self
 
     def __contains__(self, name: str) -> bool:
         """Return whether a weight changes when it arrives."""

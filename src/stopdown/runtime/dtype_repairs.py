@@ -29,7 +29,7 @@ from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.interception.randomness import save_random
 from stopdown.number_formats import name_dtype
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
@@ -122,9 +122,7 @@ def _is_plain(value: object) -> bool:
 def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
     """What changes when a call writes: tensors, attributes of modules, lengths of containers."""
     tensors = [*module.buffers(), *iterate_tensors(given)]
-    marks: list[tuple[object, ...]] = [
-        (id(x), 0 if x.is_inference() else x._version) for x in tensors
-    ]
+    marks: list[tuple[object, ...]] = [(id(x), count_writes(x)) for x in tensors]
     own = vars(torch.nn.Module()).keys()
     for part in module.modules():
         marks += [(name, id(x), _measure(x)) for name, x in vars(part).items() if name not in own]

@@ -34,6 +34,7 @@ from stopdown.errors import (
     ScalingError,
     take_first_line,
 )
+from stopdown.interception.patches import SameInCopies
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import seal_plan, take_plan
@@ -51,7 +52,7 @@ LEFT_ON: weakref.WeakSet[Guard] = weakref.WeakSet()
 """Guards that were put on and not removed."""
 
 
-class Guard:
+class Guard(SameInCopies):
     """What `guard` puts on a program; a context manager, and a handle with `record` and `remove`.
 
     Attributes:
@@ -196,9 +197,6 @@ class Guard:
 
         other._patches.defer(guard_again)  # comes off last
         return other.put_on()
-
-    def __deepcopy__(self, memo: object) -> Guard:
-        return self  # hooks name it: a copy of a guarded module is not guarded
 
     def __enter__(self) -> Guard:
         return self

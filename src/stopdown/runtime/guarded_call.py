@@ -17,12 +17,12 @@ from stopdown.interception.autocast import read_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.number_formats import name_dtype
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import CallSummary, ComponentPlan
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import ComponentState
-from stopdown.runtime.weight_history import read_version, sample_bits
+from stopdown.runtime.weight_history import sample_bits
 from stopdown.scaling.kept_state import KeptState
 
 
@@ -37,7 +37,7 @@ class RepeatableCall:
         self.ends: tuple[float, ...] = ()
         self._call = call
         tensors = list(iterate_tensors((call.args, call.kwargs)))
-        self._versions = [(x, read_version(x)) for x in tensors]
+        self._versions = [(x, count_writes(x)) for x in tensors]
         uncounted = [x for x, version in self._versions if version is None]
         self._samples = [(x, sample_bits(x)) for x in uncounted if x.is_floating_point()]
 
@@ -47,7 +47,7 @@ class RepeatableCall:
 
         Cost: a host read for each argument of inference mode.
         """
-        return any(read_version(x) != version for x, version in self._versions) or not all(
+        return any(count_writes(x) != version for x, version in self._versions) or not all(
             torch.equal(sample, sample_bits(x)) for x, sample in self._samples
         )
 

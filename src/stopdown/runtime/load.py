@@ -15,8 +15,7 @@ from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
-from stopdown.plans.arrivals import certified_on_arrival
-from stopdown.plans.plan_choice import choose_plan
+from stopdown.plans.plan_choice import certified_on_arrival, choose_plan
 from stopdown.plans.planned_loader import LoadedPipeline, load_plan
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import MemoryPlan, Plan

@@ -44,12 +44,12 @@ from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.repair_order import Remedy
 from stopdown.runtime.weight_history import WeightHistory
-from stopdown.scaling import MeasuredCall, cast_, find_scaling
 from stopdown.scaling.call_watch import WAITING, WatchOptions
-from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.problem import MeasuredCall
 from stopdown.scaling.residual import demand_agreement
-from stopdown.scaling.search import plan_stream
+from stopdown.scaling.search import find_scaling, plan_stream
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -105,7 +105,7 @@ class Calibration:
             residual stream three.
         """
         kind = self._kinds.setdefault(call.key, [])
-        captures = Captures(torch.float16)
+        captures = Captures()
         one = call.callee.bind(module), call.args, call.kwargs
         with without_autocast():
             if self.residual == "fp32" and not kind:

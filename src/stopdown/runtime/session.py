@@ -52,7 +52,7 @@ from stopdown.component_calls.outermost_calls import (
 )
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
 from stopdown.plans.planned_loader import LoadedPipeline
@@ -127,7 +127,7 @@ class GuardOptions:
             )
 
 
-class Session:
+class Session(SameInCopies):
     """The components and calls of one program, and the layers of a guard's listeners around them.
 
     Attributes:
@@ -161,9 +161,6 @@ class Session:
         self._has_free_methods = (
             self.adapter.name == GENERAL.name
         )  # called inside of other calls, too
-
-    def __deepcopy__(self, memo: object) -> Session:
-        return self  # hooks name it: a copy of a guarded module is not guarded
 
     def put_on(self, inner: Listener, outer: Listener) -> None:
         """Intercept the calls that are known.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stopdown.numerics import has_values
+from stopdown.numerics import count_writes, has_values
 
 SAMPLES = 64
 """Values of each weight that are kept from the first call."""
@@ -54,7 +54,7 @@ class WeightHistory:
         if not self._known or self._state != state:
             self._state = state
             self._known = {
-                name: _Weight(weakref.ref(tensor), sample_bits(tensor), read_version(tensor))
+                name: _Weight(weakref.ref(tensor), sample_bits(tensor), count_writes(tensor))
                 for name, tensor in _list_weights(module)
             }
 
@@ -80,7 +80,7 @@ class WeightHistory:
         now = dict(_list_weights(module))
         return all(
             now[name] is not (known := self._known[name]).tensor()
-            or (known.version is not None and read_version(now[name]) != known.version)
+            or (known.version is not None and count_writes(now[name]) != known.version)
             for name in names
         )
 
@@ -122,11 +122,6 @@ def _sum_pieces(tensor: torch.Tensor) -> torch.Tensor:
     if bits.numel() % several == 0 and bits.storage_offset() % several == 0:
         bits = bits.view(torch.int64)
     return torch.stack([x.sum(dtype=torch.int64) for x in bits.split(_PIECE)]).cpu()
-
-
-def read_version(tensor: torch.Tensor) -> int | None:
-    """What PyTorch counts of writes to a tensor; None for one of inference mode, where it does not."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _differs(known: _Weight, tensor: torch.Tensor, whole: bool) -> bool:

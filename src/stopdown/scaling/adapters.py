@@ -36,7 +36,7 @@ from stopdown.bounds.singular_values import estimate_sigma
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.fold_names import Folds, spread_columns, spread_rows
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.records import Scaling
 
@@ -94,7 +94,7 @@ def list_parts(layer: Any, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-class AdapterFolds:
+class AdapterFolds(SameInCopies):
     """Keeps the adapters of one module at the exponents of the weights that they add to."""
 
     def __init__(
@@ -114,9 +114,6 @@ class AdapterFolds:
             if any(f".{name}." in f"{key}." for key in scaling.exponents)
         }
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __deepcopy__(self, memo: Any) -> AdapterFolds:
-        return self
 
     def put_on(self, patches: Patches) -> None:
         """Follow the adapters of the module until `patches` is undone."""
@@ -169,7 +166,7 @@ def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
     return call
 
 
-class _FollowedLayer:
+class _FollowedLayer(SameInCopies):
     """Keeps the adapters of one layer; the layer alone holds it, so that both go together."""
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
@@ -182,9 +179,6 @@ class _FollowedLayer:
         patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
         for method in ("merge", "unmerge"):
             patches.set_attribute(layer, method, self._following(getattr(layer, method)))
-
-    def __deepcopy__(self, memo: Any) -> _FollowedLayer:
-        return self  # a copy of the module, as captures make them, is not followed
 
     def take_off(self) -> None:
         """Restore the layer and its adapters."""

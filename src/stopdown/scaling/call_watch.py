@@ -62,9 +62,15 @@ from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.autocast import without_autocast
-from stopdown.interception.patches import Patches
-from stopdown.number_formats import name_dtype
-from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
+from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.number_formats import list_some, name_dtype
+from stopdown.numerics import (
+    bound_values,
+    count_writes,
+    has_values,
+    is_readable,
+    iterate_tensors,
+)
 from stopdown.records import Scaling
 from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
@@ -87,7 +93,6 @@ _PLAIN = CallEnds()
 _FILLED = "such calls put tensors into their arguments"
 _NOT_FINITE = "gave values that are not finite, or other outputs"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
-_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class ReplacedError(Exception):
     """Other exponents were put on: the call begins again."""
 
 
-class CallWatch:
+class CallWatch(SameInCopies):
     """What is before the calls of a module while exponents are folded in."""
 
     def __init__(
@@ -225,9 +230,6 @@ class CallWatch:
                 "the parts around it they are those of another model. Copy it without the plan, guard or "
                 "rescaling."
             )
-
-    def __deepcopy__(self, memo: object) -> CallWatch:
-        return self
 
     def check_copy(
         self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -355,7 +357,7 @@ class CallWatch:
             hooked = self._settings.list_new_hooks()
         if hooked:
             self._options.announce(
-                f"Forward hooks were put on {_name_some(hooked)} of {self._name}, which has exponents: "
+                f"Forward hooks were put on {list_some(hooked)} of {self._name}, which has exponents: "
                 "what they are given is multiplied by powers of two. Put them on without the plan, "
                 "guard or rescaling."
             )
@@ -492,7 +494,7 @@ class CallWatch:
         short = cut_sizes(whole)
         for call in (short, whole) if short is not whole else (whole,):
             with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
-                capture = Captures(torch.float16).take(call, scaling.stream)
+                capture = Captures().take(call, scaling.stream)
                 return find_ends(part, scaling, capture, *call[1:])
         return None  # nothing is known of such calls
 
@@ -574,7 +576,7 @@ class CallWatch:
         if changed:
             raise ScalingError(
                 f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
-                f"in: {_name_some(changed)}.",
+                f"in: {list_some(changed)}.",
                 expected="Weights that were rewritten have no exponents, but the weights around them do.",
                 remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
                 "the pipeline again, write the weights, and make a plan of the result.",
@@ -611,10 +613,6 @@ def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
     return watch._verdicts.get(watch.sign(call)) is _PLAIN
 
 
-def _name_some(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED)
-
-
 @dataclass
 class _Weight:
     """A tensor that an exponent is folded into, as it was then."""
@@ -629,7 +627,7 @@ class _Weight:
     def has_moved(self) -> bool:
         """Whether another tensor is there, or something was written into it."""
         tensor = self.holder.get(self.key)
-        return tensor is not self.tensor or _read_version(tensor) != self.version
+        return tensor is not self.tensor or count_writes(tensor) != self.version
 
     def accept(self) -> bool:
         """Whether the tensor that is there has the same values, or none here; it is known then.
@@ -643,14 +641,9 @@ class _Weight:
             sample = _sample(tensor)
             if self.sample is not None and not _are_alike(self.sample, sample):
                 return False
-            self.sample, self.version = sample, _read_version(tensor)
+            self.sample, self.version = sample, count_writes(tensor)
         self.tensor = tensor
         return True
-
-
-def _read_version(tensor: torch.Tensor) -> int | None:
-    """How often PyTorch counted a write; None in inference mode, where it does not."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -670,7 +663,7 @@ def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight
                 name = unwrap_name(f"{path}.{key}".removeprefix("."))
                 if name in names and tensor is not None:
                     sample = _sample(tensor) if has_values(tensor) else None
-                    yield _Weight(name, holder, key, tensor, _read_version(tensor), sample)
+                    yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -776,14 +769,11 @@ class CopyHook:
 
 
 @dataclass(frozen=True)
-class _CopyCheck:
+class _CopyCheck(SameInCopies):
     watch: CallWatch
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.watch.check_copy(module, "forward", args, kwargs)
-
-    def __deepcopy__(self, memo: object) -> _CopyCheck:
-        return self
 
 
 class _CopiedMethod:

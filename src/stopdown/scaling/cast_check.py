@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import ScalingError
 from stopdown.graph.capture import name_parameters
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
 
@@ -30,7 +30,7 @@ CHECK = "stopdown_cast_check"
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
-class CastCheck:
+class CastCheck(SameInCopies):
     """A hook before each call of a module that notices if its parameters were cast since."""
 
     def __init__(self, module: torch.nn.Module, needs: str) -> None:
@@ -67,9 +67,6 @@ class CastCheck:
             remedy="Load it again and use stopdown.cast_(module, torch.float16, rescaling), or "
             "rescale_(..., cast=True).",
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CastCheck:
-        return self  # a copy has parts of its own, which it does not know
 
 
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -72,28 +72,27 @@ class _Seen:
 def scale_by_hooks(
     module: torch.nn.Module,
     calls: Sequence[PlainCall],
-    dtype: torch.dtype,
     failure: Failure,
     reference: Callable[[], Reference] | None = None,
 ) -> Scaling:
-    """Which matrices of a module run in `dtype`, all else in fp32; nothing is folded.
+    """Which matrices of a module run in fp16, all else in fp32; nothing is folded.
 
     Args:
         module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
         failure: why; its words go into the note of the result.
         reference: gives what its calls are tried against; None tries none.
 
-    Cost: a forward in fp32 for each call, and one in `dtype` (not of large calls on a processor).
+    Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a processor).
     """
     seen = _observe(module, calls)
-    narrow = [path for path, x in seen.matrices.items() if _fits(x.amax, dtype)]
+    narrow = [path for path, x in seen.matrices.items() if _fits(x.amax)]
     if not narrow:
         raise _give_up(failure, "no linear or convolution that is called fits into fp16")
-    scaling = _describe(module, seen, narrow, dtype, failure)
+    scaling = _describe(module, seen, narrow, failure)
     if reference is None:
         return scaling
     try:
-        return replace(scaling, trial=try_scaling(module, scaling, dtype, reference()))
+        return replace(scaling, trial=try_scaling(module, scaling, reference()))
     except TrialError as error:
         raise _give_up(failure, f"i{error.what[1:].rstrip('.')}") from error
 
@@ -142,15 +141,14 @@ def _reach(value: torch.Tensor) -> float:
     return measure_amax(value) if bool(value.isfinite().all()) else math.inf
 
 
-def _fits(amax: float, dtype: torch.dtype) -> bool:
-    return amax == 0 or headroom_bits(amax, dtype) >= ASKED_BITS
+def _fits(amax: float) -> bool:
+    return amax == 0 or headroom_bits(amax, torch.float16) >= ASKED_BITS
 
 
 def _describe(
     module: torch.nn.Module,
     seen: _Seen,
     narrow: list[str],
-    dtype: torch.dtype,
     failure: Failure,
 ) -> Scaling:
     kept = find_kept_buffers(module)
@@ -162,7 +160,7 @@ def _describe(
     share = max(0.0, 1 - done / (seen.flops or 1.0))
     tightest = max(narrow, key=lambda path: seen.matrices[path].amax)
     return Scaling(
-        headroom_bits=headroom_bits(seen.matrices[tightest].amax, dtype),
+        headroom_bits=headroom_bits(seen.matrices[tightest].amax, torch.float16),
         tightest=tightest,
         fp32_flops=share,
         kept_buffers=tuple(sorted(kept)),
@@ -171,7 +169,7 @@ def _describe(
             cast_input_down=tuple(sorted(narrow)),
             cast_input_up=("", *_find_wide(module, narrow)),
             kept=tuple(sorted(wide)),
-            returns=all(_fits(_reach(x), dtype) for x in outputs),
+            returns=all(_fits(_reach(x)) for x in outputs),
         ),
         note=_explain(seen, narrow, share, failure),
     )

@@ -541,11 +541,7 @@ def locate_folds(
                     expected="Exponents are written into real weights.",
                     remedy="Run it in bf16 or fp32.",
                 )
-            raise ScalingError(
-                f"{type(module).__name__} has no floating parameter or buffer {missing}.",
-                expected="Exponents belong to the module that they were found for.",
-                remedy="Find them again with rescale_.",
-            )
+            raise _explain_misfit(module, f"floating parameter or buffer {missing}")
         located.append((named[name], folds))
     return located
 
@@ -560,11 +556,7 @@ def _scale_all_eps(module: torch.nn.Module, exponents: Mapping[str, int], patche
         elif (eps := _read_eps(owner, name)) is not None:
             patches.set_attribute(owner, name, eps * 2.0**exponent)
         else:
-            raise ScalingError(
-                f"{type(module).__name__} has no number {place}.",
-                expected="Exponents belong to the module that they were found for.",
-                remedy="Find them again with rescale_.",
-            )
+            raise _explain_misfit(module, f"number {place}")
     for path, factors in clamps.items():
         scale_clamps(_find_module(module, path), factors, patches)
 
@@ -608,8 +600,12 @@ def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
     try:
         return module.get_submodule(path)
     except AttributeError as error:
-        raise ScalingError(
-            f"{type(module).__name__} has no module {path}.",
-            expected="Exponents belong to the module that they were found for.",
-            remedy="Find them again with rescale_.",
-        ) from error
+        raise _explain_misfit(module, f"module {path}") from error
+
+
+def _explain_misfit(module: torch.nn.Module, lack: str) -> ScalingError:
+    return ScalingError(
+        f"{type(module).__name__} has no {lack}.",
+        expected="Exponents belong to the module that they were found for.",
+        remedy="Find them again with rescale_.",
+    )

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from stopdown.interception.patches import Patches
-from stopdown.numerics import has_values
+from stopdown.number_formats import list_some
+from stopdown.numerics import count_writes, has_values
 
 _OWN = frozenset(vars(torch.nn.Module()))
-_MOST_NAMED = 3
 
 
 class KeptState:
@@ -33,7 +33,7 @@ class KeptState:
         self._parts = dict(module.named_modules())
         self._attributes = {path: _read_attributes(part) for path, part in self._parts.items()}
         self._buffers = {
-            (path, name): (tensor, tensor.detach().clone(), _count_writes(tensor))
+            (path, name): (tensor, tensor.detach().clone(), count_writes(tensor))
             for path, part in self._parts.items()
             for name, tensor in part._buffers.items()
             if tensor is not None and has_values(tensor)
@@ -79,13 +79,7 @@ class KeptState:
 
 def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
     """Return what a module keeps, as a sentence."""
-    named = ", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED)
-    return f"{type(module).__name__} keeps {named} from one call to the next."
-
-
-def _count_writes(tensor: torch.Tensor) -> int | None:
-    """Return how often PyTorch counted a write into a tensor; None where it does not count."""
-    return None if tensor.is_inference() else tensor._version
+    return f"{type(module).__name__} keeps {list_some(names)} from one call to the next."
 
 
 def _is_same(
@@ -93,7 +87,7 @@ def _is_same(
 ) -> bool:
     if now is not tensor:
         return False
-    if writes is not None and _count_writes(now) == writes:
+    if writes is not None and count_writes(now) == writes:
         return True
     return bool(((now == before) | (now.isnan() & before.isnan())).all())
 

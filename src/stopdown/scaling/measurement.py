@@ -1,4 +1,4 @@
-"""Calls of a module, captured in the dtype to come, with the ranges that their values have in fp32."""
+"""Calls of a module, captured in fp16, with the ranges that their values have in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError
@@ -16,14 +15,12 @@ from stopdown.graph.capture import (
     Answers,
     Capture,
     capture_call,
-    clamps_in_fp32,
     find_call_operands,
     note_answers,
     owner_of,
 )
 from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
-from stopdown.mapped_weights import find_stored
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import MeasuredCall, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
@@ -33,14 +30,9 @@ FEW_FRAMES = 5
 
 
 class Captures:
-    """Captures of calls as they run in one dtype, each made once: as a call is, and the last with a stream.
+    """Captures of calls as they run in fp16, each made once: as a call is, and the last with a stream."""
 
-    Args:
-        dtype: a floating dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
         self._short: dict[int, PlainCall] = {}
 
@@ -67,9 +59,9 @@ class Captures:
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
             function, args, kwargs = call
-            return capture_call(function, args, kwargs, dtype=self.dtype)
+            return capture_call(function, args, kwargs, dtype=torch.float16)
         plain = self._made.get((id(self._short.get(id(call), call)), True))
-        return _capture_streamed(*call, self.dtype, stream, plain and plain[2].operands)
+        return _capture_streamed(*call, stream, plain and plain[2].operands)
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
@@ -151,7 +143,6 @@ def _capture_streamed(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-    dtype: torch.dtype,
     stream: ResidualStream,
     operands: Operands | None,
 ) -> Capture:
@@ -162,36 +153,17 @@ def _capture_streamed(
     """
     answers: Answers = ()
     if operands is None:  # of the stream none are found: what it mixes is refused
-        operands = find_call_operands(call, args, kwargs, dtype)
-    capture = partial(capture_call, call, args, kwargs, dtype=dtype, operands=operands)
+        operands = find_call_operands(call, args, kwargs, torch.float16)
+    capture = partial(capture_call, call, args, kwargs, dtype=torch.float16, operands=operands)
     try:
-        with with_stream(owner_of(call), stream, dtype) as wide:
+        with with_stream(owner_of(call), stream, torch.float16) as wide:
             return capture(wide=wide, answers=answers)
     except CaptureError:  # under the hooks of a stream the module itself cannot be asked
         answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise
-    with with_stream(owner_of(call), stream, dtype) as wide:
+    with with_stream(owner_of(call), stream, torch.float16) as wide:
         return capture(wide=wide, answers=answers)
-
-
-def measure_call(
-    call: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    dtype: torch.dtype = torch.float16,
-    stream: ResidualStream | None = None,
-) -> MeasuredCall:
-    """One call captured in `dtype` and its ranges measured in fp32.
-
-    Args:
-        stream: capture it with its residual stream in fp32.
-
-    Cost: a capture (seconds) and one forward in fp32.
-    """
-    one = call, args, kwargs or {}
-    return _measure(Captures(dtype).take(one, stream), one)
 
 
 def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
@@ -209,15 +181,11 @@ def _clamps_anyway(one: PlainCall) -> bool:
     weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
     if any(x.dtype != torch.float32 for x in weights):
         return False
-    if any(find_stored(x) is not None for x in weights):
+    try:
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
-        return any(map(is_range_clamp, wide.graph.graph.nodes))
-    given = pytree.tree_map_only(torch.Tensor, _copy_wide, (args, dict(kwargs)))
-    return clamps_in_fp32(call, *given)
-
-
-def _copy_wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
+    except CaptureError:
+        return False
+    return any(map(is_range_clamp, wide.graph.graph.nodes))
 
 
 def measure_again(

@@ -105,7 +105,7 @@ def rescale_(
     kept = KeptState(module)
     with without_autocast(), watched_autocast() as entered:
         try:
-            scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
+            scaling = scale_calls(module, kinds, stream, basis, verify=verify)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)

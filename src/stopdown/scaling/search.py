@@ -532,7 +532,6 @@ def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
 def scale_calls(
     module: torch.nn.Module,
     kinds: Sequence[Sequence[PlainCall]],
-    dtype: torch.dtype,
     residual: str = "native",
     ranges: str = "measured",
     *,
@@ -556,7 +555,7 @@ def scale_calls(
     Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call, and
         those of `try_scaling`.
     """
-    search = _CallSearch(module, kinds, dtype, ranges, verify)
+    search = _CallSearch(module, kinds, ranges, verify)
     return take_first(search.list_strategies(residual), left=search.left)
 
 
@@ -566,10 +565,10 @@ class _CallSearch:
 
     module: torch.nn.Module
     kinds: Sequence[Sequence[PlainCall]]
-    dtype: torch.dtype
     ranges: str
     verify: bool
     left: list[StopReason] = field(default_factory=list)
+    captures: Captures = field(default_factory=Captures)
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
@@ -587,15 +586,11 @@ class _CallSearch:
         return [x for x in self.left if isinstance(x, kinds)]
 
     @cached_property
-    def _captures(self) -> Captures:
-        return Captures(self.dtype)
-
-    @cached_property
     def _reference(self) -> Reference:
         return run_reference(self.module, [kind[0] for kind in self.kinds])
 
     def _find_streamed(self) -> Scaling:
-        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self._captures)
+        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.captures)
         found = self._try(self._scale(stream))
         why = f"The residual stream is kept in fp32: {self.left[0].what}" if self.left else ""
         return replace(found, note=why)
@@ -609,17 +604,16 @@ class _CallSearch:
         calls = [call for kind in self.kinds for call in kind]
         reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
         reference = (lambda: self._reference) if self.verify else None
-        return scale_by_hooks(self.module, calls, self.dtype, reason, reference)
+        return scale_by_hooks(self.module, calls, reason, reference)
 
     def _try(self, scaling: Scaling) -> Scaling:
         if not self.verify:
             return scaling
-        trial = try_scaling(self.module, scaling, self.dtype, self._reference)
-        return replace(scaling, trial=trial)
+        return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
         """Modules in fp32 as a whole, or, where that leaves less in fp32, but for their products."""
-        kinds = measure_kinds(self.module, self.kinds, self._captures, stream)
+        kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
         whole = self._solve(kinds, stream)
         strategies = [
             Strategy(lambda: whole, lambda found: not found.fp32_modules),
@@ -637,7 +631,7 @@ class _CallSearch:
         opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
         if opened is None:
             raise ScalingError("No module that is kept in fp32 has products inside.")
-        again = measure_kinds(self.module, self.kinds, self._captures, opened)
+        again = measure_kinds(self.module, self.kinds, self.captures, opened)
         for one, other in zip(kinds, again, strict=True):
             demand_agreement(one.capture, other.capture)
         inside = self._solve(again, opened)

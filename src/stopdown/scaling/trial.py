@@ -135,23 +135,21 @@ def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
     )
 
 
-def try_scaling(
-    module: torch.nn.Module, scaling: Scaling, dtype: torch.dtype, reference: Reference
-) -> Trial:
-    """Put exponents on a module, run its calls in fp32 and in `dtype`, and take them off again.
+def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference) -> Trial:
+    """Put exponents on a module, run its calls in fp32 and in fp16, and take them off again.
 
     Raises:
-        TrialError: a call raises in `dtype`, or returns something else than in fp32.
+        TrialError: a call raises in fp16, or returns something else than in fp32.
         ScalingError: in fp32 the module is not bit for bit what it was.
 
-    Cost: a forward in fp32 and one in `dtype` for each call.
+    Cost: a forward in fp32 and one in fp16 for each call.
     """
     rescaling = fold_scaling(module, scaling)
     try:
         if reference.is_fp32 and (scaling.exponents or scaling.multiplies or scaling.eps):
             _demand_equal(module, reference)
-        cast_(module, dtype, rescaling)
-        return _try_calls(module, dtype, reference)
+        cast_(module, torch.float16, rescaling)
+        return _try_calls(module, reference)
     except torch.OutOfMemoryError as error:
         return Trial(note=f"It was not tried: {take_first_line(error)}")
     finally:
@@ -301,7 +299,7 @@ def _are_equal(output: Any, reference: Any) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 
 
-def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference) -> Trial:
+def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
     errors, bf16_errors, notes, done = list[float](), list[float](), list[str](), 0
     for call, run in zip(reference.calls, reference.runs, strict=True):
         if not _may_run(module, run):
@@ -311,7 +309,7 @@ def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference
             )
             continue
         try:
-            output = _run_cast(module, call, dtype)
+            output = _run_cast(module, call, torch.float16)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's code does: it does not run so
