@@ -102,7 +102,7 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
-def _diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
+def from_diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import diffusers
 
@@ -111,7 +111,7 @@ def _diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def _transformers(name: str, config_name: str, **config: Any) -> Callable[[], nn.Module]:
+def from_transformers(name: str, config_name: str, **config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
@@ -236,13 +236,13 @@ _MAP_WAYS = ("residual", "feature maps", "attention values")
 
 EXAMPLES: dict[str, Example] = {
     "CogVideoX rotary": Example(
-        _diffusers(
+        from_diffusers(
             "CogVideoXTransformer3DModel", **_COGVIDEOX, use_rotary_positional_embeddings=True
         ),
         _forward(**_COGVIDEOX_CALL, **_ROTARY),
     ),
     "CogVideoX learned": Example(
-        _diffusers(
+        from_diffusers(
             "CogVideoXTransformer3DModel",
             **_COGVIDEOX,
             use_rotary_positional_embeddings=True,
@@ -251,14 +251,14 @@ EXAMPLES: dict[str, Example] = {
         _forward(**_COGVIDEOX_CALL, **_ROTARY),
     ),
     "CogVideoX sinusoidal": Example(
-        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL)
+        from_diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL)
     ),
     "CogVideoX sinusoidal at another size": Example(
-        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX),
+        from_diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX),
         _forward(**{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 3, 4, 6, 10)}),
     ),
     "CogVideoX image to video": Example(
-        _diffusers(
+        from_diffusers(
             "CogVideoXTransformer3DModel",
             **{**_COGVIDEOX, "in_channels": 8},
             use_rotary_positional_embeddings=True,
@@ -268,17 +268,17 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "CogView3-Plus": Example(
-        _diffusers("CogView3PlusTransformer2DModel", **_COGVIEW, pos_embed_max_size=8),
+        from_diffusers("CogView3PlusTransformer2DModel", **_COGVIEW, pos_embed_max_size=8),
         _forward(**_COGVIEW_CALL),
     ),
     "CogView4": Example(
-        _diffusers(
+        from_diffusers(
             "CogView4Transformer2DModel", **_COGVIEW, pos_embed_max_size=8, rope_axes_dim=(8, 8)
         ),
         _forward(**_COGVIEW_CALL),
     ),
     "SVD UNet": Example(
-        _diffusers(
+        from_diffusers(
             "UNetSpatioTemporalConditionModel",
             block_out_channels=(32, 64),
             layers_per_block=1,
@@ -298,7 +298,7 @@ EXAMPLES: dict[str, Example] = {
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SVD VAE": Example(
-        _diffusers(
+        from_diffusers(
             "AutoencoderKLTemporalDecoder",
             block_out_channels=(32, 32),
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -307,7 +307,7 @@ EXAMPLES: dict[str, Example] = {
         _MAP_WAYS,
     ),
     "CogVideoX VAE": Example(
-        _diffusers(
+        from_diffusers(
             "AutoencoderKLCogVideoX",
             down_block_types=("CogVideoXDownBlock3D",) * 2,
             up_block_types=("CogVideoXUpBlock3D",) * 2,
@@ -321,7 +321,7 @@ EXAMPLES: dict[str, Example] = {
         ("residual", "feature maps", "encoder projection"),
     ),
     "SD VAE": Example(
-        _diffusers(
+        from_diffusers(
             "AutoencoderKL",
             block_out_channels=(16, 16),
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -332,12 +332,12 @@ EXAMPLES: dict[str, Example] = {
         _MAP_WAYS,
     ),
     "SD UNet": Example(
-        _diffusers("UNet2DConditionModel", **_UNET),
+        from_diffusers("UNet2DConditionModel", **_UNET),
         _forward(**_UNET_CALL),
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SDXL UNet": Example(
-        _diffusers(
+        from_diffusers(
             "UNet2DConditionModel",
             **{**_UNET, "attention_head_dim": (2, 4)},
             use_linear_projection=True,
@@ -356,7 +356,7 @@ EXAMPLES: dict[str, Example] = {
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SD3": Example(
-        _diffusers(
+        from_diffusers(
             "SD3Transformer2DModel",
             sample_size=8,
             patch_size=2,
@@ -379,7 +379,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Flux": Example(
-        _diffusers(
+        from_diffusers(
             "FluxTransformer2DModel",
             in_channels=16,
             num_layers=2,
@@ -400,7 +400,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "HunyuanVideo": Example(
-        _diffusers(
+        from_diffusers(
             "HunyuanVideoTransformer3DModel",
             in_channels=4,
             out_channels=4,
@@ -423,7 +423,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Wan": Example(
-        _diffusers(
+        from_diffusers(
             "WanTransformer3DModel",
             num_attention_heads=2,
             attention_head_dim=16,
@@ -442,7 +442,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "LTX": Example(
-        _diffusers(
+        from_diffusers(
             "LTXVideoTransformer3DModel",
             in_channels=8,
             out_channels=8,
@@ -463,7 +463,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Mochi": Example(
-        _diffusers(
+        from_diffusers(
             "MochiTransformer3DModel",
             num_attention_heads=2,
             attention_head_dim=16,
@@ -482,7 +482,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Qwen-Image": Example(
-        _diffusers(
+        from_diffusers(
             "QwenImageTransformer2DModel",
             in_channels=16,
             out_channels=4,
@@ -501,7 +501,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Z-Image": Example(
-        _diffusers(
+        from_diffusers(
             "ZImageTransformer2DModel",
             in_channels=4,
             dim=32,
@@ -521,7 +521,7 @@ EXAMPLES: dict[str, Example] = {
         _TEXT_WAYS,
     ),
     "Lumina 2": Example(
-        _diffusers(
+        from_diffusers(
             "Lumina2Transformer2DModel",
             sample_size=8,
             in_channels=4,
@@ -543,7 +543,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "PixArt": Example(
-        _diffusers(
+        from_diffusers(
             "PixArtTransformer2DModel",
             num_attention_heads=2,
             attention_head_dim=16,
@@ -562,7 +562,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "AuraFlow": Example(
-        _diffusers(
+        from_diffusers(
             "AuraFlowTransformer2DModel",
             sample_size=8,
             num_mmdit_layers=1,
@@ -580,7 +580,7 @@ EXAMPLES: dict[str, Example] = {
         ),
     ),
     "Sana": Example(
-        _diffusers(
+        from_diffusers(
             "SanaTransformer2DModel",
             in_channels=4,
             out_channels=4,
@@ -600,44 +600,44 @@ EXAMPLES: dict[str, Example] = {
         ),
         ("residual", "encoder projection", "gated product"),
     ),
-    "T5": Example(_transformers("T5EncoderModel", "T5Config", **_T5), _forward(
+    "T5": Example(from_transformers("T5EncoderModel", "T5Config", **_T5), _forward(
         input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS),
     "T5 gated": Example(
-        _transformers("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
+        from_transformers("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
         _forward(input_ids=_tokens(), attention_mask=_mask()),
         _TEXT_WAYS,
     ),
     "UMT5": Example(
-        _transformers("UMT5EncoderModel", "UMT5Config", **_T5, feed_forward_proj="gated-gelu"),
+        from_transformers("UMT5EncoderModel", "UMT5Config", **_T5, feed_forward_proj="gated-gelu"),
         _forward(input_ids=_tokens(), attention_mask=_mask()),
         _TEXT_WAYS,
     ),
     "CLIP text": Example(
-        _transformers("CLIPTextModel", "CLIPTextConfig", **_CLIP, vocab_size=64,
+        from_transformers("CLIPTextModel", "CLIPTextConfig", **_CLIP, vocab_size=64,
                       max_position_embeddings=16, eos_token_id=2),
         _forward(input_ids=_tokens()),
     ),
     "CLIP vision": Example(
-        _transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_CLIP, image_size=16,
+        from_transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_CLIP, image_size=16,
                       patch_size=8, projection_dim=16),
         _forward(pixel_values=lambda: _random(1, 3, 16, 16)),
     ),
     "Llama": Example(
-        _transformers("LlamaModel", "LlamaConfig", **_LLAMA), _forward(**_TEXT_CALL), _TEXT_WAYS
+        from_transformers("LlamaModel", "LlamaConfig", **_LLAMA), _forward(**_TEXT_CALL), _TEXT_WAYS
     ),
     "Qwen2.5-VL text": Example(
-        _transformers("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_LLAMA,
+        from_transformers("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_LLAMA,
                       rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3],
                                        "rope_theta": 10000.0}),
         _forward(**_TEXT_CALL),
         _TEXT_WAYS,
     ),
     "Gemma 2": Example(
-        _transformers("Gemma2Model", "Gemma2Config", **_LLAMA, head_dim=16), _forward(**_TEXT_CALL),
+        from_transformers("Gemma2Model", "Gemma2Config", **_LLAMA, head_dim=16), _forward(**_TEXT_CALL),
         _TEXT_WAYS,
     ),
     "Gemma 3": Example(
-        _transformers("Gemma3TextModel", "Gemma3TextConfig", **_LLAMA, head_dim=16),
+        from_transformers("Gemma3TextModel", "Gemma3TextConfig", **_LLAMA, head_dim=16),
         _forward(**_TEXT_CALL),
         _TEXT_WAYS,
     ),
