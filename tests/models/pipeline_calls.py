@@ -33,6 +33,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+def quiet(text: str) -> None:
+    """What a guard announces is heard, and not said."""
+
+
 def name_denoiser(name: str) -> str:
     """Return the component of a pipeline that denoises, by the pipeline's name."""
     return "unet" if name in ("sd", "sdxl", "svd") else "transformer"

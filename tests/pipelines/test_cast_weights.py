@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.pipeline_calls import quiet
 from models.snapshots import assert_untouched
 from processes.left_guards import leaving_no_guard
 from stopdown import guard, make_plan
@@ -72,10 +73,6 @@ def sample(patcher: Any, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         options = {"sample_sigmas": LEVELS, "sigmas": level[None]}
         x = x - 0.1 * network(x.to(dtype), level[None], transformer_options=options).float()
     return x
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.mark.parametrize(("stored", "hides"), [(torch.float32, False), (torch.bfloat16, True)])

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from models import pipeline_calls
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
@@ -39,10 +39,6 @@ def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
     pipe = testing.make_pipeline(name, dtype=dtype)
     call_pipeline(pipe, name)
     return pipe
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.fixture

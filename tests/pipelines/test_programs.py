@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.pipeline_calls import quiet
 from models.programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
 from models.snapshots import assert_untouched
 from stopdown import apply_plan, make_plan
@@ -29,10 +30,6 @@ def nothing_stays() -> Any:
     """Calls of modules go the way that they went before, after each of these tests."""
     yield
     assert vars(nn.Module)["__call__"] is PLAIN_CALL
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline, make_pipeline
+from models.pipeline_calls import call_pipeline, make_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownWarning
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
 from stopdown.runtime.guard import LEFT_ON, guard
 from stopdown.runtime.repair_order import Remedy, list_remedies
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
