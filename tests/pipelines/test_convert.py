@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +16,11 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_single_file import rename_unet, rename_vae
 
 import stopdown
 from models.conversions import assert_right, convert_made, plan_plainly, run_plain
 from models.pipeline_calls import call_pipeline
+from models.single_file_layout import name_pipeline
 from models.snapshots import assert_untouched
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
@@ -242,19 +241,14 @@ def test_what_is_left_is_copied(
 
 def save_single(folder: Path, path: Path) -> None:
     """The tiny Stable Diffusion as one file, with what Diffusers does not read besides."""
-    tensors = {}
-    unet = load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
-    tensors |= {rename_unet(name): tensor for name, tensor in unet.items()}
-    for name, tensor in load_file(folder / "vae" / "diffusion_pytorch_model.safetensors").items():
-        is_projection = re.search(r"attentions.*to_.*weight", name)
-        tensors[rename_vae(name)] = tensor[..., None, None] if is_projection else tensor
-    for name, tensor in load_file(folder / "text_encoder" / "model.safetensors").items():
-        prefix = "cond_stage_model.transformer.text_model."
-        tensors[prefix + name.removeprefix("text_model.")] = tensor
+    weights = "diffusion_pytorch_model.safetensors"
+    tensors = name_pipeline(
+        *(load_file(folder / name / weights) for name in ("unet", "vae")),
+        load_file(folder / "text_encoder" / "model.safetensors"),
+    )
     tensors["model_ema.decay"] = torch.tensor([0.5, 0.25])
     tensors["model_ema.num_updates"] = torch.tensor(7)
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"modelspec.title": "tiny"})
+    save_file(tensors, path, metadata={"modelspec.title": "tiny"})
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_single_file import save_single_file
 
 import stopdown.frames.media
+from models.single_file_layout import save_single_file
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, StopdownError
 from stopdown.files.outputs import find_record_path
