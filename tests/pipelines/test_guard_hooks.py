@@ -512,4 +512,7 @@ def test_nested_with_a_fault(first: int) -> None:
         assert sorted(len(one.repairs) for one in guards) == [0, 1]
         guards.pop(first).remove()
         np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
-        guards.pop().remove()
+        left = guards.pop()
+        left.remove()
+    calls = {call.component: call.calls for call in left.record.calls}
+    assert calls == {"text_encoder": 4, "transformer": 4, "vae.decode": 2}
