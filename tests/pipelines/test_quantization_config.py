@@ -15,6 +15,7 @@ import torch
 
 import stopdown
 from models.pipeline_calls import call_pipeline
+from models.signature_cases import draw_ip_adapter, draw_picture
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
@@ -609,19 +610,6 @@ def test_groups_are_offloaded(planned: Any, pixels: Any) -> None:
     assert makes(planned, pixels)
 
 
-@pytest.mark.slow  # compiled components under a guard: test_guard_hooks
-@pytest.mark.parametrize("kind", ["in place", "whole"])
-def test_compiled_models_make_the_same(planned: Any, pixels: Any, kind: str) -> None:
-    """`torch.compile(module)` and `module.compile()`, both after the model was loaded."""
-    torch.compiler.reset()
-    if kind == "whole":
-        planned.transformer = torch.compile(planned.transformer, backend="eager")
-    else:
-        planned.transformer.compile(backend="eager")
-    assert makes(planned, pixels)
-    torch.compiler.reset()
-
-
 def test_two_pipelines_share_components(loaded: Any, pixels: Any) -> None:
     """Another class around the same components; each makes what it makes alone."""
     from diffusers import CogVideoXVideoToVideoPipeline
@@ -665,64 +653,11 @@ def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pipeline("sd", tmp_path_factory.mktemp("models") / "sd", overflow="unet")
 
 
-@pytest.mark.slow  # calls with these residuals under a plan: test_signatures
-@pytest.mark.filterwarnings("ignore:unet was called")
-def test_a_controlnet_adds_to_it(sd: Path) -> None:
-    """Calls with its residuals are of another signature: they are right, with exponents or without."""
-    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
-    from PIL import Image
-
-    torch.manual_seed(0)
-    made = testing.make_pipeline("sd").unet
-    control = ControlNetModel.from_unet(made)
-    for parameter in control.controlnet_down_blocks.parameters():
-        torch.nn.init.normal_(parameter, std=0.01)
-    picture = Image.new("RGB", (32, 32), "red")
-
-    def run(dtype: torch.dtype, **options: Any) -> Any:
-        pipe = StableDiffusionControlNetPipeline.from_pretrained(
-            sd, dtype=dtype, controlnet=control.to(dtype), **options
-        )
-        pipe.set_progress_bar_config(disable=True)
-        seed = torch.Generator().manual_seed(0)
-        given = {"image": picture, "height": 32, "width": 32, "num_inference_steps": 2}
-        return pipe("a", generator=seed, output_type="np", **given).images
-
-    wanted = run(torch.float32)
-    assert is_near(run(FP16, quantization_config=stopdown.quantization(sd)), wanted)
-
-
-def draw_ip_adapter(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """An IP-Adapter for a UNet, as Diffusers reads it from a file."""
-    draw = torch.Generator().manual_seed(0)
-
-    def make(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=draw) * sizes[-1] ** -0.5
-
-    width = unet.config.cross_attention_dim
-    found, number = {}, 1
-    for name in unet.attn_processors:
-        if name.endswith("attn2.processor"):
-            attention = unet.get_submodule(name.removesuffix(".processor"))
-            for part in ("k", "v"):
-                found[f"{number}.to_{part}_ip.weight"] = make(attention.inner_dim, width)
-            number += 2
-    projection = {
-        "proj.weight": make(4 * width, width),
-        "proj.bias": torch.zeros(4 * width),
-        "norm.weight": torch.ones(width),
-        "norm.bias": torch.zeros(width),
-    }
-    return {"image_proj": projection, "ip_adapter": found}
-
-
 def load_ip_adapter(pipe: Any) -> dict[str, Any]:
     """Load one into a pipeline; return the argument with a picture's embedding."""
     weights = draw_ip_adapter(pipe.unet)
     pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
-    width = pipe.unet.config.cross_attention_dim
-    drawn = torch.randn(2, 1, width, generator=torch.Generator().manual_seed(1))
-    return {"ip_adapter_image_embeds": [drawn.to(pipe.dtype)]}
+    return {"ip_adapter_image_embeds": [draw_picture(2).to(pipe.dtype)]}
 
 
 def test_an_ip_adapter_is_refused(sd: Path) -> None:
@@ -912,25 +847,6 @@ def test_a_component_of_bitsandbytes_lies_beside_it(
     }
     own = kinds[other](load_in_8bit=True)
     run_beside(fluxes, other, own, "bitsandbytes")
-
-
-@pytest.mark.slow  # captured with its LoRA: test_adapters
-def test_a_lora_that_was_loaded_before_is_planned_with(cogvideox: Path, tmp_path: Path) -> None:
-    """`make_plan` of a pipeline with a LoRA: its matrices have exponents, and come off as they were."""
-    from models.lora_cases import draw_lora, load_lora, name_lora
-
-    pipe = load_pipeline(cogvideox, torch.float32)
-    bare = call_pipeline(pipe, "cogvideox")
-    tensors = name_lora(draw_lora(pipe, "cogvideox"), "diffusers", "cogvideox")
-    load_lora(pipe, tensors, tmp_path, "style")
-    wanted = call_pipeline(pipe, "cogvideox")
-    assert not is_near(bare, wanted)
-    plan = stopdown.make_plan(pipe, prompts={"prompt": "a", "num_frames": 5})
-    with apply_plan(pipe, plan):
-        assert is_near(call_pipeline(pipe, "cogvideox"), wanted, 0.005)
-    np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), wanted)
-    with pytest.raises(PlanError, match=r"weights other than .* or additional adapters"):
-        apply_plan(load_pipeline(cogvideox, torch.float32), plan)
 
 
 @pytest.mark.slow
