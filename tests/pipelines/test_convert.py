@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import stopdown
 from models.conversions import assert_right, convert_made, plan_plainly, run_plain
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, load_plain
 from models.single_file_layout import name_pipeline
 from models.snapshots import assert_untouched
 from stopdown import __version__
@@ -698,15 +698,6 @@ def test_what_folds_cannot_do_is_carried(
     original = load_plain(folder, torch.float32)
     for name, tensor in original.transformer.state_dict().items():
         assert torch.equal(wide.transformer.state_dict()[name], tensor)
-
-
-def load_plain(folder: Path, dtype: torch.dtype) -> Any:
-    """A pipeline as a script loads it, without its bars."""
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import stopdown.frames.media
+from models.pipeline_calls import paint_decoder
 from models.single_file_layout import save_single_file
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, StopdownError
@@ -273,22 +272,12 @@ def test_the_remedy_works(run: Any, out: Path) -> None:
     assert len(read_video(out / "frames")) == 1
 
 
-def paint_decoder(folder: Path, bias: float) -> None:
-    """Make an autoencoder's decoder paint one value everywhere."""
-    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(path)
-    tensors["decoder.conv_out.conv.weight"].zero_()
-    tensors["decoder.conv_out.conv.bias"].fill_(bias)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(("bias", "kind"), [(-2.0, "black"), (0.0, "grey")])
 def test_one_colour_is_a_finding(
     save_tiny: SaveTiny, media: Path, out: Path, tmp_path: Path, bias: float, kind: str
 ) -> None:
     """A decoder that paints one value is written and reported, with what to type."""
-    folder = Path(shutil.copytree(save_tiny("cogvideox"), tmp_path / "painted"))
-    paint_decoder(folder, bias)
+    folder = paint_decoder(save_tiny("cogvideox"), tmp_path / "painted", bias)
     record = generate(make_options(folder, out, media, **RUNS["cogvideox"]))
     (finding,) = record.findings
     assert (finding.kind, finding.module_path) == (f"{kind}-frames", "output")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stopdown
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, load_plain
 from models.signature_cases import draw_ip_adapter, draw_picture
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
@@ -54,15 +54,6 @@ def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_pipeline(folder: Path, dtype: Any = FP16, **options: Any) -> Any:
-    """A pipeline as a script loads it, without its bars."""
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **options)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def load_transformer(folder: Path, **options: Any) -> Any:
     """The transformer of a pipeline, by a config without a plan."""
     from diffusers import CogVideoXTransformer3DModel
@@ -95,9 +86,9 @@ def is_near(found: Any, wanted: Any, limit: float = 0.01) -> bool:
 
 def test_a_pipeline_that_overflows_runs_in_fp16(cogvideox: Path) -> None:
     """Plain fp16 is NaN; with the config pixels are finite and nearer to fp32 than bf16."""
-    wanted = call_pipeline(load_pipeline(cogvideox, torch.float32), "cogvideox")
-    assert not np.isfinite(call_pipeline(load_pipeline(cogvideox), "cogvideox")).all()
-    pipe = load_pipeline(cogvideox, quantization_config=stopdown.quantization(cogvideox))
+    wanted = call_pipeline(load_plain(cogvideox, torch.float32), "cogvideox")
+    assert not np.isfinite(call_pipeline(load_plain(cogvideox, FP16), "cogvideox")).all()
+    pipe = load_plain(cogvideox, FP16, quantization_config=stopdown.quantization(cogvideox))
     assert is_near(call_pipeline(pipe, "cogvideox"), wanted, 0.003)
 
 
@@ -115,8 +106,8 @@ def test_it_gives_what_apply_plan_gives(cogvideox: Path, tmp_path: Path, name: s
         folder = save_pipeline(name, tmp_path / name, overflow=denoiser)
     config = stopdown.quantization(folder)
     pipe, other = (
-        load_pipeline(folder, quantization_config=config),
-        load_pipeline(folder, torch.float32),
+        load_plain(folder, FP16, quantization_config=config),
+        load_plain(folder, torch.float32),
     )
     apply_plan(other, join_plans(config))
     for part in config.quant_mapping:
@@ -305,12 +296,12 @@ def test_a_folder_with_a_plan_is_loaded_in_bf16_without_it(
 def test_formats_of_a_pipeline_are_named_by_component(cogvideox: Path, saved: Path) -> None:
     """A saved pipeline with one component in bf16: that one without its plan, the others with theirs."""
     config = stopdown.quantization(cogvideox)
-    pipe = load_pipeline(saved, {"text_encoder": torch.bfloat16, "default": torch.float16})
+    pipe = load_plain(saved, {"text_encoder": torch.bfloat16, "default": torch.float16})
     assert pipe.text_encoder.dtype == torch.bfloat16
     assert not getattr(pipe.text_encoder, "is_quantized", False)
     assert pipe.transformer.quantization_method == "stopdown"
     with pytest.raises(OptionError, match=r"delete its entry of quant_mapping"):
-        load_pipeline(cogvideox, {"vae": torch.bfloat16}, quantization_config=config)
+        load_plain(cogvideox, {"vae": torch.bfloat16}, quantization_config=config)
 
 
 SaveTiny = Callable[..., Path]
@@ -335,13 +326,13 @@ def test_a_saved_model_loads_again_by_itself(cogvideox: Path, tmp_path: Path, na
 @pytest.fixture
 def planned(cogvideox: Path) -> Any:
     """A pipeline that was loaded by a config, for a test that changes it."""
-    return load_pipeline(cogvideox, quantization_config=stopdown.quantization(cogvideox))
+    return load_plain(cogvideox, FP16, quantization_config=stopdown.quantization(cogvideox))
 
 
 @pytest.fixture(scope="module")
 def loaded(cogvideox: Path) -> Any:
     """A pipeline that was loaded by a config, for tests that leave it as it is."""
-    return load_pipeline(cogvideox, quantization_config=stopdown.quantization(cogvideox))
+    return load_plain(cogvideox, FP16, quantization_config=stopdown.quantization(cogvideox))
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +369,7 @@ def test_a_pipeline_takes_configs_by_component(cogvideox: Path) -> None:
     assert isinstance(config, PipelineQuantizationConfig)
     assert {*config.quant_mapping} == {"transformer", "text_encoder", "vae"}
     with pytest.raises(ValueError, match="PipelineQuantizationConfig"):
-        load_pipeline(cogvideox, quantization_config=stopdown.StopdownConfig())
+        load_plain(cogvideox, FP16, quantization_config=stopdown.StopdownConfig())
 
 
 def test_a_component_may_be_left_to_another_method(cogvideox: Path) -> None:
@@ -386,7 +377,7 @@ def test_a_component_may_be_left_to_another_method(cogvideox: Path) -> None:
     config = stopdown.quantization(cogvideox)
     del config.quant_mapping["text_encoder"]
     formats = {"text_encoder": torch.bfloat16, "default": FP16}
-    pipe = load_pipeline(cogvideox, formats, quantization_config=config)
+    pipe = load_plain(cogvideox, formats, quantization_config=config)
     assert pipe.text_encoder.dtype == torch.bfloat16
     assert not getattr(pipe.text_encoder, "is_quantized", False)
     assert pipe.transformer.is_quantized
@@ -410,7 +401,7 @@ def test_a_device_map_places_folded_weights(cogvideox: Path, pixels: Any, device
         assert have_same_weights(load_transformer(cogvideox, device_map="auto"), wanted)
     else:
         config = stopdown.quantization(cogvideox)
-        pipe = load_pipeline(cogvideox, quantization_config=config, device_map=device_map)
+        pipe = load_plain(cogvideox, FP16, quantization_config=config, device_map=device_map)
         assert makes(pipe, pixels)
 
 
@@ -541,14 +532,14 @@ def test_a_carried_plan_of_other_versions_is_taken_and_said(
 # Beside other things
 def test_a_saved_pipeline_makes_the_same_pixels(saved: Path, pixels: Any) -> None:
     """Saved and loaded without an argument."""
-    assert makes(load_pipeline(saved), pixels)
+    assert makes(load_plain(saved, FP16), pixels)
 
 
 def test_a_pipeline_under_apply_plan_is_not_saved(
     cogvideox: Path, plan: Plan, tmp_path: Path
 ) -> None:
     """Its files would have exponents and not say so: refused until the plan is off, then exact."""
-    pipe = load_pipeline(cogvideox, torch.float32)
+    pipe = load_plain(cogvideox, torch.float32)
     wanted = call_pipeline(pipe, "cogvideox")
     handle = apply_plan(pipe, plan)
     for name in ("transformer", "text_encoder", "vae"):
@@ -560,7 +551,7 @@ def test_a_pipeline_under_apply_plan_is_not_saved(
     assert not (tmp_path / "whole" / "model_index.json").exists()
     handle.undo()
     pipe.save_pretrained(tmp_path / "off")
-    again = load_pipeline(tmp_path / "off", torch.float32)
+    again = load_plain(tmp_path / "off", torch.float32)
     np.testing.assert_array_equal(call_pipeline(again, "cogvideox"), wanted)
 
 
@@ -569,14 +560,14 @@ def test_the_plan_comes_off(cogvideox: Path, planned: Any) -> None:
     for name in ("transformer", "text_encoder", "vae"):
         getattr(planned, name).dequantize()
         assert getattr(planned, name).dtype == torch.float32
-    wanted = call_pipeline(load_pipeline(cogvideox, torch.float32), "cogvideox")
+    wanted = call_pipeline(load_plain(cogvideox, torch.float32), "cogvideox")
     assert is_near(call_pipeline(planned, "cogvideox"), wanted, 1e-3)
 
 
 def test_a_guard_can_come_with_it(cogvideox: Path, pixels: Any) -> None:
     """`guard=True` watches each component; a guard may lie around the pipeline as well."""
     config = stopdown.quantization(cogvideox, guard=True)
-    pipe = load_pipeline(cogvideox, quantization_config=config)
+    pipe = load_plain(cogvideox, FP16, quantization_config=config)
     assert makes(pipe, pixels)
     (call,) = pipe.transformer.stopdown_guard.record.calls
     assert call.calls == 2
@@ -627,7 +618,7 @@ def test_loras_come_and_go(cogvideox: Path, planned: Any, pixels: Any, tmp_path:
     """They take the exponents of the weights that they add to, loaded and fused, and leave nothing."""
     from models.lora_cases import draw_lora, load_lora, name_lora
 
-    wide = load_pipeline(cogvideox, torch.float32)
+    wide = load_plain(cogvideox, torch.float32)
     tensors = name_lora(draw_lora(wide, "cogvideox"), "peft", "cogvideox")
     for pipe in (wide, planned):
         load_lora(pipe, tensors, tmp_path, "style")
@@ -656,7 +647,7 @@ def load_ip_adapter(pipe: Any) -> dict[str, Any]:
 
 def test_an_ip_adapter_is_refused(sd: Path) -> None:
     """Its layers would add to scaled values; the error says what to do instead."""
-    pipe = load_pipeline(sd, quantization_config=stopdown.quantization(sd))
+    pipe = load_plain(sd, FP16, quantization_config=stopdown.quantization(sd))
     with pytest.raises(OptionError, match=r"An IP-Adapter.*stopdown\.guard\(pipe\)"):
         load_ip_adapter(pipe)
 
@@ -664,11 +655,11 @@ def test_an_ip_adapter_is_refused(sd: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.unet. gave .* NaN")  # what the guard says of its repair
 def test_a_guarded_pipeline_takes_an_ip_adapter(sd: Path) -> None:
     """What the error advises: black in fp16 without the guard, right with it, and the picture counts."""
-    wide = load_pipeline(sd, torch.float32)
+    wide = load_plain(sd, torch.float32)
     bare = call_pipeline(wide, "sd")
     wanted = call_pipeline(wide, "sd", **load_ip_adapter(wide))
     assert not is_near(bare, wanted, 0.05)
-    pipe = load_pipeline(sd)
+    pipe = load_plain(sd, FP16)
     given = load_ip_adapter(pipe)
     assert not np.isfinite(call_pipeline(pipe, "sd", **given)).all()
     with stopdown.guard(pipe):
@@ -677,7 +668,7 @@ def test_a_guarded_pipeline_takes_an_ip_adapter(sd: Path) -> None:
 
 def test_a_cast_to_its_own_dtype_is_none(sd: Path) -> None:
     """Diffusers gives a text encoder its own dtype back when a LoRA is loaded: that moves it alone."""
-    encoder = load_pipeline(sd, quantization_config=stopdown.quantization(sd)).text_encoder
+    encoder = load_plain(sd, FP16, quantization_config=stopdown.quantization(sd)).text_encoder
     before = {name: x.dtype for name, x in encoder.named_parameters()}
     assert encoder.to(device="cpu", dtype=encoder.dtype) is encoder
     assert encoder.to(encoder.dtype) is encoder
@@ -778,12 +769,12 @@ def test_a_gguf_transformer_lies_beside_it(fluxes: dict[str, Path], tmp_path: Pa
     from diffusers import PipelineQuantizationConfig
 
     flux = fluxes["text_encoder_2"]
-    wanted = call_pipeline(load_pipeline(flux, torch.float32), "flux")
+    wanted = call_pipeline(load_plain(flux, torch.float32), "flux")
     given = {"transformer": load_gguf(flux, tmp_path / "flux.gguf")}
-    assert not np.isfinite(call_pipeline(load_pipeline(flux, **given), "flux")).all()
+    assert not np.isfinite(call_pipeline(load_plain(flux, FP16, **given), "flux")).all()
     mapping = {name: stopdown.StopdownConfig() for name in ("transformer", "text_encoder_2")}
     config = PipelineQuantizationConfig(quant_mapping=mapping)
-    pipe = load_pipeline(flux, quantization_config=config, **given)
+    pipe = load_plain(flux, FP16, quantization_config=config, **given)
     assert pipe.transformer.quantization_method.value == "gguf"
     assert pipe.text_encoder_2.quantization_method == "stopdown"
     assert is_near(call_pipeline(pipe, "flux"), wanted)
@@ -793,10 +784,10 @@ def run_beside(fluxes: dict[str, Path], other: str, config: Any, method: str) ->
     """Load Flux with one component by another method: the one that overflows is certified, and right."""
     (mine,) = {"transformer", "text_encoder_2"} - {other}
     folder = fluxes[mine]
-    wanted = call_pipeline(load_pipeline(folder, torch.float32), "flux")
+    wanted = call_pipeline(load_plain(folder, torch.float32), "flux")
     mapping = stopdown.quantization(folder)
     mapping.quant_mapping[other] = config
-    found = load_pipeline(folder, quantization_config=mapping)
+    found = load_plain(folder, FP16, quantization_config=mapping)
     methods = {name: getattr(found, name).quantization_method for name in (mine, other)}
     assert methods[mine] == "stopdown"
     assert methods[other].value == method
@@ -850,11 +841,11 @@ def test_force_upcast_is_answered(tmp_path: Path) -> None:
     folder = save_pipeline("sdxl", tmp_path / "sdxl", overflow="vae")
     path = folder / "vae" / "config.json"
     assert json.loads(path.read_text(encoding="utf-8"))["force_upcast"]
-    wanted = call_pipeline(load_pipeline(folder, torch.float32), "sdxl")
-    plain = load_pipeline(folder)
+    wanted = call_pipeline(load_plain(folder, torch.float32), "sdxl")
+    plain = load_plain(folder, FP16)
     plain.vae.register_to_config(force_upcast=False)
     assert not np.isfinite(call_pipeline(plain, "sdxl")).all()
-    pipe = load_pipeline(folder, quantization_config=stopdown.quantization(folder))
+    pipe = load_plain(folder, FP16, quantization_config=stopdown.quantization(folder))
     for run in (pipe, stopdown.load(folder, precision="fp16", device="cpu")):
         assert is_near(call_pipeline(run, "sdxl"), wanted, 0.005)
         assert run.vae.dtype == FP16
