@@ -858,29 +858,3 @@ def test_what_comes_into_out_meanwhile_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
     assert (out / "mine").is_file()
     assert (tmp_path / "out-2" / "stopdown.json").is_file()
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_conversion_that_ends_early_leaves_nothing(
-    failure: BaseException,
-    save_planned: Callable[[str], tuple[Path, Plan]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
-    folder, plan = save_planned("sd")
-    write = component_folders.write_weights
-
-    def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
-        write(module, place, *metadata)
-        raise failure
-
-    monkeypatch.setattr(component_folders, "write_weights", fail)
-    with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
-        convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
-    assert list(tmp_path.iterdir()) == []
-    if isinstance(failure, OSError):
-        assert str(caught.value) == (
-            f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
-            "half-written was left behind. Free some space, or choose another disk as OUT."
-        )
