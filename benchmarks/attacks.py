@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
+from kill_tries import Killed, count_kills, count_pairs, start  # noqa: E402
 from revision import describe_code  # noqa: E402
 
 from processes.guarded_threads import call_from_threads  # noqa: E402 (the path is set above)
-from processes.kill_tries import Killed, count_kills, count_pairs, start  # noqa: E402
 from processes.signal_tries import count_tries  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 

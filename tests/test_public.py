@@ -7,11 +7,16 @@ import json
 import pkgutil
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stopdown
+from models.comparisons import make_comparison
+from stopdown.records import to_json
 
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL"}
 
@@ -32,6 +37,70 @@ def test_importing_loads_nothing_heavy() -> None:
     )
     assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
     assert len(loaded) < 200
+
+
+WITHOUT_TORCH = {
+    "explaining a message": (
+        "unattributed",
+        """
+        import stopdown
+        answer = stopdown.explain("RuntimeWarning: invalid value encountered in cast").fault
+        """,
+    ),
+    "checking a source": (
+        [64, True],
+        """
+        from stopdown.sources.sources import *
+        source = resolve_source(FOLDER); verify_source(source)
+        answer = len(fingerprint(source)), bool(read_stored_dtypes(source))
+        """,
+    ),
+    "deciding precisions": (
+        True,
+        """
+        from stopdown.plans import precision
+        facts = precision.ComponentFacts("vae", ("vae",), {"fp32": 1})
+        request = precision.resolve_request(precision.parse_request("auto"), {"vae": ("vae",)})
+        answer = bool(precision.decide_precisions([facts], {}, request))
+        """,
+    ),
+    "describing the machine": (
+        None,
+        """
+        from stopdown.devices.environment import describe_machine
+        answer = describe_machine()["torch_threads"]
+        """,
+    ),
+    "making a page of a record": (
+        True,
+        """
+        from pathlib import Path
+        from stopdown.app.report_command import report
+        answer = report(Path(RECORD), None)[1].exists()
+        """,
+    ),
+    "reading names of formats": (
+        [65504.0, "bf16"],
+        """
+        from stopdown.number_formats import FORMATS, find_format
+        answer = FORMATS["fp16"].largest, find_format("BF16").name
+        """,
+    ),
+}
+"""What is done in a fresh process, by what it answers."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_it_needs_no_torch(name: str, save_tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A fresh process answers, and has loaded nothing heavy."""
+    answer, code = WITHOUT_TORCH[name]
+    record = tmp_path / "r.html.json"
+    record.write_text(to_json(make_comparison()))
+    folder = str(save_tiny("cogvideox")) if "FOLDER" in code else ""
+    code = f"FOLDER, RECORD = {folder!r}, {str(record)!r}\n" + textwrap.dedent(code)
+    found, loaded = run_fresh(f"{code}\nprint(json.dumps([answer, sorted(sys.modules)]))")
+    assert found == answer
+    assert HEAVY.isdisjoint(x.split(".")[0] for x in loaded)
 
 
 def test_importing_prints_and_changes_nothing() -> None:

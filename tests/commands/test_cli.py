@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
+from models.pipeline_calls import paint_decoder
 from stopdown import __version__
 from stopdown.app import cli, messages
 from stopdown.devices.device_profiles import find_profile
@@ -181,23 +180,12 @@ def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveT
     assert re.search(r"repaired  transformer:\S+: rescaled, 1 call run again", out)
 
 
-def paint_black(source: Path, folder: Path) -> Path:
-    """A copy whose decoder paints everything black."""
-    shutil.copytree(source, folder)
-    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(path)
-    tensors["decoder.conv_out.conv.weight"].zero_()
-    tensors["decoder.conv_out.conv.bias"].fill_(-2)
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--strict"], 1)])
 def test_findings_exit_with_1_when_strict(
     run: Any, save_tiny: SaveTiny, here: Path, tmp_path: Path, flags: list[str], code: int
 ) -> None:
     """A black clip is written and named on the card; only --strict makes it a failure."""
-    source = paint_black(save_tiny("cogvideox"), tmp_path / "black")
+    source = paint_decoder(save_tiny("cogvideox"), tmp_path / "black")
     found, out, err = run("generate", source, "a", *SIZES, *flags)
     assert (found, err) == (code, "")
     assert "black-frames: All 9 frames" in out

@@ -15,7 +15,7 @@ import torch
 
 from device.simulated_device import KIND, Simulated
 from models.injected_faults import inject
-from models.pipeline_calls import CALLS, call_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
@@ -31,10 +31,6 @@ FAMILIES = [
     name if name in ("sd", "cogvideox") else pytest.param(name, marks=pytest.mark.slow)
     for name in CALLS
 ]
-
-
-def quiet(text: str) -> None:
-    """Hears and says nothing."""
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.injected_faults import inject
-from models.pipeline_calls import CALLS, call_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_components
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.gpu
 
 ROOM = 2**24
 """What libraries take for themselves, beside which a tiny pipeline is nothing."""
-
-
-def quiet(text: str) -> None:
-    """Hears and says nothing."""
 
 
 def test_a_guarded_run_has_the_same_bits(accelerator: Device) -> None:

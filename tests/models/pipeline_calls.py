@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from stopdown import testing
 
@@ -31,6 +34,30 @@ CALLS: dict[str, dict[str, Any]] = {
         "max_sequence_length": 16,
     },
 }
+
+
+def quiet(text: str) -> None:
+    """What a guard announces is heard, and not said."""
+
+
+def paint_decoder(source: Path, folder: Path, value: float = -2.0) -> Path:
+    """A copy of a saved CogVideoX whose decoder paints one value everywhere: below -1 all is black."""
+    shutil.copytree(source, folder)
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["decoder.conv_out.conv.weight"].zero_()
+    tensors["decoder.conv_out.conv.bias"].fill_(value)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def load_plain(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """A pipeline as a script loads it, without its bars."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def name_denoiser(name: str) -> str:

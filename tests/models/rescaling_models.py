@@ -107,7 +107,7 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
-def _diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
+def from_diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import diffusers
 
@@ -116,7 +116,7 @@ def _diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def _transformers(name: str, config_name: str, **config: Any) -> Callable[[], nn.Module]:
+def from_transformers(name: str, config_name: str, **config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
@@ -241,410 +241,273 @@ _MAP_WAYS = ("residual", "feature maps", "attention values")
 
 EXAMPLES: dict[str, Example] = {
     "CogVideoX rotary": Example(
-        _diffusers(
-            "CogVideoXTransformer3DModel", **_COGVIDEOX, use_rotary_positional_embeddings=True
-        ),
+        from_diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX, use_rotary_positional_embeddings=True),
         _forward(**_COGVIDEOX_CALL, **_ROTARY),
     ),
     "CogVideoX learned": Example(
-        _diffusers(
-            "CogVideoXTransformer3DModel",
-            **_COGVIDEOX,
-            use_rotary_positional_embeddings=True,
+        from_diffusers(
+            "CogVideoXTransformer3DModel", **_COGVIDEOX, use_rotary_positional_embeddings=True,
             use_learned_positional_embeddings=True,
         ),
         _forward(**_COGVIDEOX_CALL, **_ROTARY),
     ),
     "CogVideoX sinusoidal": Example(
-        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL)
+        from_diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL),
     ),
     "CogVideoX sinusoidal at another size": Example(
-        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX),
+        from_diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX),
         _forward(**{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 3, 4, 6, 10)}),
     ),
     "CogVideoX image to video": Example(
-        _diffusers(
-            "CogVideoXTransformer3DModel",
-            **{**_COGVIDEOX, "in_channels": 8},
+        from_diffusers(
+            "CogVideoXTransformer3DModel", **{**_COGVIDEOX, "in_channels": 8},
             use_rotary_positional_embeddings=True,
         ),
-        _forward(
-            **{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 2, 8, 8, 8)}, **_ROTARY
-        ),
+        _forward(**{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 2, 8, 8, 8)}, **_ROTARY),
     ),
     "CogView3-Plus": Example(
-        _diffusers("CogView3PlusTransformer2DModel", **_COGVIEW, pos_embed_max_size=8),
+        from_diffusers("CogView3PlusTransformer2DModel", **_COGVIEW, pos_embed_max_size=8),
         _forward(**_COGVIEW_CALL),
     ),
     "CogView4": Example(
-        _diffusers(
-            "CogView4Transformer2DModel", **_COGVIEW, pos_embed_max_size=8, rope_axes_dim=(8, 8)
+        from_diffusers(
+            "CogView4Transformer2DModel", **_COGVIEW, pos_embed_max_size=8, rope_axes_dim=(8, 8),
         ),
         _forward(**_COGVIEW_CALL),
     ),
     "SVD UNet": Example(
-        _diffusers(
-            "UNetSpatioTemporalConditionModel",
-            block_out_channels=(32, 64),
-            layers_per_block=1,
+        from_diffusers(
+            "UNetSpatioTemporalConditionModel", block_out_channels=(32, 64), layers_per_block=1,
             down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
             up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-            cross_attention_dim=16,
-            num_attention_heads=(2, 2),
-            addition_time_embed_dim=8,
+            cross_attention_dim=16, num_attention_heads=(2, 2), addition_time_embed_dim=8,
             projection_class_embeddings_input_dim=24,
         ),
         _forward(
-            sample=lambda: _random(1, 2, 8, 8, 8),
-            timestep=lambda: torch.tensor(1.5),
+            sample=lambda: _random(1, 2, 8, 8, 8), timestep=lambda: torch.tensor(1.5),
             encoder_hidden_states=lambda: _random(1, 1, 16),
             added_time_ids=lambda: torch.tensor([[6.0, 127.0, 0.02]]),
         ),
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SVD VAE": Example(
-        _diffusers(
-            "AutoencoderKLTemporalDecoder",
-            block_out_channels=(32, 32),
+        from_diffusers(
+            "AutoencoderKLTemporalDecoder", block_out_channels=(32, 32),
             down_block_types=("DownEncoderBlock2D",) * 2,
         ),
-        _encode_and_decode((2, 3, 16, 16), (2, 4, 8, 8), num_frames=2),
-        _MAP_WAYS,
+        _encode_and_decode((2, 3, 16, 16), (2, 4, 8, 8), num_frames=2), _MAP_WAYS,
     ),
     "CogVideoX VAE": Example(
-        _diffusers(
-            "AutoencoderKLCogVideoX",
-            down_block_types=("CogVideoXDownBlock3D",) * 2,
-            up_block_types=("CogVideoXUpBlock3D",) * 2,
-            block_out_channels=(8, 8),
-            latent_channels=4,
-            layers_per_block=1,
-            norm_num_groups=2,
-            temporal_compression_ratio=4,
+        from_diffusers(
+            "AutoencoderKLCogVideoX", down_block_types=("CogVideoXDownBlock3D",) * 2,
+            up_block_types=("CogVideoXUpBlock3D",) * 2, block_out_channels=(8, 8), latent_channels=4,
+            layers_per_block=1, norm_num_groups=2, temporal_compression_ratio=4,
         ),
         _encode_and_decode((1, 3, 5, 8, 8), (1, 4, 2, 4, 4)),
         ("residual", "feature maps", "encoder projection"),
     ),
     "SD VAE": Example(
-        _diffusers(
-            "AutoencoderKL",
-            block_out_channels=(16, 16),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            norm_num_groups=4,
+        from_diffusers(
+            "AutoencoderKL", block_out_channels=(16, 16), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4,
         ),
-        _encode_and_decode((1, 3, 16, 16), (1, 4, 8, 8)),
-        _MAP_WAYS,
+        _encode_and_decode((1, 3, 16, 16), (1, 4, 8, 8)), _MAP_WAYS,
     ),
     "SD UNet": Example(
-        _diffusers("UNet2DConditionModel", **_UNET),
-        _forward(**_UNET_CALL),
+        from_diffusers("UNet2DConditionModel", **_UNET), _forward(**_UNET_CALL),
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SDXL UNet": Example(
-        _diffusers(
-            "UNet2DConditionModel",
-            **{**_UNET, "attention_head_dim": (2, 4)},
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=64,
-            transformer_layers_per_block=(1, 2),
+        from_diffusers(
+            "UNet2DConditionModel", **{**_UNET, "attention_head_dim": (2, 4)}, use_linear_projection=True,
+            addition_embed_type="text_time", addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=64, transformer_layers_per_block=(1, 2),
         ),
         _forward(
             **_UNET_CALL,
             added_cond_kwargs=lambda: {
-                "text_embeds": _random(1, 16),
-                "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]]),
+                "text_embeds": _random(1, 16), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]]),
             },
         ),
         ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
     ),
     "SD3": Example(
-        _diffusers(
-            "SD3Transformer2DModel",
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            caption_projection_dim=32,
-            pooled_projection_dim=16,
-            pos_embed_max_size=8,
-            qk_norm="rms_norm",
+        from_diffusers(
+            "SD3Transformer2DModel", sample_size=8, patch_size=2, in_channels=4, out_channels=4,
+            num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
+            caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8, qk_norm="rms_norm",
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 8, 8),
-            encoder_hidden_states=lambda: _random(1, 5, 16),
-            pooled_projections=lambda: _random(1, 16),
-            **_STEP,
+            hidden_states=lambda: _random(1, 4, 8, 8), encoder_hidden_states=lambda: _random(1, 5, 16),
+            pooled_projections=lambda: _random(1, 16), **_STEP,
         ),
     ),
     "Flux": Example(
-        _diffusers(
-            "FluxTransformer2DModel",
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=16,
+        from_diffusers(
+            "FluxTransformer2DModel", in_channels=16, num_layers=2, num_single_layers=2,
+            attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16, pooled_projection_dim=16,
             axes_dims_rope=(4, 6, 6),
         ),
         _forward(
-            hidden_states=lambda: _random(1, 16, 16),
-            encoder_hidden_states=lambda: _random(1, 5, 16),
-            pooled_projections=lambda: _random(1, 16),
-            timestep=lambda: torch.tensor([0.5]),
-            img_ids=lambda: torch.arange(48).reshape(16, 3).float(),
-            txt_ids=lambda: torch.zeros(5, 3),
+            hidden_states=lambda: _random(1, 16, 16), encoder_hidden_states=lambda: _random(1, 5, 16),
+            pooled_projections=lambda: _random(1, 16), timestep=lambda: torch.tensor([0.5]),
+            img_ids=lambda: torch.arange(48).reshape(16, 3).float(), txt_ids=lambda: torch.zeros(5, 3),
         ),
     ),
     "HunyuanVideo": Example(
-        _diffusers(
-            "HunyuanVideoTransformer3DModel",
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            text_embed_dim=16,
-            pooled_projection_dim=8,
-            rope_axes_dim=(4, 6, 6),
+        from_diffusers(
+            "HunyuanVideoTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=2,
+            attention_head_dim=16, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+            text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 6, 6),
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 2, 8, 8),
-            **_STEP,
-            encoder_hidden_states=lambda: _random(1, 7, 16),
-            encoder_attention_mask=_mask(),
-            pooled_projections=lambda: _random(1, 8),
-            guidance=lambda: torch.tensor([6000.0]),
+            hidden_states=lambda: _random(1, 4, 2, 8, 8), **_STEP,
+            encoder_hidden_states=lambda: _random(1, 7, 16), encoder_attention_mask=_mask(),
+            pooled_projections=lambda: _random(1, 8), guidance=lambda: torch.tensor([6000.0]),
         ),
     ),
     "Wan": Example(
-        _diffusers(
-            "WanTransformer3DModel",
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=16,
-            ffn_dim=48,
-            num_layers=2,
-            rope_max_seq_len=32,
+        from_diffusers(
+            "WanTransformer3DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
+            out_channels=4, text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 2, 8, 8),
-            **_STEP,
+            hidden_states=lambda: _random(1, 4, 2, 8, 8), **_STEP,
             encoder_hidden_states=lambda: _random(1, 7, 16),
         ),
     ),
     "LTX": Example(
-        _diffusers(
-            "LTXVideoTransformer3DModel",
-            in_channels=8,
-            out_channels=8,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            cross_attention_dim=32,
-            num_layers=2,
-            caption_channels=16,
+        from_diffusers(
+            "LTXVideoTransformer3DModel", in_channels=8, out_channels=8, num_attention_heads=2,
+            attention_head_dim=16, cross_attention_dim=32, num_layers=2, caption_channels=16,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 16, 8),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
-            **_STEP,
-            encoder_attention_mask=_mask(),
-            num_frames=1,
-            height=4,
-            width=4,
+            hidden_states=lambda: _random(1, 16, 8), encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP, encoder_attention_mask=_mask(), num_frames=1, height=4, width=4,
         ),
     ),
     "Mochi": Example(
-        _diffusers(
-            "MochiTransformer3DModel",
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            pooled_projection_dim=16,
-            in_channels=4,
-            text_embed_dim=16,
-            time_embed_dim=8,
+        from_diffusers(
+            "MochiTransformer3DModel", num_attention_heads=2, attention_head_dim=16, num_layers=2,
+            pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8,
             max_sequence_length=7,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 2, 8, 8),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
-            **_STEP,
-            encoder_attention_mask=_mask(),
+            hidden_states=lambda: _random(1, 4, 2, 8, 8), encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP, encoder_attention_mask=_mask(),
         ),
     ),
     "Qwen-Image": Example(
-        _diffusers(
-            "QwenImageTransformer2DModel",
-            in_channels=16,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            axes_dims_rope=(4, 6, 6),
+        from_diffusers(
+            "QwenImageTransformer2DModel", in_channels=16, out_channels=4, num_layers=2,
+            attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=(4, 6, 6),
         ),
         _forward(
-            hidden_states=lambda: _random(1, 16, 16),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
-            encoder_hidden_states_mask=_mask(),
-            timestep=lambda: torch.tensor([0.5]),
+            hidden_states=lambda: _random(1, 16, 16), encoder_hidden_states=lambda: _random(1, 7, 16),
+            encoder_hidden_states_mask=_mask(), timestep=lambda: torch.tensor([0.5]),
             img_shapes=[[(1, 4, 4)]],
         ),
     ),
     "Z-Image": Example(
-        _diffusers(
-            "ZImageTransformer2DModel",
-            in_channels=4,
-            dim=32,
-            n_layers=2,
-            n_refiner_layers=1,
-            n_heads=2,
-            n_kv_heads=2,
-            cap_feat_dim=16,
-            axes_dims=[4, 6, 6],
-            axes_lens=[64, 32, 32],
+        from_diffusers(
+            "ZImageTransformer2DModel", in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2,
+            n_kv_heads=2, cap_feat_dim=16, axes_dims=[4, 6, 6], axes_lens=[64, 32, 32],
         ),
         _forward(
-            x=lambda: [_random(4, 1, 8, 8)],
-            t=lambda: torch.tensor([0.5]),
+            x=lambda: [_random(4, 1, 8, 8)], t=lambda: torch.tensor([0.5]),
             cap_feats=lambda: [_random(7, 16)],
         ),
         _TEXT_WAYS,
     ),
     "Lumina 2": Example(
-        _diffusers(
-            "Lumina2Transformer2DModel",
-            sample_size=8,
-            in_channels=4,
-            hidden_size=32,
-            num_layers=2,
-            num_refiner_layers=1,
-            num_attention_heads=2,
-            num_kv_heads=1,
-            multiple_of=16,
-            axes_dim_rope=(4, 6, 6),
-            axes_lens=(32, 32, 32),
-            cap_feat_dim=16,
+        from_diffusers(
+            "Lumina2Transformer2DModel", sample_size=8, in_channels=4, hidden_size=32, num_layers=2,
+            num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, multiple_of=16,
+            axes_dim_rope=(4, 6, 6), axes_lens=(32, 32, 32), cap_feat_dim=16,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 8, 8),
-            timestep=lambda: torch.tensor([0.5]),
+            hidden_states=lambda: _random(1, 4, 8, 8), timestep=lambda: torch.tensor([0.5]),
             encoder_hidden_states=lambda: _random(1, 7, 16),
             encoder_attention_mask=lambda: torch.ones(1, 7, dtype=torch.int64),
         ),
     ),
     "PixArt": Example(
-        _diffusers(
-            "PixArtTransformer2DModel",
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            cross_attention_dim=32,
-            sample_size=8,
-            caption_channels=16,
-            use_additional_conditions=False,
+        from_diffusers(
+            "PixArtTransformer2DModel", num_attention_heads=2, attention_head_dim=16, num_layers=2,
+            cross_attention_dim=32, sample_size=8, caption_channels=16, use_additional_conditions=False,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 8, 8),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
-            **_STEP,
-            encoder_attention_mask=_mask(),
+            hidden_states=lambda: _random(1, 4, 8, 8), encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP, encoder_attention_mask=_mask(),
             added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None},
         ),
     ),
     "AuraFlow": Example(
-        _diffusers(
-            "AuraFlowTransformer2DModel",
-            sample_size=8,
-            num_mmdit_layers=1,
-            num_single_dit_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            caption_projection_dim=32,
+        from_diffusers(
+            "AuraFlowTransformer2DModel", sample_size=8, num_mmdit_layers=1, num_single_dit_layers=1,
+            attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=32,
             pos_embed_max_size=16,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 8, 8),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
+            hidden_states=lambda: _random(1, 4, 8, 8), encoder_hidden_states=lambda: _random(1, 7, 16),
             timestep=lambda: torch.tensor([0.5]),
         ),
     ),
     "Sana": Example(
-        _diffusers(
-            "SanaTransformer2DModel",
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=16,
-            cross_attention_dim=32,
-            caption_channels=16,
-            sample_size=8,
+        from_diffusers(
+            "SanaTransformer2DModel", in_channels=4, out_channels=4, num_attention_heads=2,
+            attention_head_dim=16, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=16,
+            cross_attention_dim=32, caption_channels=16, sample_size=8,
         ),
         _forward(
-            hidden_states=lambda: _random(1, 4, 8, 8),
-            encoder_hidden_states=lambda: _random(1, 7, 16),
+            hidden_states=lambda: _random(1, 4, 8, 8), encoder_hidden_states=lambda: _random(1, 7, 16),
             **_STEP,
         ),
         ("residual", "encoder projection", "gated product"),
     ),
-    "T5": Example(_transformers("T5EncoderModel", "T5Config", **_T5), _forward(
-        input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS),
+    "T5": Example(
+        from_transformers("T5EncoderModel", "T5Config", **_T5),
+        _forward(input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS,
+    ),
     "T5 gated": Example(
-        _transformers("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
-        _forward(input_ids=_tokens(), attention_mask=_mask()),
-        _TEXT_WAYS,
+        from_transformers("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
+        _forward(input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS,
     ),
     "UMT5": Example(
-        _transformers("UMT5EncoderModel", "UMT5Config", **_T5, feed_forward_proj="gated-gelu"),
-        _forward(input_ids=_tokens(), attention_mask=_mask()),
-        _TEXT_WAYS,
+        from_transformers("UMT5EncoderModel", "UMT5Config", **_T5, feed_forward_proj="gated-gelu"),
+        _forward(input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS,
     ),
     "CLIP text": Example(
-        _transformers("CLIPTextModel", "CLIPTextConfig", **_CLIP, vocab_size=64,
-                      max_position_embeddings=16, eos_token_id=2),
+        from_transformers(
+            "CLIPTextModel", "CLIPTextConfig", **_CLIP, vocab_size=64, max_position_embeddings=16,
+            eos_token_id=2,
+        ),
         _forward(input_ids=_tokens()),
     ),
     "CLIP vision": Example(
-        _transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_CLIP, image_size=16,
-                      patch_size=8, projection_dim=16),
+        from_transformers(
+            "CLIPVisionModelWithProjection", "CLIPVisionConfig", **_CLIP, image_size=16, patch_size=8,
+            projection_dim=16,
+        ),
         _forward(pixel_values=lambda: _random(1, 3, 16, 16)),
     ),
     "Llama": Example(
-        _transformers("LlamaModel", "LlamaConfig", **_LLAMA), _forward(**_TEXT_CALL), _TEXT_WAYS
+        from_transformers("LlamaModel", "LlamaConfig", **_LLAMA), _forward(**_TEXT_CALL), _TEXT_WAYS,
     ),
     "Qwen2.5-VL text": Example(
-        _transformers("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_LLAMA,
-                      rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3],
-                                       "rope_theta": 10000.0}),
-        _forward(**_TEXT_CALL),
-        _TEXT_WAYS,
+        from_transformers(
+            "Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_LLAMA,
+            rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+        ),
+        _forward(**_TEXT_CALL), _TEXT_WAYS,
     ),
     "Gemma 2": Example(
-        _transformers("Gemma2Model", "Gemma2Config", **_LLAMA, head_dim=16), _forward(**_TEXT_CALL),
+        from_transformers("Gemma2Model", "Gemma2Config", **_LLAMA, head_dim=16), _forward(**_TEXT_CALL),
         _TEXT_WAYS,
     ),
     "Gemma 3": Example(
-        _transformers("Gemma3TextModel", "Gemma3TextConfig", **_LLAMA, head_dim=16),
-        _forward(**_TEXT_CALL),
-        _TEXT_WAYS,
+        from_transformers("Gemma3TextModel", "Gemma3TextConfig", **_LLAMA, head_dim=16),
+        _forward(**_TEXT_CALL), _TEXT_WAYS,
     ),
 }  # fmt: skip
 """Class, as users call it, to its tiny model."""

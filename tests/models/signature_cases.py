@@ -225,8 +225,8 @@ _TAKE_PICTURES = ("UNet2DConditionModel", "FluxTransformer2DModel")
 _PICTURE = 8
 
 
-def add_ip_adapter(module: Any, first: Arguments) -> Arguments:
-    """Load an IP-Adapter with random weights, as a pipeline does; arguments of a call with a picture."""
+def draw_ip_adapter(module: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter with random weights for a model, as Diffusers reads it from a file."""
     draw = torch.Generator().manual_seed(7)
     config = module.config
     width = getattr(config, "cross_attention_dim", 0) or config.joint_attention_dim
@@ -246,11 +246,20 @@ def add_ip_adapter(module: Any, first: Arguments) -> Arguments:
         "norm.weight": torch.ones(width),
         "norm.bias": torch.zeros(width),
     }
-    state = {"image_proj": picture, "ip_adapter": weights}
-    module._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
+    return {"image_proj": picture, "ip_adapter": weights}
+
+
+def draw_picture(count: int = 1) -> torch.Tensor:
+    """The embeddings of pictures for such an IP-Adapter."""
+    return torch.randn(count, 1, _PICTURE, generator=torch.Generator().manual_seed(8))
+
+
+def add_ip_adapter(module: Any, first: Arguments) -> Arguments:
+    """Load an IP-Adapter, as a pipeline does; arguments of a call with a picture."""
+    module._load_ip_adapter_weights([draw_ip_adapter(module)], low_cpu_mem_usage=False)
     module.requires_grad_(False)
-    shown = [torch.randn(1, 1, _PICTURE, generator=draw)]
-    if is_unet:
+    shown = [draw_picture()]
+    if hasattr(module.config, "cross_attention_dim"):
         return {"added_cond_kwargs": {**first.get("added_cond_kwargs", {}), "image_embeds": shown}}
     return {"joint_attention_kwargs": {"ip_adapter_image_embeds": shown}}
 

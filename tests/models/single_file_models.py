@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from models.rescaling_models import from_diffusers, from_transformers
 from stopdown.pipelines.tiny_pipelines import overflow_
 
 SMALLEST = 2.0**-9
@@ -82,13 +83,10 @@ def find_model(name: str) -> FileModel:
     return (MODELS | SDCPP)[name]
 
 
-def build_wan() -> torch.nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=1, attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096,
-        freq_dim=256, ffn_dim=256, num_layers=2,
-    )  # fmt: skip
+build_wan = from_diffusers(
+    "WanTransformer3DModel", num_attention_heads=1, attention_head_dim=128, in_channels=16,
+    out_channels=16, text_dim=4096, freq_dim=256, ffn_dim=256, num_layers=2,
+)  # fmt: skip
 
 
 def build_flux(text_width: int = 32, pooled_width: int = 32) -> torch.nn.Module:
@@ -110,101 +108,54 @@ def build_flux_attention() -> torch.nn.Module:
     return module
 
 
-def build_chroma() -> torch.nn.Module:
-    from diffusers import ChromaTransformer2DModel
-
-    return ChromaTransformer2DModel(
-        in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=128, num_attention_heads=1,
-        joint_attention_dim=32, approximator_num_channels=64, approximator_hidden_dim=32,
-        approximator_layers=2,
-    )  # fmt: skip
-
-
-def build_sd3() -> torch.nn.Module:
-    from diffusers import SD3Transformer2DModel
-
-    return SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=16, out_channels=16, num_layers=2, attention_head_dim=64,
-        num_attention_heads=2, joint_attention_dim=64, caption_projection_dim=128,
-        pooled_projection_dim=32, pos_embed_max_size=8,
-    )  # fmt: skip
-
-
-def build_hunyuan() -> torch.nn.Module:
-    from diffusers import HunyuanVideoTransformer3DModel
-
-    return HunyuanVideoTransformer3DModel(
-        in_channels=16, out_channels=16, num_attention_heads=1, attention_head_dim=128, num_layers=1,
-        num_single_layers=1, num_refiner_layers=2, text_embed_dim=32, pooled_projection_dim=768,
-    )  # fmt: skip
-
-
-def build_ltx() -> torch.nn.Module:
-    from diffusers import LTXVideoTransformer3DModel
-
-    return LTXVideoTransformer3DModel(
-        in_channels=128, out_channels=128, num_attention_heads=32, attention_head_dim=4,
-        cross_attention_dim=128, num_layers=2, caption_channels=4096,
-    )  # fmt: skip
-
-
-def build_lumina() -> torch.nn.Module:
-    from diffusers import Lumina2Transformer2DModel
-
-    return Lumina2Transformer2DModel(
-        in_channels=16, sample_size=16, hidden_size=96, num_layers=1, num_refiner_layers=2,
-        num_attention_heads=1, num_kv_heads=1, cap_feat_dim=32,
-    )  # fmt: skip
-
-
-def build_z_image() -> torch.nn.Module:
-    from diffusers import ZImageTransformer2DModel
-
-    return ZImageTransformer2DModel(
-        in_channels=16, dim=1536, n_layers=1, n_refiner_layers=1, n_heads=12, n_kv_heads=12,
-        cap_feat_dim=32,
-    )  # fmt: skip
-
-
-def build_qwen() -> torch.nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(
-        in_channels=64, out_channels=16, num_layers=2, num_attention_heads=1, attention_head_dim=128,
-        joint_attention_dim=32,
-    )  # fmt: skip
-
-
-def build_cogvideox() -> torch.nn.Module:
-    from diffusers import CogVideoXTransformer3DModel
-
-    return CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=64, in_channels=16, out_channels=16, time_embed_dim=64,
-        text_embed_dim=32, num_layers=2, sample_width=8, sample_height=8, sample_frames=9,
-        use_rotary_positional_embeddings=True,
-    )  # fmt: skip
-
-
-def build_unet() -> torch.nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), block_out_channels=(320, 320),
-        layers_per_block=1, attention_head_dim=8, cross_attention_dim=768,
-    )  # fmt: skip
-
-
-def build_unet_xl() -> torch.nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), block_out_channels=(32, 64),
-        layers_per_block=2, attention_head_dim=2, cross_attention_dim=32, use_linear_projection=True,
-        transformer_layers_per_block=(0, 2), addition_embed_type="text_time", addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + 32,
-    )  # fmt: skip
+build_chroma = from_diffusers(
+    "ChromaTransformer2DModel", in_channels=64, num_layers=1, num_single_layers=1,
+    attention_head_dim=128, num_attention_heads=1, joint_attention_dim=32, approximator_num_channels=64,
+    approximator_hidden_dim=32, approximator_layers=2,
+)  # fmt: skip
+build_sd3 = from_diffusers(
+    "SD3Transformer2DModel", sample_size=8, patch_size=2, in_channels=16, out_channels=16, num_layers=2,
+    attention_head_dim=64, num_attention_heads=2, joint_attention_dim=64, caption_projection_dim=128,
+    pooled_projection_dim=32, pos_embed_max_size=8,
+)  # fmt: skip
+build_hunyuan = from_diffusers(
+    "HunyuanVideoTransformer3DModel", in_channels=16, out_channels=16, num_attention_heads=1,
+    attention_head_dim=128, num_layers=1, num_single_layers=1, num_refiner_layers=2, text_embed_dim=32,
+    pooled_projection_dim=768,
+)  # fmt: skip
+build_ltx = from_diffusers(
+    "LTXVideoTransformer3DModel", in_channels=128, out_channels=128, num_attention_heads=32,
+    attention_head_dim=4, cross_attention_dim=128, num_layers=2, caption_channels=4096,
+)  # fmt: skip
+build_lumina = from_diffusers(
+    "Lumina2Transformer2DModel", in_channels=16, sample_size=16, hidden_size=96, num_layers=1,
+    num_refiner_layers=2, num_attention_heads=1, num_kv_heads=1, cap_feat_dim=32,
+)  # fmt: skip
+build_z_image = from_diffusers(
+    "ZImageTransformer2DModel", in_channels=16, dim=1536, n_layers=1, n_refiner_layers=1, n_heads=12,
+    n_kv_heads=12, cap_feat_dim=32,
+)  # fmt: skip
+build_qwen = from_diffusers(
+    "QwenImageTransformer2DModel", in_channels=64, out_channels=16, num_layers=2, num_attention_heads=1,
+    attention_head_dim=128, joint_attention_dim=32,
+)  # fmt: skip
+build_cogvideox = from_diffusers(
+    "CogVideoXTransformer3DModel", num_attention_heads=2, attention_head_dim=64, in_channels=16,
+    out_channels=16, time_embed_dim=64, text_embed_dim=32, num_layers=2, sample_width=8,
+    sample_height=8, sample_frames=9, use_rotary_positional_embeddings=True,
+)  # fmt: skip
+build_unet = from_diffusers(
+    "UNet2DConditionModel", sample_size=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), block_out_channels=(320, 320),
+    layers_per_block=1, attention_head_dim=8, cross_attention_dim=768,
+)  # fmt: skip
+build_unet_xl = from_diffusers(
+    "UNet2DConditionModel", sample_size=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), block_out_channels=(32, 64), layers_per_block=2,
+    attention_head_dim=2, cross_attention_dim=32, use_linear_projection=True,
+    transformer_layers_per_block=(0, 2), addition_embed_type="text_time", addition_time_embed_dim=8,
+    projection_class_embeddings_input_dim=6 * 8 + 32,
+)  # fmt: skip
 
 
 def build_pipeline() -> Any:
@@ -275,118 +226,63 @@ def round_(module: torch.nn.Module) -> None:
             tensor.copy_(tensor.bfloat16())
 
 
-def build_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(32, 32, 64), latent_channels=4, layers_per_block=2, norm_num_groups=32,
-        sample_size=32,
-    )  # fmt: skip
-
-
-def build_flux_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32, 64, 128, 128), latent_channels=16, layers_per_block=2, sample_size=32,
-        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.3611, shift_factor=0.1159,
-    )  # fmt: skip
-
-
-def build_sdxl_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32, 64, 128, 128), latent_channels=4, layers_per_block=2, sample_size=32,
-        scaling_factor=0.13025,
-    )  # fmt: skip
-
-
-def build_wan_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(
-        base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2,
-        temperal_downsample=[False, True, True],
-    )  # fmt: skip
-
-
-def build_hunyuan_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKLHunyuanVideo
-
-    return AutoencoderKLHunyuanVideo(block_out_channels=(32, 32, 32, 32), layers_per_block=2)
-
-
-def build_cogvideox_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKLCogVideoX
-
-    return AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=4,
-    )  # fmt: skip
-
-
-def build_ltx_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKLLTXVideo
-
-    widths, layers = (16, 32, 64, 64), (1, 1, 1, 1, 1)
-    return AutoencoderKLLTXVideo(
-        latent_channels=128, block_out_channels=widths, decoder_block_out_channels=widths,
-        layers_per_block=layers, decoder_layers_per_block=layers,
-    )  # fmt: skip
-
-
-def build_cogview4() -> torch.nn.Module:
-    from diffusers import CogView4Transformer2DModel
-
-    return CogView4Transformer2DModel(
-        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        text_embed_dim=32, time_embed_dim=32, condition_dim=8, pos_embed_max_size=8, sample_size=8,
-        rope_axes_dim=(8, 8),
-    )  # fmt: skip
-
-
-def build_svd_unet() -> torch.nn.Module:
-    from diffusers import UNetSpatioTemporalConditionModel
-
-    return UNetSpatioTemporalConditionModel(
-        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, num_attention_heads=(2, 4),
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        cross_attention_dim=32, addition_time_embed_dim=4, projection_class_embeddings_input_dim=12,
-    )  # fmt: skip
-
-
-def build_svd_vae() -> torch.nn.Module:
-    from diffusers import AutoencoderKLTemporalDecoder
-
-    return AutoencoderKLTemporalDecoder(
-        down_block_types=("DownEncoderBlock2D",) * 3, block_out_channels=(32, 32, 64),
-        layers_per_block=2, sample_size=32,
-    )  # fmt: skip
-
-
-def build_clip() -> torch.nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    return CLIPTextModel(CLIPTextConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2,
-    ))  # fmt: skip
-
-
-def build_t5() -> torch.nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(
-        vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
-        feed_forward_proj="gated-gelu", is_encoder_decoder=False, use_cache=False,
-    ))  # fmt: skip
-
-
+build_vae = from_diffusers(
+    "AutoencoderKL", down_block_types=("DownEncoderBlock2D",) * 3,
+    up_block_types=("UpDecoderBlock2D",) * 3, block_out_channels=(32, 32, 64), latent_channels=4,
+    layers_per_block=2, norm_num_groups=32, sample_size=32,
+)  # fmt: skip
+build_flux_vae = from_diffusers(
+    "AutoencoderKL", down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4, block_out_channels=(32, 64, 128, 128), latent_channels=16,
+    layers_per_block=2, sample_size=32, use_quant_conv=False, use_post_quant_conv=False,
+    scaling_factor=0.3611, shift_factor=0.1159,
+)  # fmt: skip
+build_sdxl_vae = from_diffusers(
+    "AutoencoderKL", down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4, block_out_channels=(32, 64, 128, 128), latent_channels=4,
+    layers_per_block=2, sample_size=32, scaling_factor=0.13025,
+)  # fmt: skip
+build_wan_vae = from_diffusers(
+    "AutoencoderKLWan", base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2,
+    temperal_downsample=[False, True, True],
+)  # fmt: skip
+build_hunyuan_vae = from_diffusers(
+    "AutoencoderKLHunyuanVideo", block_out_channels=(32, 32, 32, 32), layers_per_block=2
+)
+build_cogvideox_vae = from_diffusers(
+    "AutoencoderKLCogVideoX", down_block_types=("CogVideoXDownBlock3D",) * 4,
+    up_block_types=("CogVideoXUpBlock3D",) * 4, block_out_channels=(32, 32, 32, 32), layers_per_block=1,
+    latent_channels=4,
+)  # fmt: skip
+build_ltx_vae = from_diffusers(
+    "AutoencoderKLLTXVideo", latent_channels=128, block_out_channels=(16, 32, 64, 64),
+    decoder_block_out_channels=(16, 32, 64, 64), layers_per_block=(1,) * 5,
+    decoder_layers_per_block=(1,) * 5,
+)  # fmt: skip
+build_cogview4 = from_diffusers(
+    "CogView4Transformer2DModel", in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
+    num_attention_heads=2, text_embed_dim=32, time_embed_dim=32, condition_dim=8, pos_embed_max_size=8,
+    sample_size=8, rope_axes_dim=(8, 8),
+)  # fmt: skip
+build_svd_unet = from_diffusers(
+    "UNetSpatioTemporalConditionModel", sample_size=8, block_out_channels=(32, 64), layers_per_block=1,
+    num_attention_heads=(2, 4),
+    down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+    up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), cross_attention_dim=32,
+    addition_time_embed_dim=4, projection_class_embeddings_input_dim=12,
+)  # fmt: skip
+build_svd_vae = from_diffusers(
+    "AutoencoderKLTemporalDecoder", down_block_types=("DownEncoderBlock2D",) * 3,
+    block_out_channels=(32, 32, 64), layers_per_block=2, sample_size=32,
+)  # fmt: skip
+build_clip = from_transformers(
+    "CLIPTextModel", "CLIPTextConfig", vocab_size=64, hidden_size=64, intermediate_size=64,
+    num_hidden_layers=2, num_attention_heads=2,
+)  # fmt: skip
+build_t5 = from_transformers(
+    "T5EncoderModel", "T5Config", vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2,
+    num_heads=4, feed_forward_proj="gated-gelu", is_encoder_decoder=False, use_cache=False,
+)  # fmt: skip
 _SVD_UNET = {
     "in_channels": 8, "model_channels": 32, "out_channels": 4, "channel_mult": (1, 2),
     "num_head_channels": 16, "use_linear_in_transformer": True, "context_dim": 32,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,18 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make_environment(endpoint: str, folder: Path, **settings: str) -> dict[str, str]:
+    """Variables of a process that asks this Hub, with its caches in a folder."""
+    return {
+        **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "STOPDOWN_CACHE": str(folder / "cache"),
+        **settings,
+    }
 
 
 class HubServer:

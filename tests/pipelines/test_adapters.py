@@ -136,6 +136,8 @@ def test_a_lora_that_is_there_is_planned_with(styled: tuple[Any, Plan]) -> None:
         with apply_plan(pipe, plan):
             low = call_transformer(pipe, torch.float16)
     assert relative_l2(low, reference) < 0.01
+    with pytest.raises(PlanError, match=r"weights other than .* or additional adapters"):
+        apply_plan(build(), plan)
 
 
 def test_another_strength_and_taking_out_are_said(styled: tuple[Any, Plan]) -> None:

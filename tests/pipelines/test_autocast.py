@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.mixed_dtype_models import make_block, make_call
+from models.pipeline_calls import quiet
 from models.programs import make_program, overflow_
 from models.snapshots import assert_untouched
 from stopdown import cast_, rescale_
@@ -20,10 +21,6 @@ def run(program: Any) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.float16):
         found: torch.Tensor = program.run()
     return found
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 def test_exponents_hold_under_autocast() -> None:

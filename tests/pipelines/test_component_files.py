@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_single_file import rename_unet, rename_vae
 
 from models import conversions
+from models.single_file_layout import name_encoder, name_pipeline, name_unet, name_vae
 from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
@@ -42,38 +42,26 @@ def folder(pipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def name_unet(pipe: Any) -> dict[str, torch.Tensor]:
-    return {rename_unet(name): x.contiguous() for name, x in pipe.unet.state_dict().items()}
-
-
-def name_vae(pipe: Any) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, x in pipe.vae.state_dict().items():
-        is_projection = "attentions" in name and "to_" in name and name.endswith("weight")
-        tensors[rename_vae(name)] = x[..., None, None].contiguous() if is_projection else x
-    return tensors
-
-
-def name_encoder(pipe: Any) -> dict[str, torch.Tensor]:
-    names = pipe.text_encoder.state_dict().items()
-    return {f"text_model.{name.removeprefix('text_model.')}": x for name, x in names}
-
-
 def strip(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): x for name, x in tensors.items()}
 
 
 FILES: dict[str, tuple[Callable[[Any], dict[str, torch.Tensor]], tuple[str, ...]]] = {
-    "unet": (name_unet, ("unet",)),
+    "unet": (lambda pipe: name_unet(pipe.unet.state_dict()), ("unet",)),
     "bare unet": (
-        lambda pipe: strip(name_unet(pipe), "model.diffusion_model."),
+        lambda pipe: strip(name_unet(pipe.unet.state_dict()), "model.diffusion_model."),
         ("unet",),
     ),
     "diffusers unet": (lambda pipe: pipe.unet.state_dict(), ("unet",)),
-    "vae": (lambda pipe: strip(name_vae(pipe), "first_stage_model."), ("vae",)),
-    "text encoder": (name_encoder, ("text_encoder",)),
+    "vae": (lambda pipe: strip(name_vae(pipe.vae.state_dict()), "first_stage_model."), ("vae",)),
+    "text encoder": (
+        lambda pipe: strip(
+            name_encoder(pipe.text_encoder.state_dict()), "cond_stage_model.transformer."
+        ),
+        ("text_encoder",),
+    ),
     "unet and vae": (
-        lambda pipe: name_unet(pipe) | name_vae(pipe),
+        lambda pipe: name_unet(pipe.unet.state_dict()) | name_vae(pipe.vae.state_dict()),
         ("unet", "vae"),
     ),
 }
@@ -111,8 +99,8 @@ def test_a_part_is_found_and_loaded(
 
 def test_a_whole_file_has_no_parts(pipe: Any, folder: Path, tmp_path: Path) -> None:
     """A checkpoint with names of all three kinds loads as a pipeline, as before."""
-    tensors = name_unet(pipe) | name_vae(pipe)
-    tensors |= {f"cond_stage_model.transformer.{k}": x for k, x in name_encoder(pipe).items()}
+    parts = (pipe.unet, pipe.vae, pipe.text_encoder)
+    tensors = name_pipeline(*(part.state_dict() for part in parts))
     save_file(tensors, tmp_path / "whole.safetensors")
     source = complete_source(resolve_source(tmp_path / "whole.safetensors", config=folder))
     assert source.parts == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +16,11 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_single_file import rename_unet, rename_vae
 
 import stopdown
 from models.conversions import assert_right, convert_made, plan_plainly, run_plain
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, load_plain
+from models.single_file_layout import name_pipeline
 from models.snapshots import assert_untouched
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
@@ -241,19 +240,14 @@ def test_what_is_left_is_copied(
 
 def save_single(folder: Path, path: Path) -> None:
     """The tiny Stable Diffusion as one file, with what Diffusers does not read besides."""
-    tensors = {}
-    unet = load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
-    tensors |= {rename_unet(name): tensor for name, tensor in unet.items()}
-    for name, tensor in load_file(folder / "vae" / "diffusion_pytorch_model.safetensors").items():
-        is_projection = re.search(r"attentions.*to_.*weight", name)
-        tensors[rename_vae(name)] = tensor[..., None, None] if is_projection else tensor
-    for name, tensor in load_file(folder / "text_encoder" / "model.safetensors").items():
-        prefix = "cond_stage_model.transformer.text_model."
-        tensors[prefix + name.removeprefix("text_model.")] = tensor
+    weights = "diffusion_pytorch_model.safetensors"
+    tensors = name_pipeline(
+        *(load_file(folder / name / weights) for name in ("unet", "vae")),
+        load_file(folder / "text_encoder" / "model.safetensors"),
+    )
     tensors["model_ema.decay"] = torch.tensor([0.5, 0.25])
     tensors["model_ema.num_updates"] = torch.tensor(7)
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"modelspec.title": "tiny"})
+    save_file(tensors, path, metadata={"modelspec.title": "tiny"})
 
 
 @pytest.fixture(scope="module")
@@ -705,15 +699,6 @@ def test_what_folds_cannot_do_is_carried(
         assert torch.equal(wide.transformer.state_dict()[name], tensor)
 
 
-def load_plain(folder: Path, dtype: torch.dtype) -> Any:
-    """A pipeline as a script loads it, without its bars."""
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.mark.slow
 def test_what_folds_cannot_do_is_refused_as_one_file(
     save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
@@ -872,29 +857,3 @@ def test_what_comes_into_out_meanwhile_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
     assert (out / "mine").is_file()
     assert (tmp_path / "out-2" / "stopdown.json").is_file()
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_conversion_that_ends_early_leaves_nothing(
-    failure: BaseException,
-    save_planned: Callable[[str], tuple[Path, Plan]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
-    folder, plan = save_planned("sd")
-    write = component_folders.write_weights
-
-    def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
-        write(module, place, *metadata)
-        raise failure
-
-    monkeypatch.setattr(component_folders, "write_weights", fail)
-    with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
-        convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
-    assert list(tmp_path.iterdir()) == []
-    if isinstance(failure, OSError):
-        assert str(caught.value) == (
-            f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
-            "half-written was left behind. Free some space, or choose another disk as OUT."
-        )

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from models import pipeline_calls
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.pipeline_interception import put_run_layer
@@ -39,10 +39,6 @@ def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
     pipe = testing.make_pipeline(name, dtype=dtype)
     call_pipeline(pipe, name)
     return pipe
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.fixture
@@ -516,4 +512,7 @@ def test_nested_with_a_fault(first: int) -> None:
         assert sorted(len(one.repairs) for one in guards) == [0, 1]
         guards.pop(first).remove()
         np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
-        guards.pop().remove()
+        left = guards.pop()
+        left.remove()
+    calls = {call.component: call.calls for call in left.record.calls}
+    assert calls == {"text_encoder": 4, "transformer": 4, "vae.decode": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hub_server import COMMIT, HubServer
+from hub_server import COMMIT, HubServer, make_environment
 from safetensors.torch import save_file
 
 import stopdown
@@ -46,18 +45,6 @@ print(json.dumps(answer))
 FORMS = (
     "SOURCE is a Hub id (owner/name), a Diffusers folder, a .safetensors file or a bundled model."
 )
-
-
-def make_environment(endpoint: str, folder: Path, **settings: str) -> dict[str, str]:
-    """Variables of a process that asks this Hub, with its caches in a folder."""
-    return {
-        **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(folder / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "STOPDOWN_CACHE": str(folder / "cache"),
-        **settings,
-    }
 
 
 @pytest.fixture(scope="module")

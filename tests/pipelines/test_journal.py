@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, make_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
@@ -36,10 +36,6 @@ from stopdown.runtime.journal import Journal, _read_settings
 from stopdown.runtime.journal_values import digest_call, pack, unpack
 
 Run = Callable[..., tuple[np.ndarray[Any, Any], JournalUse]]
-
-
-def quiet(text: str) -> None:
-    """Hears and says nothing."""
 
 
 def find_calls(folder: Path) -> list[Path]:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_single_file import save_single_file
 
 import stopdown
 from models.pipeline_calls import call_pipeline
+from models.single_file_layout import save_single_file
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.plans.precision import parse_request, write_request

@@ -29,7 +29,6 @@ from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling import folds
 from stopdown.scaling.adapters import measure_growth
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.rescale import rescale_
@@ -163,20 +162,6 @@ def test_a_lora_on_fp16_weights_is_near(
                 for one, dtype in ((pipe, torch.float16), (brain, torch.bfloat16))
             ]
             assert errors[0] < errors[1] / 3
-
-
-@pytest.mark.parametrize(("family", "style"), CASES)
-def test_without_their_exponents_loras_are_wrong(
-    find_scaling: Any, family: str, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the first test shows is not so when nothing scales the LoRA."""
-    monkeypatch.setattr(folds, "follow_adapters", lambda *_: None)
-    scaling, arguments = find_scaling(family)
-    original, pipe = make_family(family), make_family(family)
-    fold_scaling(find_denoiser(pipe)[1], scaling)
-    for one in (original, pipe):
-        load_lora(one, name_lora(draw_lora(pipe, family), style, family), tmp_path, "one")
-    assert relative_l2(call(pipe, arguments), call(original, arguments)) > 0.003
 
 
 def make_configs() -> dict[str, Any]:

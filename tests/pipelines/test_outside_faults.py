@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from models.injected_faults import inject
-from models.pipeline_calls import CALLS, call_pipeline, make_pipeline
+from models.pipeline_calls import CALLS, call_pipeline, make_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
@@ -24,10 +24,6 @@ from stopdown.runtime.guard import guard
 from stopdown.runtime.run_check import count_bad
 
 NAME = "cogvideox"
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 def call_for_latents(pipe: Any, **arguments: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stopdown
+from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import NonFiniteError, PlanError, ScalingError
 from stopdown.mapped_weights import find_stored
@@ -64,10 +65,6 @@ def run(pipe: Any, name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     output = pipe(**sizes, num_inference_steps=2, generator=generator, output_type="np")
     return torch.from_numpy(np.asarray(output[0], dtype=np.float64))
-
-
-def measure_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((value - reference).norm() / reference.norm())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline, make_used_pipeline
+from models.pipeline_calls import call_pipeline, make_used_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.display import Display
@@ -42,10 +42,6 @@ def plan_pipeline() -> Plan:
     """A plan of that pipeline, made before anything overflows."""
     request = Request(height=32, width=32, steps=1)
     return measure_plan(make_pipeline(), prompts=["a"], request=request)
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 def measure_error(pixels: Any, reference: Any) -> float:

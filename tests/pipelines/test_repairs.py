@@ -15,7 +15,7 @@ import stopdown
 from models import pipeline_calls
 from models.drawn_graphs import RandomGraph
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
@@ -31,10 +31,6 @@ MODULE_PATH = "transformer_blocks.1.ff"
 def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
     """A pipeline that has run once."""
     return pipeline_calls.make_used_pipeline(name, dtype=dtype)
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 def run_faulty(name: str, component: str, **fault: Any) -> tuple[Guard, float]:

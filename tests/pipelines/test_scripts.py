@@ -621,13 +621,6 @@ def test_between_calls_a_repaired_model_is_the_scripts_own(run: Run) -> None:
     assert record.exit_code == 0
 
 
-def test_asleep_the_scripts_fault_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the detector off the same script ends with values that are not finite."""
-    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
-    text = SAMPLE + "sys.exit(int(not torch.isfinite(program.run()).all()))"
-    assert run(text, "engine", "float16", "overflows")[0].exit_code == 1
-
-
 @pytest.mark.parametrize("on_fault", ["raise", "warn"])
 def test_a_fault_that_is_left_is_a_failure(run: Run, on_fault: str) -> None:
     """`raise` ends the script with a message, `warn` says it once; the exit code is 1."""

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
-from models.signature_cases import add_ip_adapter, make_case
+from models.signature_cases import add_ip_adapter, make_case, measure_error
 from models.snapshots import assert_untouched
 from stopdown import make_plan
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.memory.offloader import predict_run
-from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -35,15 +34,6 @@ from stopdown.scaling.call_watch import WAITING
 from stopdown.scaling.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
-
-
-def measure_error(output: Any, reference: Any) -> float:
-    """Relative error of the worst tensor."""
-    errors = [0.0]
-    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
-        error = relative_l2(low.float(), right.float())
-        errors.append(error if error == error else float("inf"))
-    return max(errors)
 
 
 def run(module: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:

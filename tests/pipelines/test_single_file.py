@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 
+from models.single_file_layout import save_single_file
 from stopdown import testing
 from stopdown.devices.environment import choose_device
 from stopdown.errors import SourceError
@@ -25,88 +25,12 @@ from stopdown.sources.sources import resolve_source, verify_source
 CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 """Where Diffusers takes the configuration of such a file from."""
 
-RESNET_NAMES = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-UNET_NAMES = {
-    "conv_in": "input_blocks.0.0",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "down_blocks.0.resnets.0": "input_blocks.1.0",
-    "down_blocks.0.attentions.0": "input_blocks.1.1",
-    "down_blocks.0.downsamplers.0.conv": "input_blocks.2.0.op",
-    "down_blocks.1.resnets.0": "input_blocks.3.0",
-    "mid_block.resnets.0": "middle_block.0",
-    "mid_block.attentions.0": "middle_block.1",
-    "mid_block.resnets.1": "middle_block.2",
-    "up_blocks.0.resnets.0": "output_blocks.0.0",
-    "up_blocks.0.resnets.1": "output_blocks.1.0",
-    "up_blocks.0.upsamplers.0.conv": "output_blocks.1.1.conv",
-    "up_blocks.1.resnets.0": "output_blocks.2.0",
-    "up_blocks.1.attentions.0": "output_blocks.2.1",
-    "up_blocks.1.resnets.1": "output_blocks.3.0",
-    "up_blocks.1.attentions.1": "output_blocks.3.1",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-}
-VAE_NAMES = (
-    (r"(en|de)coder\.mid_block\.resnets\.0", r"\1coder.mid.block_1"),
-    (r"(en|de)coder\.mid_block\.resnets\.1", r"\1coder.mid.block_2"),
-    (r"(en|de)coder\.mid_block\.attentions\.0", r"\1coder.mid.attn_1"),
-    (r"group_norm", "norm"),
-    (r"to_([qkv])", r"\1"),
-    (r"to_out\.0", "proj_out"),
-    (r"down_blocks\.(\d)\.resnets\.(\d)", r"down.\1.block.\2"),
-    (r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample"),
-    (r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"up.{3 - int(m[1])}.block.{m[2]}"),
-    (r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"up.{3 - int(m[1])}.upsample"),
-    (r"conv_shortcut", "nin_shortcut"),
-    (r"conv_norm_out", "norm_out"),
-)
-
-
-def rename_unet(name: str) -> str:
-    """A UNet parameter's name in a single file."""
-    prefix = max((known for known in UNET_NAMES if name.startswith(f"{known}.")), key=len)
-    rest = name.removeprefix(f"{prefix}.")
-    if ".resnets." in prefix:
-        module, _, parameter = rest.partition(".")
-        rest = f"{RESNET_NAMES[module]}.{parameter}"
-    return f"model.diffusion_model.{UNET_NAMES[prefix]}.{rest}"
-
-
-def rename_vae(name: str) -> str:
-    """A VAE parameter's name in a single file."""
-    for pattern, replacement in VAE_NAMES:
-        name = re.sub(pattern, replacement, name)
-    return f"first_stage_model.{name}"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Stable Diffusion as a Diffusers folder."""
     path = tmp_path_factory.mktemp("single") / "sd"
     return testing.save_pipeline("sd", path, dtype=torch.float16)
-
-
-def save_single_file(path: Path) -> Path:
-    """The tiny Stable Diffusion in fp16, written as a single file."""
-    pipe = testing.make_pipeline("sd", dtype=torch.float16)
-    tensors = {rename_unet(name): tensor for name, tensor in pipe.unet.state_dict().items()}
-    for name, tensor in pipe.vae.state_dict().items():
-        is_projection = re.search(r"attentions.*to_.*weight", name)
-        tensors[rename_vae(name)] = tensor[..., None, None] if is_projection else tensor
-    for name, tensor in pipe.text_encoder.state_dict().items():
-        tensors[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = (
-            tensor
-        )
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    return path
 
 
 @pytest.fixture(scope="module")

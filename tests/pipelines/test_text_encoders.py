@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hub_server import HubServer
+from hub_server import HubServer, make_environment
 from safetensors.torch import load_file, save_file
 
 from models.rescaling_models import EXAMPLES, WAYS, make_example, scale_weights
@@ -260,12 +259,7 @@ def test_a_whole_t5_gives_its_encoder(tmp_path: Path) -> None:
 def test_an_encoder_of_the_hub(save: Any, tmp_path: Path) -> None:
     """`owner/name` of a plain Transformers repository: downloaded, converted, named after it."""
     with HubServer({"owner/encoder": save("T5 gated", "residual")}) as hub:
-        environment = {
-            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-        }
+        environment = make_environment(hub.endpoint, tmp_path)
         command = [sys.executable, "-m", "stopdown.app.cli", "convert", "owner/encoder"]
         done = subprocess.run(
             [*command, str(tmp_path / "out"), "--certify", "--json"],

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from processes.guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from stopdown import testing
@@ -26,10 +26,6 @@ from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guard import guard
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 def run_guarded(name: str, pipe: Any, together: Barrier) -> tuple[Any, Any]:

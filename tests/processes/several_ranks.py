@@ -109,9 +109,9 @@ def _enter(
 
     torch.set_num_threads(1)
     if name := os.environ.get(SWITCHED_OFF):
-        from processes.switching_off import DETECTORS
+        from processes.switching_off import switch_off
 
-        DETECTORS[name][0]()
+        switch_off(name)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

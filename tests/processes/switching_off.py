@@ -9,6 +9,8 @@ r"""A pytest plugin that switches a detector off, to see which tests notice.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -18,208 +20,152 @@ import pytest
 
 from processes.several_ranks import SWITCHED_OFF
 
+Make = Callable[[Any], Any]
+"""Of what is there to what takes its place; whatever that needs is imported then, after PyTorch."""
 
-def switch_off_check() -> None:
+
+def believe_all(own: Any) -> Any:
     """Whatever a component or the pipeline gives is good."""
-    from stopdown.runtime import run_check, session
     from stopdown.runtime.call_check import CallCheck
 
-    session.check_call = lambda notes, output: CallCheck()
-    run_check.count_bad = lambda output: (0, 0, 0)
+    return lambda notes, output: CallCheck()
 
 
-def switch_off_culprit() -> None:
+def name_nobody(own: Any) -> Any:
     """The replay names nobody."""
-    from stopdown.runtime import fault_handler
     from stopdown.runtime.culprit import Culprit
 
-    fault_handler.find_culprit = lambda *given: (Culprit("unknown"), given[2]())
+    return lambda *given: (Culprit("unknown"), given[2]())
 
 
-def switch_off_checksum() -> None:
+def believe_names(compute: Any) -> Any:
     """Each file of a journal has the checksum that its name says."""
-    from stopdown.runtime import journal
-
-    compute = journal._digest_bytes
 
     def digest(content: bytes) -> str:
         caller = sys._getframe(1)
         is_check = caller.f_code.co_name == "_load_entry"
         return str(caller.f_locals["matched"][2]) if is_check else compute(content)
 
-    journal._digest_bytes = digest
+    return digest
 
 
-def switch_off_lock() -> None:
-    """Faults of several threads are worked on at once."""
-    from stopdown.runtime import component_locks
-
-    component_locks._ONE_CHANGE = contextlib.nullcontext()  # type: ignore[assignment]
-
-
-def switch_off_waiting() -> None:
-    """A module is changed while other threads call it."""
-    from stopdown.runtime.component_locks import ComponentLock
-
-    ComponentLock.owned = lambda self: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
-
-
-def switch_off_restore() -> None:
+def stay_on(leave: Any) -> Any:
     """After Ctrl-C the guard stays on the pipeline."""
-    from stopdown.runtime.guard import Guard
 
-    leave = Guard.__exit__
-
-    def stay(self: Guard, kind: Any = None, *rest: Any) -> None:
+    def stay(self: Any, kind: Any = None, *rest: Any) -> None:
         if kind is None or issubclass(kind, Exception):
             leave(self, kind, *rest)
 
-    Guard.__exit__ = stay  # type: ignore[method-assign]
+    return stay
 
 
-def switch_off_carrying() -> None:
-    """What one call of a script's pipeline repaired is forgotten before the next."""
-    from stopdown.runtime.repairs import RepairCache
-
-    RepairCache.put_on = lambda self, state: ()  # type: ignore[method-assign]
+def give(replacement: Any) -> Make:
+    """This one, whatever was there."""
+    return lambda own: replacement
 
 
-def switch_off_cast_check() -> None:
-    """A rescaled module runs in whatever it was cast to."""
-    from stopdown.scaling.cast_check import CastCheck
-
-    CastCheck.__call__ = lambda self, module, args: None  # type: ignore[method-assign]
+def give_nothing(own: Any) -> Any:
+    """A function that does nothing."""
+    return lambda *given: None
 
 
-def switch_off_trial() -> None:
-    """What a module returns once it is cast is what it should return."""
-    from stopdown.scaling import trial
+RANKS = "stopdown.ranks.ranks:Ranks"
+TRIAL = "stopdown.scaling.trial:"
+GUARDS, GUARD_RANKS = "unit/test_guard.py::", "pipelines/test_guard_ranks.py::"
+TRIALS = "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved"
+FAR_OFF = "pipelines/test_repairs.py::test_a_finite_repair_further_off_than_bf16_is_not_believed"
+UNLIKE = f"{GUARD_RANKS}test_ranks_that_were_not_started_alike_are_refused"
 
-    trial._demand_alike = lambda output, run: None
-    trial._demand_near = lambda error, run: None
-    trial.measure_error = lambda output, reference: 0.0
-
-
-def switch_off_comparison() -> None:
-    """A repair that gives finite values is right."""
-    from stopdown.runtime import fault_handler
-
-    fault_handler.describe_excess = lambda error, bf16_error: ""
-
-
-def switch_off_rank_check() -> None:
-    """Each rank decides by its own output."""
-    from stopdown.ranks.ranks import Ranks
-
-    Ranks.agree_on_check = lambda self, check: check
-
-
-def switch_off_rank_culprit() -> None:
-    """Each rank believes what it found itself."""
-    from stopdown.ranks.ranks import Ranks
-
-    Ranks.agree_on_culprit = lambda self, culprit: culprit
-
-
-def switch_off_noise_check() -> None:
-    """Ranks may begin from other noise."""
-    from stopdown.ranks.ranks import Ranks
-
-    Ranks.begin_call = lambda self, call: None
-
-
-def switch_off_run_check() -> None:
-    """Ranks may have other weights and precisions."""
-    from stopdown.ranks.ranks import Ranks
-
-    Ranks.begin = lambda self, pipe, plan: None
-
-
-def switch_off_loss() -> None:
-    """An error of a connection is passed on as it is."""
-    from stopdown.ranks import ranks
-
-    ranks.is_lost = lambda error: False
-
-
-DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     "call check": (
-        switch_off_check,
-        (
-            "unit/test_guard.py::test_an_overflow_is_repaired",
-            "unit/test_guard.py::test_warn_goes_on",
-        ),
+        {
+            "stopdown.runtime.session:check_call": believe_all,
+            "stopdown.runtime.run_check:count_bad": give(lambda output: (0, 0, 0)),
+        },
+        (f"{GUARDS}test_an_overflow_is_repaired", f"{GUARDS}test_warn_goes_on"),
     ),
-    "culprit": (switch_off_culprit, ("unit/test_guard.py::test_raise_stops_with_the_module_path",)),
+    "culprit": (
+        {"stopdown.runtime.fault_handler:find_culprit": name_nobody},
+        (f"{GUARDS}test_raise_stops_with_the_module_path",),
+    ),
     "checksum": (
-        switch_off_checksum,
+        {"stopdown.runtime.journal:_digest_bytes": believe_names},
         ("pipelines/test_journal.py::test_what_is_damaged_is_made_anew[flip]",),
     ),
+    # faults of several threads are worked on at once
     "lock": (
-        switch_off_lock,
+        {"stopdown.runtime.component_locks:_ONE_CHANGE": give(contextlib.nullcontext())},
         ("pipelines/test_threads.py::test_faults_of_two_threads_are_worked_on_in_turn",),
     ),
+    # a module is changed while other threads call it
     "waiting": (
-        switch_off_waiting,
+        {
+            "stopdown.runtime.component_locks:ComponentLock.owned": give(
+                lambda self: contextlib.nullcontext()
+            )
+        },
         ("pipelines/test_threads.py::test_a_change_waits_for_calls_of_other_threads",),
     ),
     "restore": (
-        switch_off_restore,
-        ("unit/test_guard.py::test_gone_after_an_exception_and_nested",),
+        {"stopdown.runtime.guard:Guard.__exit__": stay_on},
+        (f"{GUARDS}test_gone_after_an_exception_and_nested",),
     ),
+    # what one call of a script's pipeline repaired is forgotten before the next
     "carrying": (
-        switch_off_carrying,
+        {"stopdown.runtime.repairs:RepairCache.put_on": give(lambda self, state: ())},
         ("pipelines/test_scripts.py::test_a_repair_holds_for_the_next_call",),
     ),
+    # a rescaled module runs in whatever it was cast to
     "cast check": (
-        switch_off_cast_check,
-        (
-            "unit/test_cast_check.py::test_half_is_refused[multiplies-forward]",
-            "unit/test_cast_check.py::test_half_is_refused[stream-decode]",
+        {"stopdown.scaling.cast_check:CastCheck.__call__": give_nothing},
+        tuple(
+            f"unit/test_cast_check.py::test_half_is_refused[{row}]"
+            for row in ("multiplies-forward", "stream-decode")
         ),
     ),
+    # what a module returns once it is cast is what it should return
     "trial": (
-        switch_off_trial,
-        (
-            "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[nan]",
-            "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[shape]",
-            "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[values]",
-        ),
+        {
+            f"{TRIAL}_demand_alike": give_nothing,
+            f"{TRIAL}measure_error": give(lambda output, reference: 0.0),
+        },
+        tuple(f"{TRIALS}[{row}]" for row in ("nan", "shape", "values")),
     ),
+    # a repair that gives finite values is right
     "comparison of repairs": (
-        switch_off_comparison,
-        (
-            "pipelines/test_repairs.py::"
-            "test_a_finite_repair_further_off_than_bf16_is_not_believed[278-rescaled-True]",
-            "pipelines/test_repairs.py::"
-            "test_a_finite_repair_further_off_than_bf16_is_not_believed[201-fp32-module-False]",
-        ),
+        {"stopdown.runtime.fault_handler:describe_excess": give(lambda error, bf16_error: "")},
+        (f"{FAR_OFF}[278-rescaled-True]", f"{FAR_OFF}[201-fp32-module-False]"),
     ),
+    # each rank decides by its own output
     "rank check": (
-        switch_off_rank_check,
-        (
-            "pipelines/test_guard_ranks.py::"
-            "test_a_fault_of_one_rank_is_repaired_on_all[cogvideox-2-1]",
-        ),
+        {f"{RANKS}.agree_on_check": give(lambda self, check: check)},
+        (f"{GUARD_RANKS}test_a_fault_of_one_rank_is_repaired_on_all[cogvideox-2-1]",),
     ),
+    # each rank believes what it found itself
     "rank culprit": (
-        switch_off_rank_culprit,
-        ("pipelines/test_guard_ranks.py::test_the_culprit_is_that_of_the_rank_that_has_it[2]",),
+        {f"{RANKS}.agree_on_culprit": give(lambda self, culprit: culprit)},
+        (f"{GUARD_RANKS}test_the_culprit_is_that_of_the_rank_that_has_it[2]",),
     ),
-    "noise check": (
-        switch_off_noise_check,
-        ("pipelines/test_guard_ranks.py::test_ranks_that_were_not_started_alike_are_refused",),
-    ),
-    "run check": (
-        switch_off_run_check,
-        ("pipelines/test_guard_ranks.py::test_ranks_that_were_not_started_alike_are_refused",),
-    ),
+    # ranks may begin from other noise
+    "noise check": ({f"{RANKS}.begin_call": give_nothing}, (UNLIKE,)),
+    # ranks may have other weights and precisions
+    "run check": ({f"{RANKS}.begin": give_nothing}, (UNLIKE,)),
+    # an error of a connection is passed on as it is
     "loss of a rank": (
-        switch_off_loss,
+        {"stopdown.ranks.ranks:is_lost": give(lambda error: False)},
         ("pipelines/test_ranks.py::test_a_rank_that_is_gone_ends_the_others[killed]",),
     ),
 }
-"""What can be switched off, how, and the tests that must fail then."""
+"""What can be switched off, by which replacements, and the tests that must fail then."""
+
+
+def switch_off(name: str) -> None:
+    """Put the replacements of one row into their places."""
+    for place, make in DETECTORS[name][0].items():
+        module, _, path = place.partition(":")
+        *owners, attribute = path.split(".")
+        target: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        setattr(target, attribute, make(getattr(target, attribute)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -231,4 +177,4 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test."""
     name = config.getoption("--switch-off")
     os.environ[SWITCHED_OFF] = name  # the ranks of a test are processes of their own
-    DETECTORS[name][0]()
+    switch_off(name)

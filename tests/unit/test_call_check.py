@@ -86,41 +86,18 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "component"),
-    [
-        ("cogvideox", "text_encoder"),
-        ("cogvideox", "vae.decode"),
-        ("cogvideox-image", "vae.encode"),
-        ("svd", "image_encoder"),
-        ("svd", "vae.encode"),
-        ("sdxl", "text_encoder_2"),
-        ("flux", "vae.decode"),
-        ("wan", "text_encoder"),
-    ],
-)
 @pytest.mark.usefixtures("each_device")
-def test_alert_at_every_component_call(name: str, component: str) -> None:
-    """A fault in an encoder or decoder is found there; these have no step."""
-    pipe = make_pipeline(name)
-    with inject(pipe, component, step=0):
-        error = run_checked(pipe, name)
-    assert error.what.startswith(f"`{component}` gave ")
+def test_alert_in_fp32() -> None:
+    """A fault in a decoder has no step, and nothing wider than fp32 can be advised."""
+    pipe = make_pipeline("cogvideox")
+    with inject(pipe, "vae.decode", step=0):
+        error = run_checked(pipe, "cogvideox")
+    assert error.what.startswith("`vae.decode` gave ")
     assert error.what.endswith(" values, in fp32.")
     assert error.remedy == (
         "It already runs in fp32: its weights may be damaged, or an input may be out of "
         "range. Load the model again from its source."
     )
-
-
-@pytest.mark.usefixtures("each_device")
-def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the detector switched off the same fault reaches the pixels: the tests above see it."""
-    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
-    monkeypatch.setattr("stopdown.runtime.run_check.count_bad", lambda output: (0, 0, 0))
-    pipe = make_pipeline("cogvideox")
-    with inject(pipe, "transformer", step=1), check_calls(pipe):
-        assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
 @pytest.mark.usefixtures("each_device")
@@ -170,36 +147,6 @@ def test_a_fault_that_came_from_outside_is_said_to() -> None:
         del pipe.scheduler.step
     assert error.what.endswith(" values at step 2 of 2, in fp32.")
     assert error.expected == "Its inputs already held 256 values that are not finite."
-
-
-@pytest.mark.parametrize("first", ["inner", "outer"])
-@pytest.mark.usefixtures("each_device")
-def test_nested(first: str) -> None:
-    """Two guards at once see the same calls; taken off in either order they leave nothing."""
-    pipe = make_pipeline("cogvideox")
-    plain = call_pipeline(pipe, "cogvideox")
-    with assert_untouched(pipe):
-        guards = {"inner": check_calls(pipe), "outer": check_calls(pipe)}
-        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
-        guards.pop(first).remove()
-        (left,) = guards.values()
-        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
-        left.remove()
-    assert [call.calls for call in left.record.calls] == [4, 2, 4]
-
-
-@pytest.mark.usefixtures("each_device")
-def test_gone_after_an_exception() -> None:
-    """Whatever ends the block, the pipeline is as it was; leaving twice is harmless."""
-    pipe = make_pipeline("svd")
-    with (
-        pytest.raises(KeyboardInterrupt),
-        assert_untouched(pipe),
-        check_calls(pipe) as handle,
-    ):
-        raise KeyboardInterrupt
-    with assert_untouched(pipe):
-        handle.remove()
 
 
 @pytest.mark.usefixtures("each_device")

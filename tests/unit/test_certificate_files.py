@@ -464,6 +464,32 @@ class Moving(torch.nn.Module):
         return made[self.operation]() * 1
 
 
+def export_net(
+    module: torch.nn.Module, captured: list[Any], folder: Path, scaling: Scaling | None = None
+) -> Any:
+    """What a certificate says of a module, whose weights are saved as those of the component `net`."""
+    from safetensors.torch import save_model
+
+    (folder / "net").mkdir()
+    save_model(module, str(folder / "net" / "a.safetensors"))
+    entry = ComponentPlan("net", precision="fp16", scaling=scaling or Scaling())
+    load = name_parameters(module).__getitem__
+    return export_calls(module, entry, captured, folder, ["a.safetensors"], load)
+
+
+def read_graph(stated: dict[str, Any], folder: Path) -> stopdown_verify.Graph:
+    weights = stopdown_verify.open_weights(folder / "net", stated["files"], stated["weights"])
+    return stopdown_verify.Graph(stated["graphs"][0], weights, True)
+
+
+def export_one(module: torch.nn.Module, x: torch.Tensor, folder: Path) -> Any:
+    """The certificate of a module that is called with one tensor in fp16, and its graph."""
+    module.eval().requires_grad_(False)
+    capture = Captures().take((module, (x,), {}))
+    stated = export_net(module, [(capture, (x,), {})], folder)
+    return stated, read_graph(stated, folder)
+
+
 MOVES = (
     "avg_pool1d", "avg_pool2d", "pad", "einsum", "pad_sequence", "rotation", "repeat_interleave",
 )  # fmt: skip
@@ -472,20 +498,13 @@ MOVES = (
 @pytest.mark.parametrize("operation", MOVES)
 def test_what_moves_elements_and_keeps_the_size_is_bounded(operation, tmp_path):
     """A large place reaches its neighbours: neither the plan's nor the checker's bound is below it."""
-    from safetensors.torch import save_model
-
     module, x = Moving(operation).eval().requires_grad_(False), torch.full((1, 2, 4), 100.0)
     case, result = bound_one(module, module, (x,), {}), module(x)
     last = case.list_nodes()[-1]
     found = case.bounds.values[last.name].peak
     assert bool((result.abs() <= found * (1 + 1e-6)).all())
-    (tmp_path / "net").mkdir()
-    save_model(module, str(tmp_path / "net" / "a.safetensors"))
-    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
-    load, captured = name_parameters(module).__getitem__, [(case.capture, (x,), {})]
-    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
-    weights = stopdown_verify.open_weights(tmp_path / "net", stated["files"], stated["weights"])
-    graph = stopdown_verify.Graph(stated["graphs"][0], weights, True)
+    stated = export_net(module, [(case.capture, (x,), {})], tmp_path)
+    graph = read_graph(stated, tmp_path)
     peaks: dict[str, Any] = {}
     derive = graph.derive
 
@@ -533,21 +552,6 @@ def test_what_is_of_length_one_has_a_bound(way, tmp_path):
         assert float(module(x).detach().abs().max()) <= bound
 
 
-def export_one(module: torch.nn.Module, x: torch.Tensor, folder: Path) -> Any:
-    """The certificate of a module that is called with one tensor in fp16, and its graph."""
-    from safetensors.torch import save_model
-
-    module.eval().requires_grad_(False)
-    capture = Captures().take((module, (x,), {}))
-    (folder / "net").mkdir()
-    save_model(module, str(folder / "net" / "a.safetensors"))
-    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
-    load = name_parameters(module).__getitem__
-    stated = export_calls(module, entry, [(capture, (x,), {})], folder, ["a.safetensors"], load)
-    weights = stopdown_verify.open_weights(folder / "net", stated["files"], stated["weights"])
-    return stated, stopdown_verify.Graph(stated["graphs"][0], weights, True)
-
-
 class Embedded(torch.nn.Module):
     """Two embeddings whose sum another linear reads, as time and text in a transformer."""
 
@@ -566,15 +570,9 @@ class Embedded(torch.nn.Module):
 
 def test_lengths_of_rows_are_asked_for_through_sums(tmp_path):
     """The rows of both embeddings have witnesses of singular values: their sum is read by a linear."""
-    from safetensors.torch import save_model
-
     module, x = Embedded().requires_grad_(False), torch.ones(2, 8)
-    (tmp_path / "net").mkdir()
-    save_model(module, str(tmp_path / "net" / "a.safetensors"))
-    entry = ComponentPlan("net", precision="fp16", scaling=Scaling())
     captured = [(bound_one(module, module, (x,), {}).capture, (x,), {})]
-    load = name_parameters(module).__getitem__
-    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    stated = export_net(module, captured, tmp_path)
     asked = {n["weight"]: "sigma" in n for n in stated["graphs"][0]["nodes"] if "weight" in n}
     assert asked == {"time.weight": True, "text.weight": True, "out.weight": False}
 
@@ -678,18 +676,12 @@ def test_rows_of_many_norms_are_not_followed():
 @pytest.mark.parametrize("name", ["CogVideoX rotary", "T5 gated"])
 def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
     """Inputs that are pushed up the gradient of a value stay below the checker's bounds of all values."""
-    from safetensors.torch import save_model
-
     module, calls = make_example(name)
     rescaling = rescale_(module, calls=calls, ranges="bound")
     rescaling.undo()
-    entry = ComponentPlan("net", precision="fp16", scaling=rescaling.scaling)
-    (tmp_path / "net").mkdir()
-    save_model(module, str(tmp_path / "net" / "a.safetensors"))
     cases = [bound_one(module, *call) for call in calls]
     captured = [(case.capture, *call[1:]) for case, call in zip(cases, calls, strict=True)]
-    load = name_parameters(module).__getitem__
-    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    stated = export_net(module, captured, tmp_path, rescaling.scaling)
     stopdown_verify.check_component(stated, tmp_path, write=True)
     rng, nearest = random.Random(0), 0.0
     for case, graph in zip(cases, stated["graphs"], strict=True):
@@ -715,9 +707,6 @@ def test_ascent_finds_no_value_beyond_its_bound(name, tmp_path):
 
 def test_what_rests_on_measurement_is_not_covered(tmp_path):
     """With measured exponents the file is accepted, and lists exactly what no bound keeps in range."""
-    import torch
-    from safetensors.torch import save_model
-
     module = torch.nn.Sequential(
         torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
     )
@@ -728,12 +717,8 @@ def test_what_rests_on_measurement_is_not_covered(tmp_path):
     rescaling = rescale_(module, given)
     rescaling.undo()
     assert rescaling.scaling.exponents == {"0.weight": -1, "1.weight": 1}
-    entry = ComponentPlan("net", precision="fp16", scaling=rescaling.scaling)
-    (tmp_path / "net").mkdir()
-    save_model(module, str(tmp_path / "net" / "a.safetensors"))
     captured = [(bound_one(module, module, given, {}).capture, given, {})]
-    load = name_parameters(module).__getitem__
-    stated = export_calls(module, entry, captured, tmp_path, ["a.safetensors"], load)
+    stated = export_net(module, captured, tmp_path, rescaling.scaling)
     stopdown_verify.check_component(stated, tmp_path, write=True)
     assert stated["uncovered"] == ["0:linear"]
     assert stopdown_verify.check_component(stated, tmp_path)[2] == ["0:linear"]

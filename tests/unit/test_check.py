@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.single_file_layout import save_single_file
 from models.snapshots import assert_untouched
 from stopdown import check, mend
 from stopdown.devices import device_profiles as profiles
@@ -24,7 +25,6 @@ from stopdown.testing import make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from test_repaired_plans import write_bare_plan
-from test_single_file import save_single_file
 
 from models.pipeline_calls import CALLS
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.pipeline_calls import quiet
 from stopdown.runtime.guard import guard
 from stopdown.runtime.hidden_values import FUNCTIONS, noting_hidden
 
@@ -102,10 +103,6 @@ def widen(module: Hiding, dtype: torch.dtype) -> Hiding:
     other = Hiding(module.hide).eval().requires_grad_(False)
     other.load_state_dict(module.state_dict())
     return other.to(dtype)
-
-
-def quiet(text: str) -> None:
-    """Hears of a repair and says nothing."""
 
 
 @pytest.mark.default_rows(1)

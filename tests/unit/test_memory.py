@@ -648,15 +648,6 @@ def test_what_is_no_amount(text: str) -> None:
     assert 'Use memory="8GiB"' in str(caught.value)
 
 
-def test_an_amount_without_a_unit_is_asked_for_one() -> None:
-    """Eight bytes are never meant."""
-    with pytest.raises(OptionError) as caught:
-        parse_bytes("8")
-    assert str(caught.value) == (
-        'memory="8" has no unit. An amount is a number and a unit: 8GiB, 500MiB. Use memory="8GiB".'
-    )
-
-
 def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
     return generate(
         GenerateOptions(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -76,18 +73,6 @@ def test_an_unknown_precision_is_refused(text: str) -> None:
         'path of a plan, such as plan.json. Write for example precision="fp16", or '
         'precision="transformer=bf16,vae=fp32".'
     )
-
-
-def test_formats_are_known_without_torch() -> None:
-    """Reading figures and names loads no torch."""
-    code = (
-        "import sys; from stopdown.number_formats import FORMATS, find_format; "
-        "print(FORMATS['fp16'].largest, find_format('BF16').name, 'torch' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "65504.0 bf16 False\n"
 
 
 @pytest.mark.parametrize(

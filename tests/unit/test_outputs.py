@@ -115,6 +115,28 @@ def test_a_mounted_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.parametrize("option", ["with -o", "as OUT"])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_what_ends_early_leaves_nothing(
+    failure: BaseException, option: str, tmp_path: Path
+) -> None:
+    """Ctrl-C or a full disk after the first bytes: neither a result nor anything beside it."""
+
+    def fail() -> None:
+        with written_beside(tmp_path / "out", option=option) as part:
+            part.write_text("half")
+            raise failure
+
+    with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
+        fail()
+    assert list(tmp_path.iterdir()) == []
+    if isinstance(failure, OSError):
+        assert str(caught.value) == (
+            f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
+            f"half-written was left behind. Free some space, or choose another disk {option}."
+        )
+
+
 def test_what_is_taken_meanwhile_stays(tmp_path: Path) -> None:
     """A target that fills during the run is not replaced; the result is kept beside it, and where."""
     target = tmp_path / "plan.json"

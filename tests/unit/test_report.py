@@ -8,8 +8,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -261,22 +259,6 @@ def test_json_for_a_terminal_has_no_pictures(made: Comparison) -> None:
     assert [row.cells[1].measures for row in read.rows] == [
         row.cells[1].measures for row in made.rows
     ]
-
-
-def test_a_page_needs_no_torch(made: Comparison, tmp_path: Path) -> None:
-    """A fresh process makes the page of a record without torch, numpy or Diffusers."""
-    record = tmp_path / "r.html.json"
-    record.write_text(to_json(made))
-    program = (
-        "import sys; from pathlib import Path; from stopdown.app.report_command import report; "
-        "report(Path(sys.argv[1]), None); "
-        "sys.exit(', '.join({'torch', 'numpy', 'diffusers', 'scipy'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(record)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "r.html").exists()
 
 
 @pytest.mark.parametrize(

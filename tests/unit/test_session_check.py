@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models.injected_faults import inject
-from models.pipeline_calls import call_pipeline
+from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.call import ComponentCall
@@ -70,10 +70,6 @@ def find_callee(program: Any, name: str) -> Any:
 def overwrite(module: nn.Module, value: float) -> None:
     """As another copy would: without PyTorch's count of writes."""
     next(module.parameters()).data.fill_(value)
-
-
-def quiet(text: str) -> None:
-    """Hear of a fault and say nothing."""
 
 
 def run(pipe: Any, **options: Any) -> Any:
