@@ -18,7 +18,7 @@ from torch.utils._device import _device_constructors
 from models.programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.component_calls.pipeline_interception import redirect_devices
-from stopdown.errors import InputError, OptionError
+from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.repairs import RepairCache
@@ -191,17 +191,6 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        (
-            {"script": "nowhere.py"},
-            InputError,
-            "There is no script nowhere.py. Name a Python file, or a module: stopdown run -m MODULE",
-        ),
-        (
-            {"module": "no.such.module"},
-            InputError,
-            "There is no module no.such.module. Name a module that `python -m` finds, or a file: "
-            "stopdown run SCRIPT",
-        ),
         (
             {"script": __file__, "precision": "vae=fp16"},
             OptionError,
