@@ -188,23 +188,15 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_script(options, print).exit_code == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        (
-            {"script": __file__, "precision": "vae=fp16"},
-            OptionError,
-            "--precision vae=fp16 was given for a script. A script takes a plan, or a single precision for "
-            "all that it loads in 16 bits. Use --precision fp16 or --precision plan.json. To guard "
-            "only some components, use --components.",
-        ),
-    ],
-)
-def test_what_cannot_be_run_is_refused(options: Any, kind: type, message: str) -> None:
+def test_what_cannot_be_run_is_refused() -> None:
     """A mistake of the user is one message, before anything is loaded."""
-    with pytest.raises(kind) as caught:
-        run_script(ScriptOptions(**options), print)
-    assert str(caught.value) == message
+    with pytest.raises(OptionError) as caught:
+        run_script(ScriptOptions(script=__file__, precision="vae=fp16"), print)
+    assert str(caught.value) == (
+        "--precision vae=fp16 was given for a script. A script takes a plan, or a single precision for "
+        "all that it loads in 16 bits. Use --precision fp16 or --precision plan.json. To guard "
+        "only some components, use --components."
+    )
 
 
 MIXED = """
