@@ -152,8 +152,8 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --image notes.txt", 2, "notes.txt cannot be read as a picture"),
     ("compare shapes --prompts none.txt", 2, "none.txt cannot be read: .* Name a file that exists."),
     ("run", 2, "Name a SCRIPT, or a module with -m."),
-    ("run -m no.such", 2, "There is no module no.such."),
-    ("run nowhere.py", 2, "There is no script nowhere.py."),
+    ("run -m no.such", 2, "There is no module no.such. .*, or a file: stopdown run SCRIPT"),
+    ("run nowhere.py", 2, "There is no script nowhere.py. .*, or a module: stopdown run -m MODULE"),
     ("report none.html", 2, "none.html .* of report.html it is report.html.json."),
     ("report bad.json", 2, "bad.json holds a record of the kind None, which has no report."),
     # explain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,28 @@ RUN = RunRecord(
     ),
 )
 """A run of `generate`, by hand."""
+
+
+_PROFILE = """
+name = "mine"
+title = "{title}"
+kind = "cuda"
+[capability]
+number = [7, 5]
+source = "its box"
+[memory]
+gib = {gib}
+source = "its box"
+""" + "".join(
+    f'[formats.{name}]\nstate = "{{state}}"\nrate = {{rate}}\nsource = "its box"\n'
+    for name in ("fp32", "bf16", "fp16")
+)
+
+
+def write_profile(**changes: Any) -> str:
+    """A profile of a device by hand, with other facts."""
+    facts = {"title": "My card", "gib": 16, "state": "native", "rate": 2.0, **changes}
+    return _PROFILE.format(**facts)
 
 
 def draw_clip(seed: int, *, frames: int = 5, side: int = 32) -> np.ndarray:

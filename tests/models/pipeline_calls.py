@@ -40,6 +40,19 @@ def quiet(text: str) -> None:
     """What a guard announces is heard, and not said."""
 
 
+SCORED_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+def make_scored_svd() -> Any:
+    """SVD whose scores pass 65504 before they are divided, and not after it; in fp32."""
+    pipe = testing.make_pipeline("svd")
+    attention = pipe.unet.get_submodule(SCORED_PATH)
+    with torch.no_grad():
+        for linear in (attention.to_q, attention.to_k):
+            linear.weight.mul_(400)
+    return pipe
+
+
 def paint_decoder(source: Path, folder: Path, value: float = -2.0) -> Path:
     """A copy of a saved CogVideoX whose decoder paints one value everywhere: below -1 all is black."""
     shutil.copytree(source, folder)

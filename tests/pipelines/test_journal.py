@@ -212,6 +212,7 @@ DAMAGED_HEADS = [
     b'{"journal": 2, "sha',
     b"[]",
     b'{"journal": 2}',
+    b'{"journal": 2, "run": {"seed": 1}}',
     b'{"journal": 1, "pipeline": "CogVideoXPipeline"}',
     b'{"journal": 2, "sha256": "", "run": ' + b"[" * 100_000,
     b'{"journal": 2, "sha256": "", "run": {"seed": NaN}}',

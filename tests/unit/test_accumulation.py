@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from models.pipeline_calls import SCORED_PATH, make_scored_svd
 from models.snapshots import assert_untouched
-from stopdown import testing
 from stopdown.component_calls.components import find_components
 from stopdown.interception import accumulation
 from stopdown.interception.accumulation import GROUP, Sum, accumulating, find_sums, summing_in_fp16
@@ -144,17 +144,11 @@ def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------
 # Stable Video Diffusion: NaN where sums are in fp16, and not where they are in fp32
 
-MODULE_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-
 
 @pytest.fixture(scope="module")
 def unet_call() -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
     """A pipeline whose UNet has scores beyond 65504 before they are scaled; a call, and its end in fp32."""
-    pipe = testing.make_pipeline("svd")
-    attention = pipe.unet.get_submodule(MODULE_PATH)
-    with torch.no_grad():
-        for linear in (attention.to_q, attention.to_k):
-            linear.weight.mul_(400)
+    pipe = make_scored_svd()
     generator = torch.Generator().manual_seed(0)
     call = {
         "sample": torch.randn(2, 3, 8, 8, 8, generator=generator),
@@ -180,7 +174,7 @@ def test_the_sum_is_predicted_from_a_call_in_fp32(unet_call: Any) -> None:
     outputs: list[torch.Tensor] = []
     found = find_sums(pipe.unet, lambda: outputs.append(pipe.unet(**call)[0]))
     assert [(entry.path, entry.operation) for entry in found if not entry.fits] == [
-        (MODULE_PATH, "attention scores")
+        (SCORED_PATH, "attention scores")
     ]
     torch.testing.assert_close(outputs[0], reference, rtol=1e-3, atol=1e-3)
     assert len(found) > 50
@@ -236,7 +230,7 @@ def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
 def test_a_guard_repairs_it_too(unet_call: Any) -> None:
     """Without a plan the guard sees NaN in the block, finds the attention, and the result is good."""
     pipe, _, _ = unet_call
-    block = copy.deepcopy(pipe.unet.get_submodule(MODULE_PATH.removesuffix(".attn1")))
+    block = copy.deepcopy(pipe.unet.get_submodule(SCORED_PATH.removesuffix(".attn1")))
     generator = torch.Generator().manual_seed(0)
     states, text = (torch.randn(2, size, 32, generator=generator) for size in (64, 1))
     with torch.no_grad():

@@ -35,7 +35,6 @@ from stopdown.records import (
     Plan,
     ResidualStream,
     Scaling,
-    to_json,
 )
 from stopdown.scaling.folds import list_misfits
 from stopdown.sources.sources import Source
@@ -95,22 +94,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         assert files.read_plan(path) == plan
 
 
-def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
-    """No file: the command that makes it stands in the message."""
-    with pytest.raises(PlanError, match=r"no such file.*Make it: stopdown plan SOURCE -o"):
-        files.read_plan(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize("length", [0, 1, 100, -3])
-def test_a_truncated_plan_is_refused(tmp_path: Path, length: int) -> None:
-    """A file that was cut off anywhere is no plan."""
-    path = tmp_path / "plan.json"
-    files.write_plan(PLAN, path)
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(PlanError, match=r"plan.json is not a plan\. .*make one: "):
-        files.read_plan(path)
-
-
 @pytest.mark.parametrize("change", ["exponent", "nested field", "seal"])
 def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     """One exponent changed, a field slipped in or another seal: the seal does not fit."""
@@ -126,19 +109,6 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
         files.read_plan(path)
-
-
-def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
-    """A later version's plan says which schema this version reads."""
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**json.loads(_as_json(PLAN)), "schema": 99}))
-    with pytest.raises(PlanError, match="The Plan has schema 99"):
-        files.read_plan(path)
-
-
-def _as_json(plan: Plan) -> str:
-
-    return to_json(plan)
 
 
 def test_a_plan_for_another_checkpoint_or_version_is_refused(

@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from models.comparisons import RUN, make_comparison
+from models.comparisons import RUN, make_comparison, write_profile
 from stopdown import testing
 from stopdown.app.compare_command import read_prompts
 from stopdown.app.report_command import report
@@ -257,22 +257,6 @@ def read_report(path: Path) -> None:
         (path.parent / "page.html").unlink(missing_ok=True)
 
 
-PROFILE = """
-name = "mine"
-title = "My card"
-kind = "cuda"
-[capability]
-number = [7, 5]
-source = "its box"
-[memory]
-gib = 16
-source = "its box"
-""" + "".join(
-    f'[formats.{name}]\nstate = "native"\nrate = 2.0\nsource = "its box"\n'
-    for name in ("fp32", "bf16", "fp16")
-)
-
-
 def read_profile(path: Path) -> None:
     profile = find_profile(str(path))
     profile.as_device(), profile.supports
@@ -328,7 +312,7 @@ READERS = {
     "report of a comparison": Reader(write("page.html.json", comparison), read_report, split_json),
     "journal": Reader(make_head, read_head, split_sealed("sha256", "run")),
     "call of a journal": Reader(make_call, read_call, split_call),
-    "profile": Reader(write("mine.toml", lambda: PROFILE), read_profile),
+    "profile": Reader(write("mine.toml", write_profile), read_profile),
     "prompts": Reader(write("prompts.txt", lambda: "a ball\n\na caf\u00e9\n" * 20), read_prompts),
     "log": Reader(write("run.log", lambda: LOG * 20), explain_file),
     "png": Reader(make_picture("a.png"), read_image),
