@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -549,6 +551,41 @@ def test_a_table_that_is_cropped_is_scaled_as_a_whole() -> None:
     assert rescaling.exponents["table"] == rescaling.exponents["embed.weight"] < 0
     assert not any("[" in name for name in rescaling.exponents)
     assert torch.equal(module(x), reference)
+
+
+class Placed(nn.Module):
+    """A table of positions, of which a call reads as many rows as its input has tokens."""
+
+    def __init__(self, crop: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.crop, self.embed, self.norm = crop, nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(x) + self.crop(self.table, x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "crop",
+    [
+        lambda table, n: table[:n],
+        lambda table, n: table[4 - n // 2 : 4 + n // 2],
+        lambda table, n: table[1:][: n - 1].repeat(2, 1)[:n],
+        lambda table, n: table.view(2, 4, WIDTH).reshape(8, WIDTH)[:n],
+        lambda table, n: torch.cat([table[:1], table[1 : n // 2], table[n // 2 : n]]),
+    ],
+    ids=["first", "middle", "twice", "viewed", "joined"],
+)
+def test_a_table_that_is_read_in_part_is_exact_where_more_is_read(crop: Any) -> None:
+    """Rescaled for a call of 4 tokens, calls of 8 and 2 give in fp32 what they gave."""
+    torch.manual_seed(0)
+    module = Placed(crop).eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    calls = [torch.randn(1, n, 4) for n in (4, 8, 2)]
+    reference = [module(x) for x in calls]
+    rescaling = rescale_(module, (calls[0],))
+    assert any(name.startswith("table") for name in rescaling.exponents)
+    assert all(map(torch.equal, map(module, calls), reference))
 
 
 def test_several_calls_share_their_parameters() -> None:

@@ -246,7 +246,7 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
     if not all(_takes(user, node, kept) for user in node.users):
         return False
     if node.op == "placeholder":
-        return node.name in parameters
+        return node.name in parameters and len(_list_read(node, kept)) == len(kept[node])
     if is_kind(node, "join"):
         return kept[node] == _read_joint(node)
     if is_part(node):
@@ -262,6 +262,31 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
         return False
     floats = [x for x in sources if is_float(x)]
     return all(x in kept and _pull(node, x, kept[node]) == kept[x] for x in floats)
+
+
+def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
+    """The blocks of a parameter that the graph reads.
+
+    A call of another size may read more of a table of positions, so a table that is read in part keeps one
+    exponent.
+    """
+    read: set[int] = set()
+    for user in node.users:
+        if is_kind(user, "slice", "select"):
+            _, (start, stop), dim = find_part(user)
+            if dim == kept[node].dim:
+                inner = kept.get(user)
+                ranges = [(start, stop)]
+                if inner is not None and inner.dim == dim:
+                    ends = [start + bound for bound in inner.bounds]
+                    ranges = [(ends[i], ends[i + 1]) for i in _list_read(user, kept)]
+                read |= {block for one in ranges for block in kept[node].covered(*one)}
+                continue
+        elif user in kept and is_kind(user, *_KEEPING, "reshape", "permutation"):
+            read |= _list_read(user, kept)
+            continue
+        return {*range(len(kept[node]))}
+    return read
 
 
 def is_part(node: Node) -> bool:
