@@ -52,13 +52,25 @@ _OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
 
 def sign_state(block: torch.nn.Module) -> str:
     """What a block's modules keep beside weights and buffers: tensors by shape, plain values by value."""
-    kept = {
-        f"{path}.{name}": value
-        for path, part in block.named_modules()
-        for name, value in vars(part).items()
-        if name not in _OF_EACH_MODULE
-    }
-    return _sign_nest((), kept)
+    with torch._C.DisableTorchFunction():
+        return str(
+            [
+                (path, name, _sign_kept(value))
+                for path, part in block.named_modules()
+                for name, value in vars(part).items()
+                if name not in _OF_EACH_MODULE and name not in _NUMBERS
+            ]
+        )
+
+
+def _sign_kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return [_sign_kept(x) for x in value]
+    if isinstance(value, dict):
+        return [(key, _sign_kept(x)) for key, x in value.items()]
+    return value if isinstance(value, _PLAIN) else type(value).__name__
 
 
 def _sign_nest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
