@@ -11,7 +11,7 @@ way, the value keeps one exponent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -270,23 +270,24 @@ def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
     A call of another size may read more of a table of positions, so a table that is read in part keeps one
     exponent.
     """
-    read: set[int] = set()
-    for user in node.users:
-        if is_kind(user, "slice", "select"):
-            _, (start, stop), dim = find_part(user)
-            if dim == kept[node].dim:
-                inner = kept.get(user)
-                ranges = [(start, stop)]
-                if inner is not None and inner.dim == dim:
-                    ends = [start + bound for bound in inner.bounds]
-                    ranges = [(ends[i], ends[i + 1]) for i in _list_read(user, kept)]
-                read |= {block for one in ranges for block in kept[node].covered(*one)}
-                continue
-        elif user in kept and is_kind(user, *_KEEPING, "reshape", "permutation"):
-            read |= _list_read(user, kept)
-            continue
-        return {*range(len(kept[node]))}
-    return read
+    return {block for user in node.users for block in _list_read_by(user, node, kept)}
+
+
+def _list_read_by(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> Iterable[int]:
+    blocks = kept[node]
+    if user in kept and is_kind(user, *_KEEPING, "reshape", "permutation"):
+        return _list_read(user, kept)
+    if not is_kind(user, "slice", "select"):
+        return range(len(blocks))
+    _, (start, stop), dim = find_part(user)
+    if dim != blocks.dim:
+        return range(len(blocks))
+    inner = kept.get(user)
+    if inner is None or inner.dim != dim:
+        return blocks.covered(start, stop)
+    ends = [start + bound for bound in inner.bounds]
+    read = _list_read(user, kept)
+    return {block for i in read for block in blocks.covered(ends[i], ends[i + 1])}
 
 
 def is_part(node: Node) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.call import sign_arguments
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
 _NUMBERS = ("layer_idx",)
@@ -47,9 +48,6 @@ def _describe_kind(value: Any) -> str:
     return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
-_OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
-
-
 def sign_state(block: torch.nn.Module) -> str:
     """What a block's modules keep beside weights and buffers: tensors by shape, plain values by value."""
     with torch._C.DisableTorchFunction():
@@ -58,7 +56,7 @@ def sign_state(block: torch.nn.Module) -> str:
                 (path, name, _sign_kept(value))
                 for path, part in block.named_modules()
                 for name, value in vars(part).items()
-                if name not in _OF_EACH_MODULE and name not in _NUMBERS
+                if name not in OWN_ATTRIBUTES and name not in _NUMBERS
             ]
         )
 
@@ -73,27 +71,22 @@ def _sign_kept(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else type(value).__name__
 
 
-def _sign_nest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Sign nested values; what is not contiguous is copied here and there, so strides are part of it."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    with torch._C.DisableTorchFunction():
-        strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
-    return f"{sign_arguments(tuple(args), kwargs)}{strides}"
-
-
 class GivenArguments:
     """The arguments of a block or tile as they were before it ran; no tensor is kept alive.
 
     Attributes:
-        signature: what tells them apart, with what the block keeps.
+        signature: what tells them apart, with what the block keeps. What is not contiguous is copied here
+            and there, so strides are part of it.
     """
 
     def __init__(
         self, block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
+        with torch._C.DisableTorchFunction():
+            strides = [x.stride() for x in leaves if isinstance(x, torch.Tensor)]
         self._block, self._state = block, sign_state(block)
-        self.signature = f"{_sign_nest(args, kwargs)}{self._state}"
+        self.signature = f"{sign_arguments(tuple(args), kwargs)}{strides}{self._state}"
         self._given, self._lists = (args, kwargs), find_lists(args, kwargs)
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 

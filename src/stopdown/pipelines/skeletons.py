@@ -35,6 +35,7 @@ from stopdown.graph.capture import (
     name_parameters,
     renew_fakes,
 )
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
@@ -97,16 +98,14 @@ def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-_OWN = frozenset(vars(torch.nn.Module()))
-
-
 def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
     """Plain attributes of a module's parts that hold tensors, such as rotary frequencies of Qwen-Image."""
     return [
         (part, name, value)
         for part in module.modules()
         for name, value in vars(part).items()
-        if name not in _OWN and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value))
+        if name not in OWN_ATTRIBUTES
+        and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value))
     ]
 
 

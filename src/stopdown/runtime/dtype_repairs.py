@@ -27,6 +27,7 @@ from stopdown.component_calls.step_caches import clear_caches
 from stopdown.diagnosis import REFUSALS
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.randomness import save_random
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_writes, iterate_tensors
@@ -123,9 +124,12 @@ def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
     """What changes when a call writes: tensors, attributes of modules, lengths of containers."""
     tensors = [*module.buffers(), *iterate_tensors(given)]
     marks: list[tuple[object, ...]] = [(id(x), count_writes(x)) for x in tensors]
-    own = vars(torch.nn.Module()).keys()
     for part in module.modules():
-        marks += [(name, id(x), _measure(x)) for name, x in vars(part).items() if name not in own]
+        marks += [
+            (name, id(x), _measure(x))
+            for name, x in vars(part).items()
+            if name not in OWN_ATTRIBUTES
+        ]
     return [*marks, (_measure(given),)]
 
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_writes, has_values
-
-_OWN = frozenset(vars(torch.nn.Module()))
 
 
 class KeptState:
@@ -93,7 +92,7 @@ def _is_same(
 
 
 def _read_attributes(part: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    return {name: (x, _hold(x)) for name, x in vars(part).items() if name not in _OWN}
+    return {name: (x, _hold(x)) for name, x in vars(part).items() if name not in OWN_ATTRIBUTES}
 
 
 def _hold(value: Any) -> Any:

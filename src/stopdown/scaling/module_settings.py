@@ -23,8 +23,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from stopdown.graph.call_signatures import describe_argument
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 
-_OWN = frozenset(vars(torch.nn.Module()))
 _FOREIGN = ("stopdown", "_hf_", "_old_forward", "_diffusers_hook", "_compiled")
 """Beginnings of names that Stopdown and libraries set while they place weights and run code."""
 
@@ -55,7 +55,7 @@ class _Part:
         self.copies = {
             name: copied
             for name, value in self.attributes.items()
-            if isinstance(value, _CONTAINERS) and name not in _OWN
+            if isinstance(value, _CONTAINERS) and name not in OWN_ATTRIBUTES
             if (copied := _copy_plain(value)) is not _MISSING
         }
 
@@ -83,7 +83,9 @@ class _Part:
                 if before == value:
                     continue
             is_method = callable(getattr(type(self.module), name, None))
-            if before is not value and not (name in _OWN or name.startswith(_FOREIGN) or is_method):
+            if before is not value and not (
+                name in OWN_ATTRIBUTES or name.startswith(_FOREIGN) or is_method
+            ):
                 yield (self.path, name), before, value
         parts = self.module._modules
         for name in {**self.parts, **parts}:
