@@ -35,7 +35,7 @@ from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.graph.capture import build_fake
 from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, offloader, smaller_calls
-from stopdown.memory.alike_calls import sign_block
+from stopdown.memory.alike_calls import sign_block, sign_state
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
@@ -316,12 +316,26 @@ def test_blocks_with_other_hooks_or_settings_are_told_apart() -> None:
     layers = [torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(6)]
     for number, layer in enumerate(layers):
         layer.layer_idx = number  # type: ignore[assignment]
-    assert len({*map(sign_block, layers)}) == 1
+    assert len({*map(sign_block, layers)}) == len({*map(sign_state, layers)}) == 1
     layers[1].norm_first = True
     layers[2].linear1.register_forward_hook(lambda *_: None)
     layers[3].half()
     layers[4].linear2 = torch.nn.Linear(16, 8, bias=False)
     assert len({*map(sign_block, layers)}) == 5
+
+
+def test_what_a_block_keeps_is_told_by_shape() -> None:
+    """Numbers and nested values count as they are, tensors by shape, strides and dtype alone."""
+    layers = [torch.nn.Linear(4, 4) for _ in range(6)]
+    for layer in layers:
+        layer.frames, layer.count = [torch.zeros(2, 3)], {"seen": (1, None)}  # type: ignore[assignment]
+    layers[1].frames = [torch.ones(2, 3)]  # type: ignore[assignment]
+    assert len({*map(sign_state, layers)}) == 1
+    layers[2].frames = [torch.zeros(2, 4)]  # type: ignore[assignment]
+    layers[3].frames = [torch.zeros(3, 2).T]  # type: ignore[assignment]
+    layers[4].count = {"seen": (2, None)}  # type: ignore[assignment]
+    layers[5].frames = None  # type: ignore[assignment]
+    assert len({*map(sign_state, layers)}) == 5
 
 
 def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:
