@@ -4,6 +4,8 @@ Code without weights depends on nothing but shapes, strides, dtypes and plain va
 arguments, and those that its modules keep. So one block or tile stands for all that are alike, and what it
 writes into lists, as Wan's decoder does into its cache, is written again for each. Code that leaves
 something of another shape on its modules runs each time.
+
+Not covered: what code keeps elsewhere than in its arguments and on its modules.
 """
 
 from __future__ import annotations
