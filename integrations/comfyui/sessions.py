@@ -66,7 +66,6 @@ class Session:
     calls: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     sums: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     _cache: Any = None
-    _histories: dict[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def guarding(self, name: str, program: Any, run: Callable[[], Any]) -> Iterator[Any]:
@@ -91,7 +90,6 @@ class Session:
                 announce=log.warning,
                 plan=plan,
                 repair_cache=None if plan else self._cache,
-                histories=self._find_histories(name, program),
             )
             if self.options.fp16:
                 put_casts(program, patches)
@@ -115,26 +113,6 @@ class Session:
             log.info("Stopdown runs the %s in fp32 and looks at the sums in its products.", name)
             found = stopdown.check(program, precision="fp16", sums=True, run=run)
             self.sums[name] = tuple(x for x in found if x.kind in SUMS)
-
-    def _find_histories(self, name: str, program: Any) -> Any:
-        """Weights as earlier runs met them; none of a model with a LoRA, which ComfyUI patches anew."""
-        from weakref import WeakKeyDictionary
-
-        patcher = getattr(program, "patcher", program)
-        if getattr(patcher, "patches", None):
-            self._histories.pop(name, None)
-            return None
-        return self._histories.setdefault(name, WeakKeyDictionary())
-
-    def list_changed_weights(self) -> Iterator[str]:
-        """A sentence for each component whose weights are not what its first run met."""
-        from stopdown.runtime.session_check import describe_changed
-
-        for name, histories in self._histories.items():
-            for module, history in list(histories.items()):
-                if changed := history.find_changed(module, whole=True):
-                    found = describe_changed(history, module, changed)
-                    yield f"{name}: {found.evidence} {found.remedy}"
 
     def take_runs(self) -> list[tuple[str, Any]]:
         """The runs so far, which are forgotten here."""
@@ -223,7 +201,7 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
             with session.guarding(name, program, run) as guard:
                 output = run()
                 if name == "vae" and method.startswith("decode"):
-                    look_at_pictures(output, guard, session)
+                    guard.check_frames((output,))  # `[B, H, W, 3]` floating in 0 to 1
                 return output
         finally:
             running.pop()
@@ -232,21 +210,6 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
         if callable(original := getattr(program, method, None)):
             setattr(program, method, functools.partial(call, original, method))
     return program
-
-
-def look_at_pictures(images: Any, guard: Any, session: Session) -> None:
-    """Report a black picture, and whether it is the session's fault or the model's.
-
-    Args:
-        images: `[B, H, W, 3]` floating in 0 to 1.
-    """
-    from stopdown.runtime.session_check import WRONG_PICTURES
-
-    known = len(guard.record.findings)
-    guard.check_frames((images,))
-    if any(x.kind in WRONG_PICTURES for x in guard.record.findings[known:]):
-        for text in session.list_changed_weights():
-            log.warning(text)
 
 
 def put_casts(program: Any, patches: Any) -> None:

@@ -316,8 +316,6 @@ class Repair(Displayed):
         tried: what was tried before and did not do, each with why.
         replays: how often the call was run again, the instrumented replay aside.
         elapsed_s: seconds that all of it took.
-        session: what is the session's and not the model's: `weights-changed`, `weights-late`,
-            `results-differ`; "" for nothing.
     """
 
     component: str
@@ -330,7 +328,6 @@ class Repair(Displayed):
     tried: tuple[str, ...] = ()
     replays: int = 0
     elapsed_s: float = 0.0
-    session: str = ""
 
 
 @dataclass(frozen=True, repr=False)

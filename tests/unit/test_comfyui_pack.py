@@ -155,8 +155,6 @@ BEYOND = {
     "stopdown.runtime.guard.Guard",
     "stopdown.runtime.guard.GuardOptions",
     "stopdown.runtime.repairs.RepairCache",
-    "stopdown.runtime.session_check.WRONG_PICTURES",
-    "stopdown.runtime.session_check.describe_changed",
     "stopdown.scaling.folds.fold_scaling",
 }
 """What the pack takes besides public names: ComfyUI moves weights between runs, so each is guarded
@@ -218,48 +216,6 @@ def test_weights_that_are_paged_in_are_not_changed(
     if kind == "dynamic":
         patcher.is_dynamic = lambda: True
     assert sessions.clone_patcher(patcher) == wanted
-
-
-@pytest.mark.parametrize(("patches", "found"), [({}, "weights-changed"), ({"LoRA": 1}, "")])
-def test_weights_that_were_overwritten_between_two_prompts_are_named(
-    patches: dict[str, int], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are compared from run to run; those that ComfyUI patches with a LoRA within a run only."""
-    import torch
-
-    sessions = load_sessions(monkeypatch)
-    net = torch.nn.Linear(4, 4).requires_grad_(False)
-    program = SimpleNamespace(net=net, patcher=SimpleNamespace(patches=patches))
-    session = sessions.Session(sessions.Options(on_fault="warn"))
-    for value in (0.5, torch.nan):
-        net.weight.data.fill_(value)
-        with session.guarding("model", program, run=lambda: None), torch.inference_mode():
-            net(torch.ones(1, 4))
-    (_, first), (_, second) = session.take_runs()
-    assert first.repairs == ()
-    assert [(x.kind, x.session) for x in second.repairs] == [("weight", found)]
-    assert len(list(session.list_changed_weights())) == bool(found)
-
-
-def test_a_black_picture_is_reported_with_its_weights(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A decoder that gives black after its model was overwritten: both are said."""
-    import torch
-
-    sessions = load_sessions(monkeypatch)
-    net = torch.nn.Linear(48, 48, bias=False).requires_grad_(False)
-    program = SimpleNamespace(net=net, patcher=SimpleNamespace(patches={}))
-    session = sessions.Session(sessions.Options())
-    for value in (0.5, 0.0):
-        net.weight.data.fill_(value)
-        running = session.guarding("model", program, run=lambda: None)
-        with running as guard, torch.inference_mode():
-            pictures = net(torch.rand(1, 16, 48)).reshape(1, 16, 16, 3)
-            sessions.look_at_pictures(pictures, guard, session)
-    _, (_, record) = session.take_runs()
-    assert [x.kind for x in record.findings] == ["black-frames", "weights-changed"]
-    assert "model: 1 of 1 weights (weight) differ" in caplog.text
 
 
 @pytest.mark.parametrize(("size", "word"), [(1.0, "safe"), (3000.0, "not safe")])

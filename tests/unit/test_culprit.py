@@ -151,6 +151,38 @@ def test_a_clean_replay_is_said_to_be() -> None:
     )
 
 
+@torch.library.custom_op("stopdown_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Twice a tensor, by a kernel that is wrong in fp16."""
+    return x * torch.nan if x.dtype == torch.float16 else x * 2
+
+
+def test_a_kernel_that_is_wrong_in_one_format_is_named() -> None:
+    """A value that fp16 holds, from finite operands, and NaN nevertheless: the kernel."""
+    x = torch.ones(2, 2).half()
+    found = find(Whole(lambda _, x: torch.ops.stopdown_tests.double(x)), x)
+    assert (found.kind, found.reached) == ("kernel", 2.0)
+    assert found.describe("net").endswith(
+        "and it ought to reach no more than 2, which fp16 holds: this device's kernel is wrong, or adds "
+        "up in 16 bits."
+    )
+
+
+@torch.library.custom_op("stopdown_tests::double_here", mutates_args=())
+def double_here(x: torch.Tensor) -> torch.Tensor:
+    """Twice a tensor, by a kernel that is wrong on all devices but the CPU."""
+    return x * 2 if x.device.type == "cpu" else x * torch.nan
+
+
+@pytest.mark.thorough
+def test_a_kernel_that_is_wrong_on_one_device_is_named(simulated: Any) -> None:
+    """fp32 on the device gives NaN where the CPU gives numbers."""
+    module = Whole(lambda _, x: torch.ops.stopdown_tests.double_here(x))
+    x = torch.ones(2, 2, device="simulated")
+    culprit, _ = find_culprit(module, lambda: module(x), {"x": x})
+    assert (culprit.kind, culprit.reached) == ("kernel", 2.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_nothing_stays_on_the_module(dtype: torch.dtype) -> None:
     """Hooks come off, also when the call raises."""

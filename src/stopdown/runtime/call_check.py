@@ -38,7 +38,6 @@ class CallCheck:
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
         headroom_bits: least between a finite output in fp16 and fp16's maximum; None without one.
-        ends: smallest and largest value of each tensor that it returned, in turn.
     """
 
     is_finite: bool = True
@@ -49,7 +48,6 @@ class CallCheck:
     maxima: tuple[tuple[str, torch.dtype, float], ...] = ()
     limited: tuple[tuple[str, float, float], ...] = ()
     headroom_bits: float | None = None
-    ends: tuple[float, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -106,7 +104,6 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         tuple(maxima),
         tuple(limited),
         room,
-        tuple(end for _, *pair in ends for end in pair),
     )
 
 

@@ -30,7 +30,6 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
-from stopdown.records import Finding
 from stopdown.runtime.hidden_values import FUNCTIONS
 
 _HIDING = ("clamp", "nan_to_num")
@@ -56,7 +55,6 @@ class Culprit:
             than hand its value on: in fp32 these would give what still does not fit.
         order: which operation of the call it is; that of an exchange between ranks comes last, because
             the value came from another rank.
-        session: what is the session's and not the model's.
     """
 
     kind: str
@@ -67,19 +65,12 @@ class Culprit:
     reached: float = math.nan
     around: tuple[str, ...] = ()
     order: int = 0
-    session: Finding | None = None
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
-        began = self._describe_beginning(name_module_path(component, self.path))
-        if self.session is None:
-            return began
-        return f"{began} {self.session.evidence} {self.session.remedy}"
-
-    def _describe_beginning(self, module_path: str) -> str:
+        module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
-            why = "." if self.session else ": a race, or memory."
-            return f"The same call gave finite values when it was run again{why}"
+            return "The same call gave finite values when it was run again: a race, or memory."
         if self.kind == "input":
             return f"Its argument {self.path} was not finite already."
         if self.kind == "weight":

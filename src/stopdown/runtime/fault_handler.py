@@ -37,7 +37,6 @@ from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.runtime.repairs import cast_component
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
-from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
 from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.kept_state import describe_kept
@@ -275,7 +274,7 @@ class FaultHandler:
     def _has_written(self, fault: Fault) -> bool:
         """Whether the call wrote to tensors that it was given: another one would begin elsewhere."""
         latest = fault.guarded.latest
-        return latest.repeat is not None and latest.repeat.has_changed
+        return latest.given is not None and latest.given.were_written
 
     def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
@@ -390,8 +389,7 @@ class FaultHandler:
         if not self._names_culprit or self._has_written(fault):
             return Culprit("unknown")
         guarded = fault.guarded
-        given, weights = fault.call.named, guarded.state.weights
-        during = weights.find_changed(guarded.module, whole=False)
+        given = fault.call.named
         guarded.latest.restore()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
@@ -402,10 +400,7 @@ class FaultHandler:
             self._consensus.raise_if_lost(error)
             return Culprit("unknown")
         self._session.check(guarded, output)  # forget what the replay clamped
-        if not self._consensus.is_alone:
-            return self._consensus.agree_on_culprit(culprit)
-        session = examine_fault(weights, guarded.module, during, (fault.output, output))
-        return replace(culprit, session=session)
+        return self._consensus.agree_on_culprit(culprit)
 
     def _describe_culprit(self, case: _Case) -> str:
         if not self._names_culprit:
@@ -469,7 +464,6 @@ class FaultHandler:
                 reason=reason,
                 tried=tuple(case.tried),
                 replays=case.replays,
-                session=culprit.session.kind if culprit.session else "",
                 elapsed_s=time.perf_counter() - case.begun,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,37 +23,39 @@ from stopdown.records import CallSummary, ComponentPlan
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import ComponentState
-from stopdown.runtime.weight_history import sample_bits
 from stopdown.scaling.kept_state import KeptState
 
+_SAMPLES = 64
+"""Values that are kept of a tensor whose writes PyTorch does not count."""
 
-class RepeatableCall:
-    """A call as the guard got it, to be made again.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    Attributes:
-        ends: smallest and largest value of each tensor that it gave.
-    """
+
+class GivenTensors:
+    """The tensors that a call was given, as they were before it."""
 
     def __init__(self, call: ComponentCall) -> None:
-        self.ends: tuple[float, ...] = ()
-        self._call = call
         tensors = list(iterate_tensors((call.args, call.kwargs)))
         self._versions = [(x, count_writes(x)) for x in tensors]
         uncounted = [x for x, version in self._versions if version is None]
-        self._samples = [(x, sample_bits(x)) for x in uncounted if x.is_floating_point()]
+        self._samples = [(x, _sample_bits(x)) for x in uncounted if x.is_floating_point()]
 
     @property
-    def has_changed(self) -> bool:
-        """Whether its arguments were written to since.
+    def were_written(self) -> bool:
+        """Whether they were written to since.
 
         Cost: a host read for each argument of inference mode.
         """
         return any(count_writes(x) != version for x, version in self._versions) or not all(
-            torch.equal(sample, sample_bits(x)) for x, sample in self._samples
+            torch.equal(sample, _sample_bits(x)) for x, sample in self._samples
         )
 
-    def repeat(self) -> Any:
-        return self._call.proceed()
+
+def _sample_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy up to `_SAMPLES` values of a tensor of any shape, as whole numbers of the same size."""
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, math.ceil(flat.numel() / _SAMPLES))
+    return flat.view(_BITS[flat.element_size()])[::stride].clone()
 
 
 @dataclass
@@ -62,7 +65,7 @@ class LatestCall(threading.local):
     Attributes:
         restores: of what it draws and changes.
         applied: what was in force on the component.
-        repeat: the same call as the guard got it, once it is over.
+        given: what the guard got for it, once it is over.
         kept: what the component keeps between calls, as it was before; None if it keeps nothing.
         changed: names of what of it the call wrote.
         held: what its caller's containers held before.
@@ -72,7 +75,7 @@ class LatestCall(threading.local):
     call: ComponentCall | None = None
     restores: tuple[Restore, ...] = ()
     applied: tuple[ComponentPlan, ...] = ()
-    repeat: RepeatableCall | None = None
+    given: GivenTensors | None = None
     kept: KeptState | None = None
     changed: list[str] = field(default_factory=list)
     held: HeldContainers | None = None
@@ -188,7 +191,6 @@ class GuardedCall:
 
     def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
-        self.state.weights.note(self.module, self.state.applied)
         if self.precisions is None:
             # autocast around the call comes first; weights that are cast follow its arguments
             if casts_weights(self.module):
@@ -197,7 +199,7 @@ class GuardedCall:
             known = self.state.name_precisions()
             self.precisions = known if ambient is None else (name_dtype(ambient), *known)
         latest = self.latest
-        latest.call, latest.repeat = call, None
+        latest.call, latest.given = call, None
         latest.applied = self.state.applied
         latest.restores = call.save(self.module, self.find_device(pipe))
 

@@ -43,7 +43,6 @@ from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.repair_order import Remedy
-from stopdown.runtime.weight_history import WeightHistory
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.scaling.measurement import Captures, add_call
@@ -136,7 +135,6 @@ class ComponentState:
         calibration: what its failing calls reached; it does not keep the component alive.
         on_extended: told when exponents were found for one more kind of call, and how it differs.
         notes: what its modules noted during the call of now.
-        weights: as they were at the first call.
         is_sensed: hooks on its modules make the notes.
         is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
         keeps: calls write into what it keeps between them; None before the first one.
@@ -153,7 +151,6 @@ class ComponentState:
     announce: Callable[[str], None] = warn_user
     on_extended: Callable[[str, str], None] = lambda method, what: None
     notes: Notes = field(default_factory=Notes)
-    weights: WeightHistory = field(default_factory=WeightHistory)
     is_sensed: bool = False
     is_admitted: bool | None = None
     keeps: bool | None = None

@@ -32,7 +32,6 @@ from stopdown.numerics import bound_values, iterate_leaves, iterate_tensors
 from stopdown.records import Finding, Repair
 from stopdown.runtime.fault_texts import describe_counts, name_counts
 from stopdown.runtime.session import Session
-from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
 
 _WHOLE_VIDEO = 4
 """Dimensions of a video's array: frames, rows, columns, channels."""
@@ -240,12 +239,12 @@ class RunCheck:
             raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
 
     def check_frames(self, output: Any) -> None:
-        """Report black, grey, frozen and noisy pictures, and whether it is the session's fault.
+        """Report black, grey, frozen and noisy pictures.
 
         Args:
             output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
 
-        Cost: a pass over the pictures; what `examine_calls` costs after one that is wrong.
+        Cost: a pass over the pictures.
         """
         if not self._session.options.frames or self._given.get("output_type") == "latent":
             return
@@ -254,11 +253,6 @@ class RunCheck:
             for number, frames in enumerate(collect_videos(output), 1)
             for finding in find_frame_findings(frames, f"result {number}")
         ]
-        has_own_calls = (
-            len(self._session.running) <= 1 and self._session.consensus.is_alone
-        )  # the latest, of this run
-        if has_own_calls and any(x.kind in WRONG_PICTURES for x in found):
-            found += examine_calls(self._session.calls.values(), self._session.pipe)
         for finding in found:
             self.findings.append(finding)
             text = f"{finding.module_path}: {finding.evidence} {finding.remedy}"

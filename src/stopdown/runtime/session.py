@@ -18,7 +18,7 @@ import contextlib
 import fnmatch
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,6 @@ from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState, RepairCache
-from stopdown.runtime.weight_history import WeightHistory
 from stopdown.scaling.call_watch import ReplacedError, find_watch
 
 _PATIENCE_S = 0.01
@@ -93,7 +92,6 @@ class GuardOptions:
         repair_cache: what earlier guards found, put on from the start; what this one finds is added.
         names_culprit: run a call that failed once more to find where the fault begins.
         log: goes on with what other guards did; None begins anew.
-        histories: weights as earlier guards met them; None begins anew.
         calls_before: of the component, under other guards.
     """
 
@@ -110,7 +108,6 @@ class GuardOptions:
     names_culprit: bool = True
     components: tuple[str, ...] = ()
     log: RepairLog | None = None
-    histories: MutableMapping[torch.nn.Module, WeightHistory] | None = None
     calls_before: int = 0
 
     def wants(self, callee: Callee) -> bool:
@@ -236,8 +233,6 @@ class Session(SameInCopies):
             state = self.components.get(id(module))
             if state is None:
                 state = self.components[id(module)] = ComponentState(module)
-                if self.options.histories is not None:
-                    state.weights = self.options.histories.setdefault(module, WeightHistory())
                 self.patches.defer(state.leave)
             return state
 

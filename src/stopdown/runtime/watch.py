@@ -15,7 +15,7 @@ from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
-from stopdown.runtime.guarded_call import GuardedCall, RepeatableCall
+from stopdown.runtime.guarded_call import GivenTensors, GuardedCall
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
 from stopdown.scaling.call_watch import ReplacedError, has_passed
@@ -55,7 +55,7 @@ class Watch:
         """Check what came out, and have a fault answered; stands outside of plans and memory strategies."""
         entered_at = time.perf_counter()
         guarded.begin(call)
-        repeat = RepeatableCall(call)
+        given = GivenTensors(call)
         self._session.consensus.begin_call(call)
         called = time.perf_counter()
         try:
@@ -68,7 +68,7 @@ class Watch:
         returned = time.perf_counter()
         guarded.note_kept()
         check = self._session.check(guarded, output)
-        repeat.ends, guarded.latest.repeat = check.ends, repeat
+        guarded.latest.given = given
         with self._session.counting:
             guarded.count_call(returned - called, check)
         if not check.is_seen and is_opaque(output):
