@@ -29,7 +29,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("extensions", "files"),
     ("argument_types", "component_call_names", "records"),
     ("devices",),
-    ("interception", "numerics"),
+    ("interception",),
+    ("numerics",),  # it leaves autocast
     ("fold_names", "frames"),
     ("diagnosis", "mapped_weights"),
     ("graph",),

@@ -1,6 +1,7 @@
 """Pure functions on tensors: largest magnitudes, non-finite counts, headroom, errors.
 
-Nothing here changes its input or synchronises with the host unless its docstring says so.
+Nothing here changes its input or synchronises with the host unless its docstring says so. What computes
+does so with autocast off, which may be on around it: it casts products, and refuses to stack other dtypes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from stopdown.interception.autocast import without_autocast
 from stopdown.number_formats import find_format
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -68,6 +70,7 @@ def _iterate_items(value: Any) -> Iterator[Any]:
                     yield getattr(value, name)
 
 
+@without_autocast()
 def measure_amax(tensor: torch.Tensor) -> float:
     """Largest finite magnitude of a floating tensor of any shape; 0.0 when it is empty.
 
@@ -80,6 +83,7 @@ def measure_amax(tensor: torch.Tensor) -> float:
     return float(finite.max())
 
 
+@without_autocast()
 def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int]:
     """Largest magnitude, root mean square and smallest positive magnitude; NaN and Inf counted.
 
@@ -131,6 +135,7 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
     return found
 
 
+@without_autocast()
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """`rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors.
 
@@ -149,6 +154,7 @@ def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     return rows @ columns.T
 
 
+@without_autocast()
 def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     """How many values are NaN, and how many are +Inf or -Inf.
 
@@ -188,6 +194,7 @@ def count_writes(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+@without_autocast()
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> torch.Tensor | None:
@@ -270,6 +277,7 @@ def count_attention_on_cpu(
     return int(count_flops(ATTENTION, {"query": query, "key": key, "value": value}, ()))
 
 
+@without_autocast()
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
     """2-norm of the difference over that of the reference, computed in fp64; NaN passes on."""
     difference = value.double() - reference.double()

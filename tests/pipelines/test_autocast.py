@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -181,3 +182,54 @@ def test_a_fault_of_code_that_enters_autocast_is_one_of_fp16(is_pinned: bool) ->
     ):
         region(x, t)
     assert "damaged" not in str(caught.value)
+
+
+class Embedded(torch.nn.Module):
+    """Returns what no operation of autocast made, which keeps its dtype, beside what one made."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 64)
+        self.second, self.factor = torch.nn.Linear(64, 4), factor
+
+    def forward(self, numbers: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.table(numbers) + h, self.second(self.first(h) * self.factor)
+
+
+OTHERS = (
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float16),
+    (torch.float64, torch.bfloat16),
+)
+
+
+@pytest.mark.parametrize(("own", "ambient"), OTHERS)
+def test_outputs_of_another_dtype_than_that_of_autocast_are_checked(
+    own: torch.dtype, ambient: torch.dtype
+) -> None:
+    """Gives the bits and dtypes of the unguarded call, with all that a guard can note switched on."""
+    module = Embedded().to(own).eval()
+    call = torch.arange(4), torch.randn(4, 4).to(own)
+    with torch.no_grad(), torch.autocast("cpu", dtype=ambient):
+        plain = module(*call)
+        with guard(module, maxima=True) as handle:
+            found = module(*call)
+    assert not handle.repairs
+    assert [x.dtype for x in found] == [x.dtype for x in plain]
+    assert all(map(torch.equal, found, plain))
+
+
+def test_a_fault_in_autocast_of_another_dtype_is_repaired() -> None:
+    """A model in bf16 that overflows in autocast of fp16 is as near to fp32 as bf16 is."""
+    module = Embedded(1e6).bfloat16().eval()
+    numbers, h = torch.arange(4), torch.randn(4, 4).bfloat16()
+    with torch.no_grad():
+        wide = copy.deepcopy(module).float()(numbers, h.float())
+        near = module(numbers, h)
+        with guard(module, announce=quiet) as handle, torch.autocast("cpu", dtype=torch.float16):
+            found = module(numbers, h)
+    assert [x.action for x in handle.repairs] == ["fp32"]
+    for own, right, bf16 in zip(found, wide, near, strict=True):
+        assert relative_l2(own, right) <= relative_l2(bf16, right)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from stopdown.numerics import (
+    bound_values,
     count_non_finite,
     headroom_bits,
     iterate_tensors,
@@ -95,3 +97,31 @@ def test_summaries_hold_where_squares_leave_fp32(size: float) -> None:
     values = size * torch.randn(1000, generator=torch.Generator().manual_seed(0))
     rms = summarise_magnitudes(values)[1]
     assert rms == pytest.approx(float(values.double().square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("ambient", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_figures_do_not_depend_on_autocast(own: torch.dtype, ambient: torch.dtype) -> None:
+    """Gives the figures of outside of autocast in it, whichever dtypes meet."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(8, 600, generator=generator).to(own)
+    others = torch.randn(8, 600, generator=generator)
+
+    def compute() -> list[Any]:
+        bounds = bound_values([values, others, values.float()])
+        pair = bound_values([values, values])
+        assert bounds is not None
+        assert pair is not None
+        return [
+            bounds.tolist(),
+            pair.tolist(),
+            count_non_finite(values),
+            measure_amax(values),
+            summarise_magnitudes(values),
+            relative_l2(values, others),
+            multiply_matrices(others, values.float()).tolist(),
+        ]
+
+    plain = compute()
+    with torch.autocast("cpu", dtype=ambient):
+        assert compute() == plain
