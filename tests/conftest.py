@@ -69,10 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 SERVERS = (
     ("hostile/",),
     ("pipelines/test_convert",),
-    (
-        *("pipelines/test_batch_workers", "pipelines/test_ranks"),
-        *("pipelines/test_guard_ranks", "pipelines/test_context_"),
-    ),
+    ("pipelines/test_batch_workers", "pipelines/test_torchrun"),
 )
 """Files that share a process, which takes seconds to import everything: on one worker."""
 

@@ -48,7 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
     # beside the core, which finds them by `extensions`
-    ("bench", "export", "quantised_files", "ranks"),
+    ("bench", "export", "quantised_files"),
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
@@ -275,7 +275,7 @@ def list_imports_between_commands(sources: Sources) -> list[str]:
 
 def list_diffusers_imports(sources: Sources) -> list[str]:
     """Modules elsewhere than where models are found, opened and called, and given our classes."""
-    known = ("component_calls", "pipelines", "quantizers", "ranks", "sources")
+    known = ("component_calls", "pipelines", "quantizers", "sources")
     return list_imports_of("diffusers", sources, known)
 
 

@@ -1,4 +1,4 @@
-"""`python -m stopdown`, and so `torchrun --nproc-per-node 2 -m stopdown generate …`."""
+"""`python -m stopdown` is the command line."""
 
 from stopdown.app.cli import main
 

@@ -9,7 +9,6 @@
     │   ├── OutputError            a file that cannot be written
     │   └── PlanError              a plan that does not belong to this checkpoint, or is damaged
     ├── NonFiniteError             a component gave NaN or Inf
-    ├── RankError                  another rank of the same run is gone or failed
     ├── CaptureError               a module cannot be captured as a graph
     └── ScalingError               no exponents keep a module in range
         └── TrialError             with its exponents in place a module does not run as it is to run
@@ -69,7 +68,6 @@ class StopdownError(Exception):
     """
 
     exit_code = 1
-    is_told_elsewhere = False  # another process of the same run says it
 
     def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
         parts = [make_printable(part) for part in (what, expected, remedy)]
@@ -135,13 +133,6 @@ class OutputError(InputError):
 
 class NonFiniteError(StopdownError):
     """A component gave NaN or Inf."""
-
-
-class RankError(StopdownError):
-    """Another rank of the same run is gone or failed."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what, remedy="Start the run again.")
 
 
 class CaptureError(StopdownError):

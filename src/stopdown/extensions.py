@@ -16,7 +16,6 @@ PACKAGES = (
     "bench",
     "export",
     "quantised_files",
-    "ranks",
 )
 
 _COMMAND = "command "

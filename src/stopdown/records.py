@@ -464,7 +464,6 @@ class RunRecord(GuardRecord):
         item: hash of what determines an item of a batch; "" outside of one.
         plan: seal of the plan that an item of a batch was made by; "" without one.
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
-        parallel: how calls were spread over several processes; "" for one alone.
         memory: how it was to stay within the device's memory, and what was predicted; None without a limit.
         forecast: what was shown before its weights were downloaded; None where they were here.
     """
@@ -479,7 +478,7 @@ class RunRecord(GuardRecord):
     stages_s: dict[str, float]
     peak_bytes: int
     peak_source: str
-    output: str | None
+    output: str
     elapsed_s: float
     updated_plan: str | None = None
     strategy: str = ""
@@ -487,7 +486,6 @@ class RunRecord(GuardRecord):
     item: str = ""
     plan: str = ""
     preview: str = ""
-    parallel: str = ""
     memory: MemoryPlan | None = None
     forecast: MemoryForecast | None = None
     kind: str = "run"
@@ -522,15 +520,12 @@ class RunRecord(GuardRecord):
         )
 
     def list_costs(self) -> list[tuple[str, str]]:
-        """Seconds by stage, the highest memory, and how steps were spread over processes."""
+        """Seconds by stage and the highest memory."""
         shown = [name for name in _STAGES if name in self.stages_s]
         times = ", ".join(f"{name} {self.stages_s[name]:.1f}" for name in shown)
         said = f"{self.elapsed_s:.1f} s ({times}; of these Stopdown's own {self.own_s:.3f})"
-        costs = [
-            ("time", said),
-            ("memory", f"{format_bytes(self.peak_bytes)} ({self.peak_source})"),
-        ]
-        return [*costs, ("spread", self.parallel)] if self.parallel else costs
+        memory = f"{format_bytes(self.peak_bytes)} ({self.peak_source})"
+        return [("time", said), ("memory", memory)]
 
     def list_limits(self) -> list[str]:
         """How the run stayed within its memory, and which calls were run again for it; empty without a

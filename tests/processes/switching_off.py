@@ -69,12 +69,10 @@ def give_nothing(own: Any) -> Any:
     return lambda *given: None
 
 
-RANKS = "stopdown.ranks.ranks:Ranks"
 TRIAL = "stopdown.scaling.trial:"
-GUARDS, GUARD_RANKS = "unit/test_guard.py::", "pipelines/test_guard_ranks.py::"
+GUARDS = "unit/test_guard.py::"
 TRIALS = "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved"
 FAR_OFF = "pipelines/test_repairs.py::test_a_finite_repair_further_off_than_bf16_is_not_believed"
-UNLIKE = f"{GUARD_RANKS}test_ranks_that_were_not_started_alike_are_refused"
 
 DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     "call check": (
@@ -136,24 +134,10 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
         {"stopdown.runtime.fault_handler:describe_excess": give(lambda error, bf16_error: "")},
         (f"{FAR_OFF}[278-rescaled-True]", f"{FAR_OFF}[201-fp32-module-False]"),
     ),
-    # each rank decides by its own output
-    "rank check": (
-        {f"{RANKS}.agree_on_check": give(lambda self, check: check)},
-        (f"{GUARD_RANKS}test_a_fault_of_one_rank_is_repaired_on_all[cogvideox-2-1]",),
-    ),
-    # each rank believes what it found itself
-    "rank culprit": (
-        {f"{RANKS}.agree_on_culprit": give(lambda self, culprit: culprit)},
-        (f"{GUARD_RANKS}test_the_culprit_is_that_of_the_rank_that_has_it[2]",),
-    ),
-    # ranks may begin from other noise
-    "noise check": ({f"{RANKS}.begin_call": give_nothing}, (UNLIKE,)),
-    # ranks may have other weights and precisions
-    "run check": ({f"{RANKS}.begin": give_nothing}, (UNLIKE,)),
-    # an error of a connection is passed on as it is
-    "loss of a rank": (
-        {"stopdown.ranks.ranks:is_lost": give(lambda error: False)},
-        ("pipelines/test_ranks.py::test_a_rank_that_is_gone_ends_the_others[killed]",),
+    # one of several processes repairs what it gave
+    "several processes": (
+        {"stopdown.runtime.fault_handler:count_processes": give(lambda: 1)},
+        ("pipelines/test_torchrun.py::test_one_of_several_processes_repairs_nothing",),
     ),
 }
 """What can be switched off, by which replacements, and the tests that must fail then."""

@@ -37,16 +37,14 @@ from stopdown.app.request_options import (
     read_request,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.devices.environment import Device, choose_device, read_rank
+from stopdown.devices.environment import Device, choose_device, count_launched
 from stopdown.errors import OptionError
-from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import MemoryForecast, Plan, RunRecord, describe_no_run
-from stopdown.runtime.consensus import ALONE, Consensus
 from stopdown.sources.sources import Source, find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
@@ -131,43 +129,25 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     runs, found, kept = list_runs(options), False, ModelCache()
-    with _join_processes(options) as (device, consensus):
-        for one in runs:
-            one = dataclasses.replace(one, device=device)
-            if consensus.number > 0:
-                generate(one, consensus=consensus, kept=kept)
-                continue
-            with open_display(options) as display:
-                record = generate(one, display, consensus, kept)
-            draw = functools.partial(print_card, record)
-            print_result(options, record, draw, name=record.output)
-            found |= bool(record.findings)
+    _refuse_several_processes()
+    for one in runs:
+        with open_display(options) as display:
+            record = generate(one, display, kept)
+        draw = functools.partial(print_card, record)
+        print_result(options, record, draw, name=record.output)
+        found |= bool(record.findings)
     return int(found and options.strict)
 
 
-@contextlib.contextmanager
-def _join_processes(options: GenerateOptions) -> Iterator[tuple[str, Consensus]]:
-    """Yield the device of this process, and the consensus of those that `torchrun` started with it."""
-    settings = read_rank()
-    if settings is None:
-        yield options.device, ALONE
-        return
-    join_ranks = require_offer("join_ranks", f"A run of {settings.count} processes")
-    for name, expected in _OF_ONE_PROCESS.items():
-        if (given := getattr(options, name)) is not None:
-            raise OptionError(
-                f"--{name} {given} was given to {settings.count} processes.",
-                expected=expected,
-                remedy=f"Leave --{name} out, or start one process.",
-            )
-    with join_ranks(options.device, settings) as joined:
-        yield joined
-
-
-_OF_ONE_PROCESS = {
-    "memory": "Offloading does not work with several processes.",
-    "journal": "A journal contains the calls of one process.",
-}
+def _refuse_several_processes() -> None:
+    if (count := count_launched()) > 1:
+        raise OptionError(
+            f"`stopdown generate` was started in {count} processes.",
+            expected="It makes one output in one process, so each of them would make the same.",
+            remedy="Start it without torchrun. For several prompts on several devices: "
+            "stopdown batch SOURCE --prompts FILE --workers 2. To share one step, use Diffusers' "
+            "parallelism in a script, with a plan.",
+        )
 
 
 def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
@@ -210,7 +190,6 @@ class ModelCache:
 def generate(
     options: GenerateOptions,
     display: Display | None = None,
-    consensus: Consensus = ALONE,
     kept: ModelCache | None = None,
 ) -> RunRecord:
     """Make a video or picture from a prompt, and write it with its record beside it.
@@ -228,10 +207,10 @@ def generate(
     options = dataclasses.replace(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
     )
-    consensus.lead(lambda: _check_output_early(options))
+    _check_output_early(options)
 
     kept = kept or ModelCache()
-    source = kept.source or consensus.follow(lambda: _find_source(options, request, display, kept))
+    source = kept.source or _find_source(options, request, display, kept)
     if kept.source is None:
         refuse_missing_prompt(source.pipeline_class, source.components, request)
         load_libraries(display)
@@ -241,14 +220,11 @@ def generate(
     from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
-        plan = _decide(options, request, device, source, display, consensus, kept)
+        plan = _decide(options, request, device, source, display, kept)
         fields = {"request": _describe_options(options), "forecast": kept.forecast}
-        output = RunOutput(
-            str(options.output), options.fps, started, fields, numbered, consensus.number == 0
-        )
-        record = _generate(options, request, plan, output, journal, display, consensus, kept)
-        if record.output is not None:
-            write_record(record, record.output)
+        output = RunOutput(str(options.output), options.fps, started, fields, numbered)
+        record = _generate(options, request, plan, output, journal, display, kept)
+        write_record(record, record.output)
         if journal is not None:
             journal.clear()
     return record
@@ -281,7 +257,6 @@ def _decide(
     device: Device,
     source: Source,
     display: Display,
-    consensus: Consensus,
     kept: ModelCache,
 ) -> Plan:
     """Return how the model runs, decided by the first of several runs; nothing is loaded."""
@@ -290,9 +265,7 @@ def _decide(
     from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
 
-    memory = None
-    if consensus.is_alone:
-        memory = ask_memory(options.memory, parse_request(options.precision))
+    memory = ask_memory(options.memory, parse_request(options.precision))
     if kept.source is None:
         kept.source = select_pipeline(source, request, progress=display.progress)
         refuse_too_large(
@@ -306,8 +279,7 @@ def _decide(
     if kept.runner is None:
         kept.runner = Runner(kept.source, device)
     if kept.plan is None:
-        choose = functools.partial(
-            choose_plan,
+        kept.plan = choose_plan(
             kept.source,
             options.precision,
             device,
@@ -315,7 +287,6 @@ def _decide(
             request=request,
             progress=display.progress,
         )
-        kept.plan = consensus.follow(choose)
     return kept.plan
 
 
@@ -326,7 +297,6 @@ def _generate(
     output: RunOutput,
     journal: Journal | None,
     display: Display,
-    consensus: Consensus,
     kept: ModelCache,
 ) -> RunRecord:
     """Make the file; what happened is the record."""
@@ -349,12 +319,11 @@ def _generate(
                 journal=journal,
                 maxima=options.maxima,
             ),
-            spread=consensus.spread,
             progress=display.progress,
         )
     finally:
         runner.release()
-    if made.updated is None or not output.writes:
+    if made.updated is None:
         return record
     path = find_plan_path(options.precision)
     written = keep_updated(made.updated, path, options.keep_repairs, display.announce)

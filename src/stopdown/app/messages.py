@@ -38,8 +38,7 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
     from stopdown.app.streams import StdoutError
 
     wants_json = "--json" in words and not isinstance(error, StdoutError)
-    if not error.is_told_elsewhere:
-        _report(type(error).__name__, error.parts, wants_json)
+    _report(type(error).__name__, error.parts, wants_json)
     return error.exit_code
 
 

@@ -22,7 +22,7 @@ from stopdown.app.forecasts import fit_source
 from stopdown.app.request_options import read_limit
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
-from stopdown.devices.environment import Device, choose_device, read_rank
+from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
@@ -197,9 +197,7 @@ def show_before_download(
     if not any(read_stored_dtypes(source).values()):
         return None
     device = choose_device(options.device)
-    asked = None  # several processes keep all weights on their devices
-    if read_rank() is None:
-        asked = ask_memory(options.memory, parse_request(options.precision))
+    asked = ask_memory(options.memory, parse_request(options.precision))
     limit = count_limit(asked, device) if asked is not None else 0
     path = find_plan_path(options.precision)
     made = fit_source(

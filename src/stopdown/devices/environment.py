@@ -77,35 +77,18 @@ def put_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-@dataclass(frozen=True)
-class RankSettings:
-    """Which of several processes this is, as `torchrun` tells them.
-
-    Attributes:
-        number: among all of them, from 0.
-        local: among those of this machine, from 0; the index of its device.
-    """
-
-    number: int
-    count: int
-    local: int
+def count_launched() -> int:
+    """How many processes `torchrun` started with this one; 1 for a process alone."""
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if count.isdecimal() and "RANK" in os.environ else 1
 
 
-def read_rank() -> RankSettings | None:
-    """Which of the processes that `torchrun` started this is; None for a process alone."""
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    if not given["WORLD_SIZE"] or not given["RANK"]:
-        return None
-    try:
-        found = RankSettings(*(int(given[x] or 0) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-    except ValueError as error:
-        raise OptionError(
-            f"The environment says RANK={given['RANK']}, WORLD_SIZE={given['WORLD_SIZE']} and "
-            f"LOCAL_RANK={given['LOCAL_RANK']}.",
-            expected="torchrun sets them to whole numbers.",
-            remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
-        ) from error
-    return found if found.count > 1 else None
+def count_processes() -> int:
+    """How many processes belong to PyTorch's process group; 1 without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(distributed.get_world_size())
 
 
 def cache_folder() -> Path:

@@ -35,7 +35,6 @@ from stopdown.runtime.hidden_values import FUNCTIONS
 _HIDING = ("clamp", "nan_to_num")
 _HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}
 _SENTINEL = -FP16.largest
-_LAST = 2**40
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,6 @@ class Culprit:
         reached: what it reaches in fp32; NaN when that is unknown.
         around: the modules that it happened in, innermost first, without those that do no more
             than hand its value on: in fp32 these would give what still does not fit.
-        order: which operation of the call it is; that of an exchange between ranks comes last, because
-            the value came from another rank.
     """
 
     kind: str
@@ -64,7 +61,6 @@ class Culprit:
     operands: tuple[str, ...] = ()
     reached: float = math.nan
     around: tuple[str, ...] = ()
-    order: int = 0
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
@@ -106,7 +102,6 @@ class _Event:
     operands: tuple[str, ...] = ()
     reached: float = math.nan
     around: tuple[str, ...] = ()
-    is_exchange: bool = False
     returned_by: set[str] = field(default_factory=set)
 
 
@@ -181,8 +176,6 @@ class _Tracer(TorchDispatchMode):
         bad = [x for x in outputs if not _is_finite(x)]
         changed = {id(x) for x in outputs}
         inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
-        if not bad and _is_exchange(func) and not all(map(_is_finite, inputs)):
-            bad = outputs  # which come later, with what went in
         if kind in _HIDING or name.rstrip("_") in _HIDING_NAMES:
             makers = [self._made[x] for x in _floats(args) if x in self._made and x.dtype in HALVES]
             self.hidden += [event for event in makers if not bad and not event.is_mask]
@@ -222,9 +215,7 @@ class _Tracer(TorchDispatchMode):
         if not real and not is_mask:
             event.operands = tuple(_describe_operands(inputs))
             event.around = tuple(path for path in reversed(self.paths.stack) if path)
-            event.is_exchange = _is_exchange(func)
-            if not event.is_exchange:  # which all ranks would have to join once more
-                event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
+            event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
         return event
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
@@ -253,7 +244,6 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
         event.operands,
         event.reached,
         tuple(path for path in event.around if path not in hopeless),
-        event.index + _LAST * event.is_exchange,
     )
 
 
@@ -298,11 +288,6 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
         yield f"{name_dtype(tensor.dtype)} {shape} up to {measure_amax(tensor):.4g}"
 
 
-def _is_exchange(func: Any) -> bool:
-    """Whether an operation moves values between ranks, which may arrive after it has returned."""
-    return "c10d" in getattr(func, "namespace", "")
-
-
 def _floats(tree: Any) -> list[torch.Tensor]:
     """Floating tensors; not those of 8 bits, which only store weights and cannot be compared.
 
@@ -337,5 +322,4 @@ def _numbers(args: Any, kwargs: Any) -> list[float]:
 
 
 def _find_storage(tensor: torch.Tensor) -> int:
-    tensor = getattr(tensor, "elem", tensor)  # of one that waits for an exchange between ranks
     return tensor.untyped_storage().data_ptr()

@@ -3,7 +3,7 @@
 **Catches** linears, convolutions, layer and group norms that get another floating dtype than their
 weight has.
 **Does not catch** products of two values of different dtypes, compiled code, calls that compute gradients,
-calls that several ranks make together, and calls that write into their arguments, into a cache or into
+calls of several processes, and calls that write into their arguments, into a cache or into
 their module, which cannot be made again. The error is then the program's own, with a note.
 """
 

@@ -23,7 +23,7 @@ import torch
 
 from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.step_caches import clear_caches
-from stopdown.devices.environment import choose_device, probe_formats
+from stopdown.devices.environment import choose_device, count_processes, probe_formats
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
@@ -33,7 +33,7 @@ from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
-from stopdown.runtime.repair_order import Remedy, list_remedies
+from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import cast_component
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
@@ -88,19 +88,24 @@ class FaultHandler:
             find_origin: finds where values came from that are not finite and that no component made.
         """
         self._session, self._find_origin = session, find_origin
-        self._on_fault, self._log = session.options.on_fault, session.log
-        self._consensus, self._names_culprit = session.consensus, session.options.names_culprit
+        self._log, self._options = session.log, session.options
+
+    @property
+    def _on_fault(self) -> OnFault:
+        """What was asked for; one of several processes repairs nothing, because the others go on."""
+        asked = self._options.on_fault
+        return "raise" if asked == "repair" and count_processes() > 1 else asked
+
+    @property
+    def _names_culprit(self) -> bool:
+        return self._options.names_culprit and count_processes() == 1
 
     def answer(self, fault: Fault) -> Any:
         """The output to go on with after a fault."""
         with find_lock(fault.guarded.module).changing():
             if self._session.is_over:
                 self._begin_again(fault)
-            fault = self._consensus.agree_on_fault(fault)
-            if (
-                self._consensus.is_alone
-                and fault.guarded.latest.applied != fault.guarded.state.applied
-            ):
+            if fault.guarded.latest.applied != fault.guarded.state.applied:
                 fault = self._look_again(fault)
                 if fault.check.is_good:
                     return fault.output
@@ -109,7 +114,7 @@ class FaultHandler:
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
         """The output of a call that stopped because operands had different dtypes."""
         repaired = None
-        if self._on_fault == "repair" and self._consensus.is_alone and not fault.is_tracked:
+        if self._on_fault == "repair" and not fault.is_tracked:
             with find_lock(fault.guarded.module).changing():
                 if (
                     self._session.is_over
@@ -285,16 +290,14 @@ class FaultHandler:
             repairs = self._find_repairs(case, remedy)
         except Exception as error:  # no such repair, or the model's code refuses it
             told = take_first_line(error)
-        if not (told := self._consensus.agree_on_failure(told)):
+        if not told:
             case.is_rescaled = case.is_rescaled or remedy.action == "rescaled"
             if is_narrow and case.reference.output is None:  # before the replay: calls leave caches
                 case.reference = self._find_reference(case.fault)
             try:
                 output = self._replay(case, repairs)
             except Exception as error:  # whatever a model's code does: the next remedy is tried
-                self._consensus.raise_if_lost(error)
                 told = take_first_line(error)
-            told = self._consensus.agree_on_failure(told)
         if told:
             case.tried.append(f"{name}: {told}")
             return False, None
@@ -306,9 +309,7 @@ class FaultHandler:
         if given != wanted:
             case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
             return False, output
-        told = self._consensus.agree_on_failure(
-            case.reference.describe_excess(output) if is_narrow else ""
-        )
+        told = case.reference.describe_excess(output) if is_narrow else ""
         if told:
             case.tried.append(f"{name}: the result is not that of fp32: {told}.")
         return not told, output
@@ -326,16 +327,14 @@ class FaultHandler:
             if vars(guarded.module).get(WAITING, False):
                 return _Reference()
             wide = self._repeat_in(fault, "fp32", uncached=True)
-        except Exception as error:  # weights that cannot be cast, or do not fit: nothing is known
-            self._consensus.raise_if_lost(error)
+        except Exception:  # weights that cannot be cast, or do not fit: nothing is known
             return _Reference()
         pairs = zip(sources, states, strict=True)
         if not all(torch.equal(source.read(), state) for source, state in pairs):
             return _Reference()
         try:
             bf16_error = measure_error(self._repeat_in(fault, "bf16", uncached=True), wide)
-        except Exception as error:  # whatever a model's code does in bf16
-            self._consensus.raise_if_lost(error)
+        except Exception:  # whatever a model's code does in bf16
             return _Reference(wide)
         return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
@@ -375,8 +374,7 @@ class FaultHandler:
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
-        """The output of the same call with these repairs in force, on all ranks those of rank 0."""
-        repairs = self._consensus.share(repairs)
+        """The output of the same call with these repairs in force."""
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
         guarded.latest.restore()
@@ -396,11 +394,10 @@ class FaultHandler:
                 culprit, output = find_culprit(guarded.module, fault.call.proceed, given)
         except StopdownError:
             raise
-        except Exception as error:  # code that cannot be looked at: nothing is known
-            self._consensus.raise_if_lost(error)
+        except Exception:  # code that cannot be looked at: nothing is known
             return Culprit("unknown")
         self._session.check(guarded, output)  # forget what the replay clamped
-        return self._consensus.agree_on_culprit(culprit)
+        return culprit
 
     def _describe_culprit(self, case: _Case) -> str:
         if not self._names_culprit:
@@ -435,6 +432,14 @@ class FaultHandler:
             origin = self._find_origin()
             said = self._describe_caller(case)
             return NonFiniteError(origin.what, expected=said, remedy=origin.remedy)
+        if (count := count_processes()) > 1:
+            return NonFiniteError(
+                name_fault(case.fault),
+                expected=f"This is one of {count} processes. The guard repairs nothing there, because the "
+                "others would not run the call again.",
+                remedy="Make a plan first: stopdown plan SOURCE -o plan.json, and load the model with "
+                'precision="plan.json".',
+            )
         found = self._describe_culprit(case)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"

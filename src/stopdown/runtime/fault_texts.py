@@ -28,7 +28,6 @@ class Fault:
         place: ` at step 1 of 2`, in words.
         reason: why the precision was chosen; "" if none was given.
         is_tracked: gradients of the component's parameters are wanted.
-        found: what was found and where, when it was another rank that found it.
     """
 
     guarded: GuardedCall
@@ -40,7 +39,6 @@ class Fault:
     place: str
     reason: str = ""
     is_tracked: bool = False
-    found: str = ""
 
     @property
     def callee(self) -> Callee:
@@ -54,8 +52,6 @@ class Fault:
 
 def name_fault(fault: Fault) -> str:
     """What was found and where, in one sentence."""
-    if fault.found:
-        return fault.found
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
         begun = f"`{fault.component}` returned finite values although values inside it were not finite: "

@@ -28,6 +28,7 @@ from stopdown.argument_types import check_function, check_type
 from stopdown.component_call_names import name_component, name_module_path, split_module_path
 from stopdown.component_calls.components import find_component, find_components
 from stopdown.component_calls.pipeline_interception import put_run_layer
+from stopdown.devices.environment import count_processes
 from stopdown.errors import (
     InputError,
     PlanError,
@@ -111,7 +112,6 @@ class Guard(SameInCopies):
         if self.steps.pipe is not None:
             put_run_layer(self.steps.pipe, self.run, self._patches)
         session.listen()
-        session.consensus.begin(self.pipe, self.plan)
         for entry in self.plan.components if self.plan is not None else ():
             session.limit_inputs(entry.component, entry.in_force.limits, entry.in_force.sizes)
             session.planned[entry.component] = entry.in_force
@@ -127,9 +127,9 @@ class Guard(SameInCopies):
                 expected="A journal identifies calls by their order in a pipeline's run.",
                 remedy="Leave the journal out.",
             )
-        if journal is not None and not self.session.consensus.is_alone:
+        if journal is not None and (count := count_processes()) > 1:
             raise InputError(
-                f"A journal was requested for {self.session.consensus.count} processes.",
+                f"A journal was requested for {count} processes.",
                 expected="A journal contains the calls of one process.",
                 remedy="Leave the journal out, or start one process.",
             )

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +80,6 @@ class RunOutput:
         started: when the run began, by `time.perf_counter`.
         fields: further fields of the record, among them `request`.
         numbered: replace nothing: take the first free name instead.
-        writes: False where another process writes the file.
     """
 
     output: str
@@ -89,7 +87,6 @@ class RunOutput:
     started: float
     fields: Mapping[str, Any]
     numbered: bool = False
-    writes: bool = True
 
 
 class Runner:
@@ -120,14 +117,12 @@ class Runner:
         wanted: RunOutput,
         settings: GuardOptions,
         *,
-        spread: Spread = lambda pipe: contextlib.nullcontext(""),
         progress: Progress | None = None,
     ) -> tuple[RunRecord, RunResult]:
         """Load what is not loaded, make a request under the guard, and write its file.
 
         Args:
             settings: of the guard; what belongs to the loaded pipeline is set here.
-            spread: puts each step on several processes, and gives how in words.
         """
         stages = {"prepare": time.perf_counter() - wanted.started}
         announce = settings.announce or warn_user
@@ -135,22 +130,15 @@ class Runner:
             with peak_memory(self.device) as peak:
                 self.load(plan, stages, progress)
                 loaded = self._place(request, stages, announce)
-                with spread(loaded.pipe) as parallel:
-                    made = make_frames(loaded, request, output=wanted.output, settings=settings)
+                made = make_frames(loaded, request, output=wanted.output, settings=settings)
         except BaseException:
             self.release()
             raise
         stages |= made.stages_s
         stages["other"] = made.elapsed_s - sum(made.stages_s.values())
-        place: str | None = None
-        findings: tuple[Finding, ...] = ()
-        if wanted.writes:
-            begun, numbered = time.perf_counter(), wanted.numbered
-            written, findings = write_frames(
-                wanted.output, made.output, wanted.fps, numbered=numbered
-            )
-            place = str(written) if numbered else wanted.output
-            stages["write"] = time.perf_counter() - begun
+        begun, numbered = time.perf_counter(), wanted.numbered
+        written, findings = write_frames(wanted.output, made.output, wanted.fps, numbered=numbered)
+        stages["write"] = time.perf_counter() - begun
         offloader = loaded.offloader
         record = _describe_run(
             self.source,
@@ -160,10 +148,9 @@ class Runner:
             peak,
             stages_s=stages,
             findings=findings,
-            output=place,
+            output=str(written) if numbered else wanted.output,
             strategy=offloader.taken.strategy.name if offloader else "",
             steps_down=tuple(offloader.steps_down) if offloader else (),
-            parallel=parallel,
             **wanted.fields,
             elapsed_s=time.perf_counter() - wanted.started,
         )
@@ -219,10 +206,6 @@ class Runner:
         self._sizes = ""
         if self.loaded is not None:
             self.loaded = dataclasses.replace(self.loaded, offloader=None)
-
-
-Spread = Callable[[Any], AbstractContextManager[str]]
-"""What a step is spread by: from a pipeline to what is entered around its call."""
 
 
 def make_frames(

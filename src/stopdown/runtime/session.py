@@ -60,7 +60,6 @@ from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.component_locks import find_lock, is_changing
-from stopdown.runtime.consensus import find_consensus
 from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
@@ -137,9 +136,8 @@ class Session(SameInCopies):
 
     def __init__(self, pipe: Any, options: GuardOptions) -> None:
         self.pipe, self.options, self.adapter = pipe, options, find_adapter(pipe)
-        self.consensus, self.host_reads = find_consensus(pipe), 0
-        is_first = self.consensus.number == 0  # which says it for all
-        self.announce = options.announce or (warn_user if is_first else lambda text: None)
+        self.host_reads = 0
+        self.announce = options.announce or warn_user
         self.log = RepairLog(self.announce) if options.log is None else options.log
         scheduled = self.adapter.find_scheduled(pipe)
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self.follow)
@@ -318,10 +316,9 @@ class Session(SameInCopies):
     def check(self, guarded: GuardedCall, output: object) -> CallCheck:
         """Check a call's output and arguments; keep maxima, and report what a plan does not cover.
 
-        Cost: two operations, one for each module that clamps, and one host read; with other processes one
-        all_reduce.
+        Cost: two operations, one for each module that clamps, and one host read.
         """
-        check = self.consensus.agree_on_check(check_call(guarded.state.notes, output))
+        check = check_call(guarded.state.notes, output)
         with self.counting:
             self.host_reads += check.host_reads
             for path, dtype, amax in check.maxima:

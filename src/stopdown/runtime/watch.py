@@ -9,6 +9,7 @@ from typing import Any
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.outermost_calls import is_plain, wants_gradients
+from stopdown.devices.environment import count_processes
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.runtime.call_check import CallCheck, is_opaque
@@ -47,7 +48,7 @@ class Watch:
         """Note what the component's code hides; compiled code would be compiled anew for that."""
         is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
-        if is_known or compiled or not self._session.consensus.is_alone:
+        if is_known or compiled or count_processes() > 1:
             return contextlib.nullcontext()
         return noting_hidden(guarded.state.notes.note_hidden)
 
@@ -56,7 +57,6 @@ class Watch:
         entered_at = time.perf_counter()
         guarded.begin(call)
         given = GivenTensors(call)
-        self._session.consensus.begin_call(call)
         called = time.perf_counter()
         try:
             output = call.proceed()
