@@ -172,6 +172,22 @@ def test_hidden_states_of_an_encoder() -> None:
     assert measure_error(found, wanted) < 2e-3
 
 
+@pytest.mark.parametrize("put", [apply_plan, guard])
+def test_outputs_beyond_fp16_of_an_unmeasured_call(put: Any) -> None:
+    """A hidden state that fp16 cannot hold is handed over in fp32, with the plan on and under a guard."""
+    module, first, second = make_t5()
+    wanted = list(run(module, second).hidden_states)
+    assert wanted[1].abs().max() > torch.finfo(torch.float16).max
+    plan = measure_plan({"part": module}, run=lambda: run(module, first), residual="fp32")
+    assert plan.components[0].in_force.stream is not None
+    with put({"part": module}, plan):
+        for _ in range(2):
+            found = list(run(module, second).hidden_states)
+            assert UNPLANNED not in vars(module)
+            assert [x.dtype for x in found] == [torch.float16, torch.float32, torch.float16]
+            assert measure_error(found, wanted) < 2e-3
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the watch the same hidden states are wrong by far: the test above sees what it is for."""
     monkeypatch.setattr(call_watch.CallWatch, "_enter", lambda self, call: call.proceed())

@@ -74,7 +74,14 @@ from stopdown.numerics import (
 from stopdown.records import Scaling
 from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
-from stopdown.scaling.folds import cast_, find_folded_parts, restrict_scaling, widen_outputs
+from stopdown.scaling.folds import (
+    call_unmeasured,
+    cast_,
+    find_folded_parts,
+    narrow,
+    restrict_scaling,
+    widen_outputs,
+)
 from stopdown.scaling.measurement import Captures, cut_sizes
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
@@ -424,8 +431,8 @@ class CallWatch(SameInCopies):
         if given is None:
             return False, None
         dtypes = {x.dtype for x in call.callee.owner.parameters()} if is_part else set()
-        narrow = torch.float16 if torch.float16 in dtypes else torch.float32
-        output = given.proceed_in(narrow) if is_part else given.proceed()
+        dtype = torch.float16 if torch.float16 in dtypes else torch.float32
+        output = given.proceed_in(dtype) if is_part else call_unmeasured(self.module, given.proceed)
         if self._is_removed:  # it was repaired: the output is that of other exponents
             return True, output
         made = {id(x): x for x in iterate_tensors(output)}
@@ -448,7 +455,7 @@ class CallWatch(SameInCopies):
         with without_autocast():
             output = call.proceed_in(torch.float32)
         wanted = came_as or torch.float16
-        return map_tensors(output, partial(_narrow, wanted))
+        return map_tensors(output, partial(narrow, wanted))
 
     # What holds for a signature
 
@@ -722,16 +729,6 @@ def _is_finite(tensors: list[torch.Tensor]) -> bool:
     """Cost: a host read."""
     bounds = bound_values([x for x in tensors if is_readable(x)])
     return bounds is None or bool(bounds.isfinite().all())
-
-
-def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in a dtype if that holds it."""
-    if tensor.dtype != torch.float32 or dtype == torch.float32 or not tensor.numel():
-        return tensor
-    if not is_plain():
-        return tensor
-    narrow = tensor.to(dtype)
-    return narrow if bool((narrow.isfinite() | ~tensor.isfinite()).all()) else tensor
 
 
 @dataclass

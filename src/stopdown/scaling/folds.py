@@ -6,6 +6,7 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
+from stopdown.component_calls.outermost_calls import is_plain
 from stopdown.errors import InputError, OptionError, ScalingError
 from stopdown.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.graph.capture import (
@@ -30,6 +32,7 @@ from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
 from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import iterate_tensors
@@ -492,18 +495,63 @@ def put_stream(
         patches.defer(module.register_forward_hook(hook).remove)
 
 
+class _UnmeasuredCalls(threading.local):
+    """The call of each thread whose outputs nobody has measured, and how its module would narrow them."""
+
+    module: torch.nn.Module | None = None
+    dtype: torch.dtype | None = None
+    wide: frozenset[int] = frozenset()
+
+
+_UNMEASURED = _UnmeasuredCalls()
+
+
+def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+    """Make a call of which no range is known: what its narrow dtype cannot hold is handed over in fp32.
+
+    Cost: a host read, where the module narrows what it returns.
+    """
+    before = dict(vars(_UNMEASURED))
+    vars(_UNMEASURED).update(module=module, dtype=None, wide=frozenset())
+    try:
+        output, dtype = call(), _UNMEASURED.dtype
+        if dtype is None:
+            return output
+        return _narrow_tensors(_UNMEASURED.wide, partial(narrow, dtype), output)
+    finally:
+        vars(_UNMEASURED).clear()
+        vars(_UNMEASURED).update(before)
+
+
+def narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an fp32 tensor in a dtype if that holds each of its values, else as it is.
+
+    Cost: a host read.
+    """
+    if tensor.dtype != torch.float32 or dtype == torch.float32 or not tensor.numel():
+        return tensor
+    if not is_plain():
+        return tensor
+    narrowed = tensor.to(dtype)
+    return narrowed if bool((narrowed.isfinite() | ~tensor.isfinite()).all()) else tensor
+
+
 def _narrow_outputs(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
     """The fp32 tensors of an output in `dtype`, but for the numbered ones, which it cannot hold."""
+    if not is_traced() and _UNMEASURED.module is module:
+        _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide
+        return output
+    return _narrow_tensors(wide, partial(_cast, torch.float32, dtype), output)
+
+
+def _narrow_tensors(
+    wide: frozenset[int], change: Callable[[torch.Tensor], torch.Tensor], output: Any
+) -> Any:
     tensors = {id(x): x for x in iterate_tensors(output)}
     kept = {key for number, key in enumerate(tensors) if number in wide}
-
-    def narrow(value: torch.Tensor) -> torch.Tensor:
-        is_kept = id(value) in kept or value.dtype != torch.float32
-        return value if is_kept else value.to(dtype)
-
-    return pytree.tree_map_only(torch.Tensor, narrow, output)
+    return pytree.tree_map_only(torch.Tensor, lambda x: x if id(x) in kept else change(x), output)
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
