@@ -1,9 +1,11 @@
-"""The picture in the README: plain Diffusers in fp32, bf16 and fp16, and `stopdown generate`.
+"""Two pictures: plain Diffusers beside `stopdown generate`, with the same prompt and the same seed.
 
-Same prompt, same seed. Plain Diffusers is called as its documentation does, and its frames are saved
-as it saves them, whatever they hold. Stopdown is called as a command.
+`split.png`, the README's, is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right.
+The contact sheet has all frames of plain Diffusers in fp16, bf16 and fp32, and of Stopdown. Plain Diffusers
+is called as its documentation does, and its frames are saved as it saves them. Stopdown is a command.
 
-    python benchmarks/contact_sheet.py
+    python benchmarks/contact_sheet.py           # a CPU emulates fp16: some minutes
+    python benchmarks/contact_sheet.py --sheet
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from stopdown.files.outputs import written_beside
 from stopdown.frames.media import read_video
 from stopdown.sources.sources import BUNDLED_FOLDER
 
-SHEET = Path(__file__).parents[1] / "docs" / "images" / "contact-sheet.png"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
@@ -103,6 +105,33 @@ def _paste_row(
         left += size[0] + gap
 
 
+def draw_split(left: Frames, right: Frames, path: Path, frame: int) -> Path:
+    """Write one frame as a png, its left half from one clip and its right half from another.
+
+    Args:
+        left: `[T, H, W, 3]` uint8, and `right` alike.
+        path: the png file.
+        frame: which frame.
+    """
+    side, head, foot = 448, 52, 44
+    halves = [
+        Image.fromarray(x[frame]).resize((side, side), Image.Resampling.BICUBIC)
+        for x in (left, right)
+    ]
+    sheet = Image.new("RGB", (side, head + side + foot), _PAPER)
+    sheet.paste(halves[0].crop((0, 0, side // 2, side)), (0, head))
+    sheet.paste(halves[1].crop((side // 2, 0, side, side)), (side // 2, head))
+    draw = ImageDraw.Draw(sheet)
+    draw.line((side // 2, 0, side // 2, head + side), _PAPER, 4)
+    for place, text in ((side // 4, "Diffusers, fp16"), (3 * side // 4, "Stopdown, fp16")):
+        draw.text((place, head / 2), text, _INK, _load_font(26), anchor="mm")
+    below = "same model, same prompt, same seed, same 16 bits"
+    draw.text((side / 2, head + side + foot / 2), below, _INK, _load_font(19), anchor="mm")
+    with written_beside(path) as part:
+        sheet.save(part, format="PNG", optimize=True)
+    return path
+
+
 def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) -> np.ndarray:
     """Frames `[T, H, W, 3]` uint8 of plain Diffusers."""
     pipe = CogVideoXPipeline.from_pretrained(BUNDLED_FOLDER / "shapes", torch_dtype=dtype)
@@ -112,6 +141,7 @@ def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) 
         video = pipe(
             prompt,
             num_inference_steps=options.steps,
+            guidance_scale=options.guidance,
             max_sequence_length=16,
             generator=torch.Generator().manual_seed(options.seed),
         ).frames[0]
@@ -121,34 +151,37 @@ def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) 
     return np.stack([np.asarray(frame) for frame in video])
 
 
-def run_stopdown(prompt: str, options: argparse.Namespace) -> np.ndarray:
+def run_stopdown(prompt: str, options: argparse.Namespace, precision: str = "auto") -> np.ndarray:
     """Frames `[T, H, W, 3]` uint8 of the command."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/frames/"
         command = [sys.executable, "-m", "stopdown.app.cli", "generate", "shapes", prompt]
         command += ["--steps", str(options.steps), "--seed", str(options.seed), "-o", out]
+        command += ["--precision", precision, "--guidance", str(options.guidance)]
         subprocess.run(command, check=True)
         return read_video(out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", default="a red circle moving left on a grey background")
+    parser.add_argument("--prompt", default="a yellow circle moving down on a cyan background")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=SHEET)
+    parser.add_argument("--frame", type=int, default=2, help="of the split picture")
+    parser.add_argument("--sheet", action="store_true", help="draw the contact sheet instead")
     options = parser.parse_args()
-    rows = [
-        (f"Diffusers {name}", run_diffusers(options.prompt, dtype, options))
-        for name, dtype in (
-            ("fp16", torch.float16),
-            ("bf16", torch.bfloat16),
-            ("fp32", torch.float32),
-        )
-    ]
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    black = run_diffusers(options.prompt, torch.float16, options)
+    if not options.sheet:
+        made = run_stopdown(options.prompt, options, "fp16")
+        print(draw_split(black, made, IMAGES / "split.png", options.frame))
+        return
+    rows = [("Diffusers fp16", black)]
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        rows.append((f"Diffusers {name}", run_diffusers(options.prompt, dtype, options)))
     rows.append(("stopdown generate", run_stopdown(options.prompt, options)))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    print(draw_contact_sheet(rows, options.out, scale=1.5))
+    print(draw_contact_sheet(rows, IMAGES / "contact-sheet.png", scale=1.5))
 
 
 if __name__ == "__main__":
