@@ -25,6 +25,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_plans
 from stopdown.records import Plan
+from stopdown.scaling.call_watch import CallWatch, find_watch
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
@@ -403,6 +404,21 @@ def test_a_device_map_places_folded_weights(cogvideox: Path, pixels: Any, device
         config = stopdown.quantization(cogvideox)
         pipe = load_plain(cogvideox, FP16, quantization_config=config, device_map=device_map)
         assert makes(pipe, pixels)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_map": "balanced"}])
+def test_what_libraries_set_afterwards_leads_nowhere(
+    cogvideox: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call has the plan's signature: it is not traced again."""
+    monkeypatch.setattr(CallWatch, "_trace", lambda *_: pytest.fail("it is traced again"))
+    config = stopdown.quantization(cogvideox)
+    pipe = load_plain(cogvideox, FP16, quantization_config=config, **options)
+    call_pipeline(pipe, "cogvideox")
+    watches = [find_watch(getattr(pipe, x)) for x in ("transformer", "text_encoder")]
+    for watch in watches:
+        assert watch is not None
+        assert watch._verdicts.keys() == set(watch.scaling.signatures)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,14 +63,21 @@ class _Stack:
 
     def __init__(self, owner: object, method: str) -> None:
         self.original: Callable[..., Any] = getattr(owner, method)
+        is_class = isinstance(owner, type)
+        self.method, self._is_inherited = method, not is_class and method not in vars(owner)
         self.layers: _Layers = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
         self.call = call = _StackCall(self)
-        is_class = isinstance(owner, type)
         put: Any = self.patches.set_class_attribute if is_class else self.patches.set_attribute
         put(owner, method, call)
         self.owner = owner
+
+    def follow(self) -> None:
+        """Lead to the function that the owner's class has now, if the owner had none of its own."""
+        now = getattr(type(self.owner), self.method, None)
+        if self._is_inherited and getattr(self.original, "__func__", now) is not now:
+            self.original = types.MethodType(cast(Any, now), self.owner)
 
     def hide(self, patches: Patches, method: str) -> None:
         """Let this thread find what was there before in the stack's place, until `patches` is undone."""
@@ -80,10 +87,11 @@ class _Stack:
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        """Take one layer off, and the stack with the last one."""
+        """Take one layer off, and the stack with the last one; what somebody put in its place stays."""
         with _CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
-            if not self.layers:
+            found = vars(self.owner).get(self.method)
+            if not self.layers and (found is self.call or isinstance(found, _Bypass)):
                 self.patches.undo()
 
 
@@ -99,6 +107,7 @@ class _StackCall:
         stack = self.stopdown_stack
         if is_traced():
             return stack.original(*args, **kwargs)
+        stack.follow()
         return _enter(stack.original, stack.layers, args, kwargs)
 
     def __get__(self, instance: object, owner: type) -> Any:

@@ -7,10 +7,10 @@ or exponents are found that hold for all signatures, where somebody does that; o
 without its exponents, in fp32. The exponents are put back when a call needs them.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
-flags and outputs, and with other attributes and parts of the module; calls of a part alone; results of
-unmeasured signatures that are not finite; tensors that a call puts into its caller's containers and caches;
-weights that were rewritten; hooks on parts, which are reported; gradients of folded weights, and backward
-passes after the exponents have changed.
+flags and outputs, and with other attributes, parts and code of the module; calls of a part alone; results
+of unmeasured signatures that are not finite; tensors that a call puts into its caller's containers and
+caches; weights that were rewritten; gradients of folded weights, and backward passes after the exponents
+have changed.
 **Does not catch** what `graph.call_signatures` and `module_settings` do not; calls of code that is compiled
 later; a part that is called by `part.forward(...)`, while another thread calls the module, or inside of
 compiled code; parameters that another method of the module uses itself; weights that are written through
@@ -100,6 +100,10 @@ _PLAIN = CallEnds()
 _FILLED = "such calls put tensors into their arguments"
 _NOT_FINITE = "gave values that are not finite, or other outputs"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
+_CODE = (
+    "Replace functions and parts, and put hooks on, before the plan, guard or rescaling: take it off "
+    "(.undo(), or leave the guard), and make it anew."
+)
 
 
 @dataclass(frozen=True)
@@ -361,13 +365,6 @@ class CallWatch(SameInCopies):
             if not self._users:  # what a call sets is not what leads it elsewhere
                 self._settings.read()
             others = self._settings.describe()
-            hooked = self._settings.list_new_hooks()
-        if hooked:
-            self._options.announce(
-                f"Forward hooks were put on {list_some(hooked)} of {self._name}, which has exponents: "
-                "what they are given is multiplied by powers of two. Put them on without the plan, "
-                "guard or rescaling."
-            )
         path = _find_path(call)
         owner = call.callee.owner if path else self.module
         signature = sign_call(owner, call.callee.method, call.args, call.kwargs)
@@ -514,6 +511,7 @@ class CallWatch(SameInCopies):
             else f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
         )
         remedy = _WHOLE if path else self._options.remedy
+        remedy = _CODE if self._settings.is_other_code else remedy
         waits = vars(self.module).get(WAITING, False)
         if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(

@@ -1,0 +1,187 @@
+"""The code that calls of a module run: functions of its parts, their classes and of torch, and hooks.
+
+Exponents were found for the code that ran then. A layer whose `forward` is another function since, as
+adapters, step caches and token mergers have it, computes with tensors that have no exponents.
+
+**Catches** functions that are set on a part in the place of its class's; another class of a part; functions
+of the classes of parts, and of what parts hold to be called, as attention processors; functions of
+`torch.nn.functional`; forward hooks on parts and on all modules.
+**Does not catch** hooks and wrappers of libraries, which place weights, compile and count, and call what
+was there; kernels of attention, which compute the same; functions of other modules of Python that code
+calls; what a function that was there before calls now.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.utils.hooks import RemovableHandle
+
+MISSING: Any = object()
+"""What an attribute is that is not there; of code, that what runs is the class's own."""
+
+_LIBRARIES = ("stopdown.", "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
+_WRAPPING = ("accelerate.", "diffusers.hooks.", "torch._dynamo.")
+"""Libraries that set a function on a part which calls what was there, under `__wrapped__`."""
+
+_OWN = "stopdown."
+_KERNELS = ("scaled_dot_product_attention",)
+"""Functions of torch that people replace by faster ones."""
+
+_RUN = ("forward", "__call__")
+"""What a call runs of `torch.nn.Module`; its other methods move, cast and name weights."""
+
+_BARE = (object, torch.nn.Module)
+
+
+def is_code(part: torch.nn.Module, name: str) -> bool:
+    """Whether an attribute of a part is in the place of a method that its calls may run."""
+    kind = type(part)
+    if not callable(getattr(kind, name, None)):
+        return False
+    return name in _RUN or not hasattr(torch.nn.Module, name)
+
+
+def is_method(part: torch.nn.Module, name: str) -> bool:
+    return callable(getattr(type(part), name, None))
+
+
+def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
+    """What runs in the place of a method, beneath what libraries put there; `MISSING` for the class's own.
+
+    Args:
+        value: what the part has under that name.
+    """
+    while value is not MISSING:
+        stack = getattr(value, "stopdown_stack", None)
+        home = _find_home(value)
+        if stack is not None and home.startswith(_OWN):
+            value = stack.original
+        elif home.startswith((_OWN, *_WRAPPING)):
+            value = getattr(value, "__wrapped__", MISSING)
+        elif getattr(value, "__self__", None) is part:
+            is_own = value.__func__ is inspect.getattr_static(type(part), name, None)
+            return MISSING if is_own else value
+        else:
+            return value
+    return MISSING
+
+
+def _find_home(value: Any) -> str:
+    """The module of Python that holds the code of a function or a callable object, with a dot."""
+    while (inner := getattr(value, "func", None)) is not None:
+        value = inner
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        return f"{value.__globals__.get('__name__', '')}."
+    return f"{type(value).__module__}."
+
+
+@dataclass
+class Functions:
+    """The functions of a class, or of a module of Python."""
+
+    path: str
+    owner: Any
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def note(self) -> None:
+        self.known = dict(vars(self.owner))
+
+    def is_same(self) -> bool:
+        try:
+            return vars(self.owner) == self.known
+        except Exception:  # what a class holds need not be comparable
+            return False
+
+    def list_changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name, function before and function now of what was replaced."""
+        now = vars(self.owner)
+        for name in {**self.known, **now}:
+            before, value = self.known.get(name, MISSING), now.get(name, MISSING)
+            if before is not value and name not in _KERNELS:
+                before, value = _strip(before), _strip(value)
+                if before is not value and any(map(_is_function, (before, value))):
+                    yield name, before, value
+
+
+def _strip(value: Any) -> Any:
+    """What is beneath our own layers on a class."""
+    stack = getattr(value, "stopdown_stack", None)
+    return value if stack is None else getattr(stack.original, "__func__", stack.original)
+
+
+def _is_function(value: Any) -> bool:
+    value = getattr(value, "__func__", value)  # of static methods and those of classes
+    return isinstance(value, (FunctionType, property)) and not _find_home(value).startswith(_OWN)
+
+
+def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
+    """The classes of parts and of what they hold to be called, and torch's functions."""
+    kinds: dict[type, None] = {}
+    for part in parts:
+        kinds[type(part)] = None
+        for value in vars(part).values():
+            kind = type(value)
+            if kind.__module__ != "builtins" and isinstance(
+                vars(kind).get("__call__"), FunctionType
+            ):
+                kinds[kind] = None
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    owners = [x for x in bases if x not in _BARE and x.__module__ not in ("builtins", "typing")]
+    found = [Functions(kind.__qualname__, kind) for kind in owners]
+    return [*found, Functions("torch.nn.functional", torch.nn.functional)]
+
+
+class Hooks:
+    """Forward hooks that are not there because of a library, on parts and on all modules."""
+
+    def __init__(self, parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        """
+        Args:
+            parts: path and module of each, without the module itself: its hooks see what its caller sees.
+        """
+        self._tables = [
+            *((path, [x._forward_hooks, x._forward_pre_hooks]) for path, x in parts),
+            ("", [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]),
+        ]
+        self._first = {number for _, tables in self._tables for x in tables for number in x}
+        self._new: list[tuple[str, Any, int]] = []
+        self._registered = RemovableHandle.next_id
+
+    def list_new(self) -> list[str]:
+        """What was put on since this was made, in words.
+
+        Cost: a comparison of two numbers if no hook was put on any module of the process.
+        """
+        if self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            self._new = [
+                (path, table, number)
+                for path, tables in self._tables
+                for table in tables
+                for number, hook in table.items()
+                if number not in self._first and _is_foreign(hook)
+            ]
+        places = dict.fromkeys(path for path, table, number in self._new if number in table)
+        return [f"a hook on {path}" if path else "a hook on all modules" for path in places]
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is the user's: neither ours nor a library's."""
+    while (inner := getattr(hook, "func", None)) is not None:
+        hook = inner
+    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
+    module = getattr(owner, "__module__", None) or type(hook).__module__
+    return not f"{module}.".startswith(_LIBRARIES)
+
+
+def is_alike_code(before: Any, now: Any) -> bool:
+    """Whether the same function runs; a bound method is a new object each time."""
+    return before is now or (isinstance(before, Callable) and before == now)  # type: ignore[arg-type]
