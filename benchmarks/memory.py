@@ -35,7 +35,8 @@ from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Prediction
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.sources.sources import resolve_source
 

@@ -49,6 +49,7 @@ from stopdown.records import (
 
 if TYPE_CHECKING:
     from stopdown.frames.frame_faults import FrameFault
+    from stopdown.frames.sound_faults import SoundFault
 
 UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
@@ -544,12 +545,13 @@ VIDEOS = (
     *(".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".flv", ".ogv", ".ts", ".mpg"),
     *(".mpeg", ".wmv", ".apng"),
 )
-EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS)
+SOUNDS = (".wav", ".flac", ".mp3", ".ogg")
+EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS, *SOUNDS)
 
 
 def explain_file(path: Path) -> Diagnosis:
-    """As `explain`, for a picture, a video, a folder of frames, a log, or a record of Stopdown."""
-    from stopdown.frames import media
+    """As `explain`, for a picture, a video, sound, a folder of frames, a log, or a record of Stopdown."""
+    from stopdown.frames import media, sound, sound_faults
 
     if path.is_dir() and not any(path.glob("*.png")):
         raise _refuse_folder(path)
@@ -559,6 +561,10 @@ def explain_file(path: Path) -> Diagnosis:
         return _explain_clip(path, media.iterate_frames(path, MOST_FRAMES + 1))
     if path.suffix.lower() in PICTURES:
         return _explain_clip(path, iter([media.read_image(path)]))
+    if path.suffix.lower() in SOUNDS:
+        return _name_run(
+            explain_faults(path, sound_faults.find_sound_faults(sound.read_sound(path))), path
+        )
     return _explain_ends(_read_log(path))
 
 
@@ -577,7 +583,7 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
             count += 1
             yield frame
 
-    found = explain_frames(path, frame_faults.find_frame_faults(take()))
+    found = explain_faults(path, frame_faults.find_frame_faults(take()))
     said = f" Only its first {count} frames were looked at." if was_cut else ""
     return _name_run(dataclasses.replace(found, why=found.why + said), path)
 
@@ -691,16 +697,18 @@ def _refuse_log(path: Path, cause: str) -> InputError:
 _RUN = "stopdown generate SOURCE PROMPT --precision {}"
 
 
-def explain_frames(path: Path, faults: Iterable[FrameFault]) -> Diagnosis:
-    """The diagnosis of a finished picture or video from the faults that its frames show."""
+def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Diagnosis:
+    """The diagnosis of a finished picture, video or sound from the faults that it shows."""
     found = list(faults)
+    noun = "sound" if path.suffix.lower() in SOUNDS else "frames"
+    kinds = "silent, clipped or noise" if noun == "sound" else "black, grey, flat, frozen or noise"
     if not found:
         return Diagnosis(
             fault=NONE,
-            meaning="no fault that frames can show",
+            meaning=f"no fault that {noun} can show",
             title=f"{make_printable(path.name)} looks healthy.",
-            why="It is not black, grey, flat, frozen or noise. The frames alone do not show whether "
-            "it matches the prompt, or how close it is to fp32.",
+            why=f"It is not {kinds}. The {noun} alone cannot show whether it matches the prompt, or how "
+            "close it is to fp32.",
             remedy=("Compare it with the same seed in fp32.",),
             run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
         )
@@ -710,10 +718,10 @@ def explain_frames(path: Path, faults: Iterable[FrameFault]) -> Diagnosis:
     return Diagnosis(
         fault=meant.fault,
         meaning=known.faults.get(meant.fault, meant.says),
-        cause=f"{first.kind}-frames",
+        cause=f"{first.kind}-{noun}",
         title=f"{make_printable(path.name)}: {meant.says}.",
         why=meant.why,
-        evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} frames") for entry in found),
+        evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} {noun}") for entry in found),
         remedy=tuple(entry.remedy for entry in found) + tuple(c.remedy[0] for c in related[:1]),
         run_next=related[0].next if related else ("stopdown generate SOURCE PROMPT --seed 1",),
         reports=tuple(report for cause in related for report in cause.reports)[:8],

@@ -466,6 +466,7 @@ class RunRecord(GuardRecord):
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
         memory: how it was to stay within the device's memory, and what was predicted; None without a limit.
         forecast: what was shown before its weights were downloaded; None where they were here.
+        sound: length, channels and samples per second of the sound that was made; "" without any.
     """
 
     source: str
@@ -488,6 +489,7 @@ class RunRecord(GuardRecord):
     preview: str = ""
     memory: MemoryPlan | None = None
     forecast: MemoryForecast | None = None
+    sound: str = ""
     kind: str = "run"
 
     def summarise(self) -> Summary:
@@ -520,12 +522,13 @@ class RunRecord(GuardRecord):
         )
 
     def list_costs(self) -> list[tuple[str, str]]:
-        """Seconds by stage and the highest memory."""
+        """Seconds by stage, the highest memory, and the sound."""
         shown = [name for name in _STAGES if name in self.stages_s]
         times = ", ".join(f"{name} {self.stages_s[name]:.1f}" for name in shown)
         said = f"{self.elapsed_s:.1f} s ({times}; of these Stopdown's own {self.own_s:.3f})"
         memory = f"{format_bytes(self.peak_bytes)} ({self.peak_source})"
-        return [("time", said), ("memory", memory)]
+        costs = [("time", said), ("memory", memory)]
+        return [*costs, ("sound", self.sound)] if self.sound else costs
 
     def list_limits(self) -> list[str]:
         """How the run stayed within its memory, and which calls were run again for it; empty without a

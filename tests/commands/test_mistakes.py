@@ -127,7 +127,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("batch shapes --prompts notes.txt -o out --steps 0", 2, "Line 1 of the prompts notes.txt: --st"),
     # outputs
     ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),
-    ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4, or -o run/ "),
+    ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4 for a video"),
     ("generate shapes a -o clip.mp4", 2, "clip.mp4 already exists. .* --force .*: clip-2.mp4."),
     ("generate shapes a -o /", 2, "The output / is a folder that cannot be replaced. .* -o: /out"),
     ("generate shapes a -o .", 2, r"The output \. is a folder .* inside of it with -o: out"),
@@ -138,7 +138,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("report run.mp4.json -o /", 2, "The output / is a folder that cannot be replaced."),
     ("check shapes --fix -o /", 2, "The output / is a folder that cannot be replaced."),
     ("generate shapes a -o run.mp4.json/p.png", 2, "run.mp4.json is a file, not a folder."),
-    ("generate shapes a -o nowhere/c.mp4", 2, "there is no folder .*nowhere. .*mkdir -p"),
+    ("generate shapes a -o run.mp4.json/deep/c.mp4", 2, "run.mp4.json is a file, not a folder."),
     ("generate shapes a -o frames/", 2, "The output folder frames is not empty."),
     ("generate shapes a -o c.png --frames 9", 2, "c.png is a single picture, and there are 9"),
     ("plan shapes -o plan.txt", 2, "plan.txt does not end in .json. .* Use -o plan.json."),

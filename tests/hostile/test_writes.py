@@ -217,14 +217,6 @@ def list_places() -> Iterator[Attack]:
         )
         circle = "The output OUTPUT could not be written: its links lead in a circle."
         yield make_row(name, "none", 2, circle, label="links in a circle", before=put_loop)
-        yield make_row(
-            name,
-            "none",
-            2,
-            "The output OUTPUT cannot be written: there is no folder {folder}/disk.",
-            label="no folder",
-            before=Path.rmdir,
-        )
         yield refuse_name(name, "/proc", "The output /proc/")
         yield refuse_name(name, f"disk/{'a' * 256}", "The output disk/aaa")
 

@@ -531,7 +531,7 @@ def test_a_journal_is_resumed_on_another_day(run: Run, tiny: str, tmp_path: Path
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES, "--journal", "kept")
     Path("prompts.txt").write_text("a red circle\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "write_frames", stop_once)
+        patch.setattr(runs, "write_result", stop_once)
         assert run(*words)[0] == 130
     for path in Path("kept").rglob("*"):
         os.utime(path, (4e9, 4e9))

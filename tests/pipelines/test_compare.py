@@ -22,7 +22,8 @@ from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 
 PROMPTS = ["a red circle", "a blue square"]
 SMALL = Request(frames=5, height=32, width=32)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from stopdown import compare, load
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 from stopdown.report.pages import render_comparison
 
 PROMPT = "a red circle moving left on a grey background"

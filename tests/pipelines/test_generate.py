@@ -19,7 +19,8 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import read_image, read_video, to_uint8, write_media
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 from stopdown.records import RunRecord, read_record
 
 SaveTiny = Callable[..., Path]
@@ -264,7 +265,7 @@ def test_one_colour_is_a_finding(
 def test_a_frozen_clip_is_a_finding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine times the same picture is reported."""
     monkeypatch.setattr(
-        "stopdown.runtime.runs.read_frames",
+        "stopdown.pipelines.results.read_frames",
         lambda output: np.repeat(np.asarray(output.frames[0])[:1], 9, axis=0),
     )
     (finding,) = run("cogvideox").findings
@@ -278,7 +279,7 @@ def test_nan_in_the_frames_themselves_is_an_error(
 ) -> None:
     """A NaN that appears after the last component does not become a black pixel."""
     monkeypatch.setattr(
-        "stopdown.runtime.runs.read_frames",
+        "stopdown.pipelines.results.read_frames",
         lambda output: np.full((9, 32, 32, 3), np.nan, np.float32),
     )
     with pytest.raises(NonFiniteError, match="The decoded frames hold 27648 NaN and 0 Inf"):

@@ -13,7 +13,8 @@ import pytest
 from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.pipelines.allowed_sizes import Grid, check_sizes, find_grid, read_configs
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 
 MAKES = [
     ("cogvideox", 48, 32, 9),

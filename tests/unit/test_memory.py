@@ -54,7 +54,8 @@ from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.dry_run import dry_run_program
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord

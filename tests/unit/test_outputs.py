@@ -83,7 +83,28 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert "could not be written: its links lead in a circle." in refuse(tmp_path / "a")
     (tmp_path / "far").symlink_to(tmp_path / "none" / "file")
-    assert f"there is no folder {tmp_path / 'none'}." in refuse(tmp_path / "far")
+    with written_beside(tmp_path / "far") as part:
+        part.write_text("new")
+    assert (tmp_path / "none" / "file").read_text() == "new"
+    (tmp_path / "under").symlink_to(tmp_path / "none" / "file" / "x")
+    assert f"{tmp_path / 'none' / 'file'} is a file, not a folder." in refuse(tmp_path / "under")
+
+
+def test_folders_that_are_missing_are_made_with_the_file(tmp_path: Path) -> None:
+    """The check leaves none behind, nor does a write that fails; a whole file has its folders."""
+    target = tmp_path / "new" / "deep" / "pic.png"
+    check_target(target)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), written_beside(target):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with written_beside(target) as part:
+        part.write_text("whole")
+    assert target.read_text() == "whole"
+    numbered = write_numbered(
+        tmp_path / "other" / "pic.png", lambda part: part.write_text("whole"), ".json"
+    )
+    assert numbered.read_text() == "whole"
 
 
 def test_an_input_is_not_replaced(tmp_path: Path) -> None:

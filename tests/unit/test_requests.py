@@ -22,9 +22,9 @@ from stopdown.pipelines.requests import (
     find_frames,
     list_needed,
     name_arguments,
-    read_frames,
     refuse_missing_prompt,
 )
+from stopdown.pipelines.results import read_frames
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 CLIP = np.full((9, 24, 40, 3), 128, np.uint8)

@@ -63,7 +63,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 
 @dataclass(frozen=True)
 class BatchOptions(RunOptions, ModelOptions):
-    """Make one video or picture for each prompt of a file.
+    """Make one video, picture or sound for each prompt of a file.
 
     Each worker loads the model once. If a batch was interrupted, the same command continues it.
 
@@ -102,8 +102,10 @@ class BatchOptions(RunOptions, ModelOptions):
     )
     fps: RateOption = 8.0
     format: Annotated[
-        Literal["mp4", "webm", "gif", "png"] | None,
-        typer.Option(help="Format of the files. By default mp4 for videos, else png."),
+        Literal["mp4", "webm", "gif", "png", "jpg", "webp", "wav", "flac"] | None,
+        typer.Option(
+            help="Format of the files. By default mp4 for videos, png for pictures and wav for sound."
+        ),
     ] = None
     memory: Annotated[
         str | None,

@@ -36,7 +36,7 @@ class ExplainOptions(CommandOptions):
         tuple[str, ...],
         typer.Argument(
             metavar="FILE|-|TEXT",
-            help="The message itself, or a log, picture, video, folder of frames, or record of "
+            help="The message itself, or a log, picture, video, sound, folder of frames, or record of "
             "Stopdown; - for standard input.",
         ),
     ] = ()

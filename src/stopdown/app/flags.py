@@ -152,7 +152,12 @@ PrecisionOption = Annotated[
 RateOption = Annotated[float, typer.Option(help="Frames per second of what is written.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
 StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Exit with 1 if frames are black, grey, frozen or noise.")
+    bool,
+    typer.Option(
+        "--strict",
+        help="Exit with 1 if frames are black, grey, frozen or noise, or sound is silent, "
+        "clipped or noise.",
+    ),
 ]
 KeepRepairsOption = Annotated[
     bool,

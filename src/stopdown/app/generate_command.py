@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from stopdown.runtime.runs import Runner, RunOutput
 
 
-DEFAULT_OUTPUT = "stopdown.mp4"
-"""Where the output goes without -o; it replaces nothing there."""
+DEFAULT_OUTPUT = "stopdown"
+"""Where the output goes without -o, with the suffix of what the model makes; it replaces nothing there."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions(RunOptions, ModelOptions):
-    """Make a video or picture from a prompt, a picture or a video.
+    """Make a video, picture or sound from a prompt or a picture.
 
     A component that gives NaN or Inf is repaired and called again. Frames that are black, grey, frozen
     or noise are reported.
@@ -78,8 +78,9 @@ class GenerateOptions(RunOptions, ModelOptions):
         typer.Option(
             "-o",
             "--output",
-            help="File to write (.mp4, .webm, .gif, .png), or new folder for frames. By default "
-            "stopdown.mp4, or stopdown-2.mp4 if that exists, and so on.",
+            help="File to write (.mp4, .webm, .gif; .png, .jpg, .webp for a picture; .wav, .flac for "
+            "sound), or new folder for frames. By default stopdown.mp4 for a video, stopdown.png for a "
+            "picture and stopdown.wav for sound, or stopdown-2.mp4 if that exists, and so on.",
         ),
     ] = None
     force: ForceOption = False
@@ -179,12 +180,14 @@ class ModelCache:
     Attributes:
         plan: that it runs by; None also where a run taught it something that the next one is loaded by.
         forecast: what was shown before its weights were downloaded.
+        output: name of an output that was given none.
     """
 
     source: Source | None = None
     plan: Plan | None = None
     runner: Runner | None = None
     forecast: MemoryForecast | None = None
+    output: str = ""
 
 
 def generate(
@@ -192,7 +195,7 @@ def generate(
     display: Display | None = None,
     kept: ModelCache | None = None,
 ) -> RunRecord:
-    """Make a video or picture from a prompt, and write it with its record beside it.
+    """Make a video, picture or sound from a prompt, and write it with its record beside it.
 
     Args:
         kept: of earlier runs with the same options but for seed and output, and for later ones.
@@ -204,9 +207,6 @@ def generate(
     display = display or Display()
     request = _read_request(options)
     numbered = options.output is None
-    options = dataclasses.replace(
-        options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
-    )
     _check_output_early(options)
 
     kept = kept or ModelCache()
@@ -221,6 +221,8 @@ def generate(
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
         plan = _decide(options, request, device, source, display, kept)
+        if options.output is None:
+            options = dataclasses.replace(options, output=str(find_free(kept.output, ".json")))
         fields = {"request": _describe_options(options), "forecast": kept.forecast}
         output = RunOutput(str(options.output), options.fps, started, fields, numbered)
         record = _generate(options, request, plan, output, journal, display, kept)
@@ -261,13 +263,18 @@ def _decide(
 ) -> Plan:
     """Return how the model runs, decided by the first of several runs; nothing is loaded."""
     from stopdown.pipelines.class_selection import select_pipeline
+    from stopdown.pipelines.results import check_format, choose_suffix
     from stopdown.plans.plan_choice import choose_plan
     from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
+    from stopdown.sources.component_classes import find_class
 
     memory = ask_memory(options.memory, parse_request(options.precision))
     if kept.source is None:
         kept.source = select_pipeline(source, request, progress=display.progress)
+        pipeline_class = find_class("diffusers", kept.source.pipeline_class)
+        kept.output = f"{DEFAULT_OUTPUT}{choose_suffix(pipeline_class, request)}"
+        check_format(pipeline_class, request, options.output or kept.output)
         refuse_too_large(
             kept.source,
             request,
@@ -376,8 +383,11 @@ def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     plan = find_plan_path(options.precision)
     read = (*(getattr(options, name) for name in MEDIA), options.source, plan)
-    output, force = str(options.output), options.force
-    check_output(output, options.frames or 1, force=force, inputs=read)
+    output, force = (
+        options.output or str(find_free(f"{DEFAULT_OUTPUT}.mp4", ".json")),
+        options.force,
+    )
+    check_output(output, options.frames, force=force, inputs=read)
     record = find_record_path(output)
     check_target(record, noun="record", replaces=describe_no_run, force=force, inputs=read)
     if options.keep_repairs and plan is not None:

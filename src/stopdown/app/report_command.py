@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import mimetypes
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ import typer
 from stopdown.app.flags import CommandOptions, ForceOption
 from stopdown.comparison.records import Comparison
 from stopdown.files.outputs import find_free, find_record_path
-from stopdown.frames.media import WRITERS
 from stopdown.records import RunRecord
 from stopdown.report.pages import (
     check_page,
@@ -110,10 +108,18 @@ def name_page(record: Path) -> Path:
     return stem.with_suffix(".html")
 
 
+_TYPES = {
+    **{".mp4": "video/mp4", ".webm": "video/webm", ".wav": "audio/wav", ".flac": "audio/flac"},
+    **{".gif": "image/gif", ".png": "image/png", ".webp": "image/webp"},
+    **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
+}
+"""Of what a page shows; the tables of systems differ."""
+
+
 def _read_media(record: Path) -> tuple[str, str] | None:
     """The output that a run's record is beside, when a page can hold it."""
     output = record.with_suffix("")
-    kind = mimetypes.guess_type(output)[0] if output.suffix in WRITERS else None
+    kind = _TYPES.get(output.suffix.lower())
     if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:
         return None
     return kind, base64.b64encode(output.read_bytes()).decode("ascii")

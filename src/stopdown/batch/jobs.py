@@ -17,7 +17,8 @@ from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import choose_class, prepare_check, select_pipeline
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import MEDIA, Request, find_target
+from stopdown.pipelines.requests import MEDIA, Request
+from stopdown.pipelines.results import check_format, choose_suffix
 from stopdown.plans.plan_choice import certified_on_arrival, choose_plan
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan
@@ -38,7 +39,7 @@ class Settings:
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
         fps: frames per second of the files.
-        suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
+        suffix: of the outputs; "" takes `.mp4` for videos, `.png` for pictures and `.wav` for sound.
         journal: folder of the journals of items that are being made; None keeps none.
         lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
         scheduler: in the place of the model's own.
@@ -166,10 +167,9 @@ def prepare(
         if plan is None:
             plan = choose_plan(source, settings.precision, device, request=first, progress=progress)
     pipeline_class = find_class("diffusers", source.pipeline_class)
-    is_video = any(find_target(name, pipeline_class) for name in ("frames", "video"))
-    settings = dataclasses.replace(
-        settings, suffix=settings.suffix or (".mp4" if is_video else ".png")
-    )
+    suffix = settings.suffix or choose_suffix(pipeline_class, Request())
+    check_format(pipeline_class, Request(), f"item{suffix}")
+    settings = dataclasses.replace(settings, suffix=suffix)
     job = Job(settings, source.pipeline_class, model, plan if plan.is_bare else None)
     return PreparedBatch(job, source, plan, device_name)
 

@@ -23,6 +23,7 @@ from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import SUFFIXES, draw_preview
+from stopdown.frames.sound import draw_wave
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.plans.precision import parse_request
@@ -108,7 +109,10 @@ class Worker:
                     journal=journal,
                 ),
             )
-            preview = draw_preview(made.output)
+            shown = made.output
+            if shown is None and made.sound is not None:
+                shown = draw_wave(made.sound)
+            preview = draw_preview(shown)
             record = dataclasses.replace(record, output=name, preview=preview)
             write_record(record, self._folder / name)
         return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))

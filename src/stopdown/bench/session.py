@@ -37,7 +37,8 @@ from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
 from stopdown.pipelines.drawn_inputs import complete_request
-from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
+from stopdown.pipelines.requests import Request, build_arguments, find_steps
+from stopdown.pipelines.results import read_result
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.sources.hub import Progress
@@ -299,11 +300,12 @@ def _read(pipe: Any, run: Callable[[], Any]) -> tuple[torch.Tensor, int]:
     steps = StepCounter(pipe, Rank.RECORD, on_step=keep)
     steps.follow()
     try:
-        frames = torch.as_tensor(read_frames(run()))
+        result = read_result(pipe, {}, run())
+        made = [torch.as_tensor(x) for x in (result.frames, result.samples) if x is not None]
     finally:
         steps.stop()
     latents = kept[0].cpu()
-    return latents, sum(sum(count_non_finite(x)) for x in (latents, frames))
+    return latents, sum(sum(count_non_finite(x)) for x in (latents, *made))
 
 
 _PATHS = re.compile(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*")

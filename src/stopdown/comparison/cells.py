@@ -31,7 +31,8 @@ from stopdown.files.outputs import written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
 from stopdown.interception.randomness import same_noise
-from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.results import find_output_kind, read_frames
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.runs import run_guarded
 from stopdown.sources.library_messages import quiet_libraries
@@ -42,8 +43,8 @@ class Outcome:
     """A cell before it is measured.
 
     Attributes:
-        frames: `[T, H, W, 3]` fp32 in [0, 1]; of a program that gives no pictures its values, `[N]` fp32;
-            None when it failed.
+        frames: `[T, H, W, 3]` fp32 in [0, 1]; of sound, and of a program that gives no pictures, its
+            values, `[N]` fp32; None when it failed.
     """
 
     cell: Cell
@@ -105,7 +106,11 @@ def _run(
 
     ran = run_guarded(opened.loaded, watch, settings)
     ((probe, memory),) = watched
-    frames, broken = read_values(ran.output) if run else clean_frames(read_frames(ran.output))
+    has_frames = run is None and find_output_kind(type(opened.loaded.pipe)) != "sound"
+    if has_frames:
+        frames, broken = clean_frames(read_frames(ran.output))
+    else:
+        frames, broken = read_values(ran.output)
     trace = probe.trace
     headroom, tightest = find_headroom(trace)
     cell = Cell(

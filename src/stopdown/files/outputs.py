@@ -6,7 +6,9 @@ points to is written, and the link stays. What a process that was killed left un
 removed by the next one that writes there. A name that Stopdown chose itself replaces nothing: it is
 numbered (`stopdown-2.mp4`).
 
-**Catches**, before the run, folders that are missing or cannot be written, names that are too long, a
+A folder that is missing is made when the result is written.
+
+**Catches**, before the run, folders that cannot be made or written, names that are too long, a
 file where a folder is to be and the other way round, pipes and devices, an output that is an input of
 the same run, and files that the caller says must stay.
 **Does not catch** a disk that is too small for a result that is not there yet: that is told at the end.
@@ -82,7 +84,7 @@ def check_target(
 ) -> None:
     """Refuse a place that could not be written, before hours are spent on what belongs there.
 
-    A small file is made beside the target, and removed.
+    A small file is made beside the target, and removed, with the folders that were missing.
 
     Args:
         path: where the result will go, as it was typed.
@@ -97,16 +99,11 @@ def check_target(
     shown, target = Path(path), _resolve(path)
     try:
         found = _find_kind(target)
-        if target.parent.exists() and not target.parent.is_dir():
+        holder = next(folder for folder in target.parents if folder.exists())
+        if not holder.is_dir():
             raise OutputError(
-                f"The {noun} {shown} cannot be written: {target.parent} is a file, not a folder.",
+                f"The {noun} {shown} cannot be written: {holder} is a file, not a folder.",
                 remedy=f"Choose another name {option}.",
-            )
-        if not target.parent.is_dir():
-            raise OutputError(
-                f"The {noun} {shown} cannot be written: there is no folder {target.parent}.",
-                expected="The folder that holds the output must exist.",
-                remedy=f"Make it first: mkdir -p {target.parent}",
             )
         _refuse_kind(shown, noun, found, folder)
         _refuse_inputs(shown, noun, target, inputs)
@@ -315,7 +312,12 @@ def _refuse_taken(
 
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
-    """A temporary path in the folder of a target; whatever is there at the end is removed."""
+    """A temporary path in the folder of a target; whatever is there at the end is removed.
+
+    Folders that are missing are made, and removed if nothing is left in them.
+    """
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), target.parents))
+    target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target.parent)
     part = target.with_name(
         f".stopdown-{_name_machine()}-{os.getpid()}-{secrets.token_hex(4)}.part"
@@ -324,6 +326,9 @@ def _made_beside(target: Path) -> Iterator[Path]:
         yield part
     finally:
         discard(part)
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
 
 
 @functools.cache

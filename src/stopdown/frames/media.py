@@ -1,8 +1,9 @@
 """Pictures and clips, read and written as files.
 
 A clip is a uint8 array `[T, H, W, 3]` of red, green and blue; a picture is `[H, W, 3]`. Clips are
-written as H.264 in mp4 or VP9 in webm (yuv420p, BT.709), as gif, as one png, or as a folder of png
-files. A file is written beside its place under a temporary name and renamed when it is whole, so that
+written as H.264 in mp4 or VP9 in webm (yuv420p, BT.709), as gif, as one png, jpg or webp, or as a folder of
+png files; sound as the track of a mp4 or webm, or as a file of its own (`frames.sound`). A file is written
+beside its place under a temporary name and renamed when it is whole, so that
 a full disk or Ctrl-C leaves nothing half-written.
 """
 
@@ -20,6 +21,7 @@ from stopdown.devices.environment import has_avx512
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.files.outputs import check_target, refuse_nameless, write_numbered, written_beside
 from stopdown.frames.frame_faults import name_frames, require_clip
+from stopdown.frames.sound import SOUNDS, Sound, add_track, write_sound
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,33 +33,49 @@ FOLDER = "folder"
 """The format of an output that is a folder of png files."""
 
 
-def choose_format(path: str | os.PathLike[str], frames: int) -> str:
-    """The format that an output path asks for: `mp4`, `webm`, `gif`, `png` or `folder`.
+def choose_format(path: str | os.PathLike[str], frames: int | None) -> str:
+    """The format that an output path asks for: a suffix without its point, or `folder`.
 
     A path that ends in a slash, has no suffix, or is a folder already, is a folder of png files.
 
     Args:
         path: the output path as it was typed.
+        frames: that are written; 0 for sound alone, None if that is not known yet.
     """
     refuse_nameless(path)
     text, stem = os.fspath(path), Path(path).with_suffix("")
-    while stem.suffix.lower() in WRITERS:  # circle.mp4.json is the record of circle.mp4
+    while stem.suffix.lower() in SUFFIXES:  # circle.mp4.json is the record of circle.mp4
         stem = stem.with_suffix("")
     suffix = Path(path).suffix.lower()
-    if not suffix or text.endswith(("/", os.sep)):
+    is_folder = not suffix or text.endswith(("/", os.sep))
+    if frames == 0 and (is_folder or suffix not in SOUNDS):
+        raise OptionError(
+            f"The output {text} is not a file of sound, and the pipeline makes sound alone.",
+            expected=f"The formats of sound are {' and '.join(SOUNDS)}.",
+            remedy=f"Use -o {stem}.wav.",
+        )
+    if is_folder:
         return FOLDER
-    if suffix not in WRITERS:
+    if suffix not in SUFFIXES:
         if Path(path).is_dir():
             return FOLDER
         raise OptionError(
             f"The output {text} ends in {suffix}, which is not a format that Stopdown writes.",
-            expected=f"The formats are {', '.join(WRITERS)} (a single frame), and a folder of png files.",
-            remedy=f"Use -o {stem}.mp4, or -o {stem}/ for a folder of frames.",
+            expected=f"The formats are {', '.join(VIDEOS)}, {', '.join(PICTURES)} (a single frame), a "
+            f"folder of png files, and {', '.join(SOUNDS)} for sound.",
+            remedy=f"Use -o {stem}.mp4 for a video, -o {stem}.png for a picture, or -o {stem}/ for a "
+            "folder of frames.",
         )
-    if suffix == ".png" and frames > 1:
+    if frames and suffix in SOUNDS:
+        raise OptionError(
+            f"The output {text} is a file of sound, and the pipeline makes pictures.",
+            expected=f"The formats are {', '.join(VIDEOS)} and {', '.join(PICTURES)} (a single frame).",
+            remedy=f"Use -o {stem}{'.mp4' if frames > 1 else '.png'}.",
+        )
+    if suffix in PICTURES and (frames or 1) > 1:
         raise OptionError(
             f"The output {text} is a single picture, and there are {frames} frames to write.",
-            expected="A .png file holds one frame.",
+            expected=f"A {suffix} file holds one frame.",
             remedy=f"Use -o {stem}.mp4, -o {stem}.gif, or -o {stem}/ for a folder of frames.",
         )
     return suffix[1:]
@@ -65,7 +83,7 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
 
 def check_output(
     path: str | os.PathLike[str],
-    frames: int,
+    frames: int | None,
     *,
     force: bool = True,
     inputs: Iterable[str | Path | None] = (),
@@ -75,6 +93,7 @@ def check_output(
     Called before a long run. It makes a small file beside the output and removes it again.
 
     Args:
+        frames: as for `choose_format`.
         force: whether a file that is there is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace.
     """
@@ -84,34 +103,50 @@ def check_output(
 
 
 def write_media(
-    path: str | os.PathLike[str], frames: Frames, fps: float = 8.0, *, numbered: bool = False
+    path: str | os.PathLike[str],
+    frames: Frames | None,
+    fps: float = 8.0,
+    *,
+    sound: Sound | None = None,
+    numbered: bool = False,
 ) -> Path:
-    """Write a clip in the format that the path asks for, whole or not at all.
+    """Write a clip or sound in the format that the path asks for, whole or not at all.
 
     A file that is there is replaced; a folder has to be new or empty.
 
     Args:
-        path: a .mp4, .webm, .gif or .png file, or a folder (see `choose_format`).
-        frames: `[T, H, W, 3]` uint8.
+        path: a .mp4, .webm, .gif, .png, .jpg, .webp, .wav or .flac file, or a folder (see
+            `choose_format`).
+        frames: `[T, H, W, 3]` uint8; None for sound alone.
         fps: frames per second, above 0; png files and folders do not keep it. A gif counts in
             hundredths of a second and shows at most 50 frames per second.
+        sound: that belongs to the frames: the track of a mp4 or webm, and `sound.wav` in a folder. Other
+            formats leave it out.
         numbered: replace nothing: take the first free name instead, with one for its record.
 
     Returns:
         The path written.
 
     Raises:
-        OptionError: the suffix is unknown, or is .png for several frames.
+        OptionError: the suffix is unknown, is that of a picture for several frames, or does not suit what
+            is written.
         OutputError: the operating system refused to write; the message says why.
     """
-    frames = require_clip(frames)
-    chosen, target = choose_format(path, len(frames)), Path(path)
-    writer = _write_folder if chosen == FOLDER else WRITERS[f".{chosen}"]
+    target = Path(path)
+    chosen = choose_format(path, 0 if frames is None else len(require_clip(frames)))
+
+    def write(part: Path) -> None:
+        if frames is not None:
+            writer = _write_folder if chosen == FOLDER else WRITERS[f".{chosen}"]
+            writer(part, frames, fps, sound)
+        elif sound is not None:
+            write_sound(part, sound, chosen)
+
     if numbered:
-        return write_numbered(target, lambda part: writer(part, frames, fps), ".json")
+        return write_numbered(target, write, ".json")
     check_target(target, folder=chosen == FOLDER)
     with written_beside(target) as part:
-        writer(part, frames, fps)
+        write(part)
     return target
 
 
@@ -123,7 +158,9 @@ _CODECS = {
 precision changes."""
 
 
-def _write_video(container: str, part: Path, frames: Frames, fps: float) -> None:
+def _write_video(
+    part: Path, frames: Frames, fps: float, sound: Sound | None, *, container: str
+) -> None:
     """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
     import av
     import numpy as np
@@ -131,7 +168,8 @@ def _write_video(container: str, part: Path, frames: Frames, fps: float) -> None
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     try:
-        _encode(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001), container)
+        rate = Fraction(fps).limit_denominator(1001)
+        _encode(part, np.ascontiguousarray(even), rate, container, sound)
     except av.FFmpegError as error:
         if isinstance(error, OSError):  # explained by `written_beside`
             raise
@@ -143,7 +181,7 @@ def _write_video(container: str, part: Path, frames: Frames, fps: float) -> None
         ) from error
 
 
-def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
+def _encode(part: Path, frames: Frames, rate: Fraction, kind: str, sound: Sound | None) -> None:
     import av
     from av.video.reformatter import Colorspace
 
@@ -160,6 +198,7 @@ def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
         # BT.709, limited range: without these tags players guess from the size.
         context.colorspace = context.color_primaries = context.color_trc = 1
         context.color_range = 1
+        encode_sound = add_track(container, sound, kind) if sound is not None else None
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
             packed = picture.reformat(
@@ -167,9 +206,11 @@ def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
             )  # a pool of threads for each frame takes longer than the frame
             container.mux(stream.encode(packed))
         container.mux(stream.encode(None))
+        if encode_sound is not None:
+            encode_sound()
 
 
-def _write_gif(part: Path, frames: Frames, fps: float) -> None:
+def _write_gif(part: Path, frames: Frames, fps: float, sound: Sound | None) -> None:
     """One palette for the whole clip, so that still areas do not flicker from frame to frame."""
     from PIL import Image
 
@@ -211,25 +252,43 @@ def _gif_durations(count: int, fps: float) -> list[int]:
     return [10 * max(2, step) for step in steps]
 
 
-def _write_png(part: Path, frames: Frames, fps: float) -> None:
+_PICTURE_OPTIONS: dict[str, dict[str, Any]] = {
+    "PNG": {},
+    "JPEG": {"quality": 95, "subsampling": 0},
+    "WEBP": {"lossless": True},
+}
+
+
+def _write_picture(
+    part: Path, frames: Frames, fps: float, sound: Sound | None, *, kind: str
+) -> None:
     from PIL import Image
 
-    Image.fromarray(frames[0]).save(part, format="PNG")
+    Image.fromarray(frames[0]).save(part, format=kind, **_PICTURE_OPTIONS[kind])
 
 
-def _write_folder(part: Path, frames: Frames, fps: float) -> None:
+def _write_folder(part: Path, frames: Frames, fps: float, sound: Sound | None) -> None:
     part.mkdir()
     for index, frame in enumerate(frames):
-        _write_png(part / f"frame_{index:04d}.png", frame[None], fps)
+        _write_picture(part / f"frame_{index:04d}.png", frame[None], fps, None, kind="PNG")
+    if sound is not None:
+        write_sound(part / "sound.wav", sound, "wav")
 
 
-WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
-    ".mp4": functools.partial(_write_video, "mp4"),
-    ".webm": functools.partial(_write_video, "webm"),
+VIDEOS = (".mp4", ".webm", ".gif")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+"""Suffixes of files of several frames, and of one."""
+
+WRITERS: dict[str, Callable[..., None]] = {
+    ".mp4": functools.partial(_write_video, container="mp4"),
+    ".webm": functools.partial(_write_video, container="webm"),
     ".gif": _write_gif,
-    ".png": _write_png,
+    ".png": functools.partial(_write_picture, kind="PNG"),
+    ".jpg": functools.partial(_write_picture, kind="JPEG"),
+    ".jpeg": functools.partial(_write_picture, kind="JPEG"),
+    ".webp": functools.partial(_write_picture, kind="WEBP"),
 }
-SUFFIXES = tuple(WRITERS)
+SUFFIXES = (*WRITERS, *SOUNDS)
 """Of the files that can be written."""
 
 

@@ -1,4 +1,4 @@
-"""From what a user asks for to the arguments of a pipeline's call, and from its output to frames.
+"""From what a user asks for to the arguments of a pipeline's call.
 
 Arguments are found by name in the signature of the pipeline's `__call__`, so a pipeline that no one
 here has heard of works too. Families differ in a few names only; those are in tables.
@@ -475,16 +475,6 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
     if "mask" in prepared and "video" in prepared:
         prepared["mask"] = [prepared["mask"]] * len(prepared["video"])
     return prepared
-
-
-def read_frames(output: Any) -> np.ndarray[Any, Any]:
-    """`[T, H, W, 3]` floating in [0, 1] (NaN possible), from what a pipeline returned as numpy."""
-    import numpy as np
-
-    found = getattr(output, "frames", None)
-    if found is None:
-        return np.asarray(output.images)
-    return np.asarray(found[0])
 
 
 def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Check the calls of a pipeline itself: values that no component made, and frames that are wrong.
+"""Check the calls of a pipeline itself: values that no component made, frames and sound that are wrong.
 
 A fault of the scheduler's last step, or of the pipeline's own arithmetic behind it, reaches no component.
 It is named where it began, and stops the run: it was given to the pipeline, or made by its scheduler, or
@@ -28,7 +28,10 @@ from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
+from stopdown.frames.sound import Sound
+from stopdown.frames.sound_faults import find_sound_findings
 from stopdown.numerics import bound_values, iterate_leaves, iterate_tensors
+from stopdown.pipelines.results import iterate_sounds
 from stopdown.records import Finding, Repair
 from stopdown.runtime.fault_texts import describe_counts, name_counts
 from stopdown.runtime.session import Session
@@ -237,7 +240,7 @@ class RunCheck:
             raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
 
     def check_frames(self, output: Any) -> None:
-        """Report black, grey, frozen and noisy pictures.
+        """Report black, grey, frozen and noisy pictures, and sound that is wrong.
 
         Args:
             output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
@@ -251,6 +254,8 @@ class RunCheck:
             for number, frames in enumerate(collect_videos(output), 1)
             for finding in find_frame_findings(frames, f"result {number}")
         ]
+        for number, samples in enumerate(iterate_sounds(output), 1):
+            found += find_sound_findings(Sound(np.atleast_2d(samples), 1), f"result {number}")
         for finding in found:
             self.findings.append(finding)
             text = f"{finding.module_path}: {finding.evidence} {finding.remedy}"

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stopdown.devices.device_memory import PeakMemory, describing_out_of_memory, peak_memory
@@ -25,14 +24,15 @@ from stopdown.errors import InputError, StopdownError, warn_user
 from stopdown.files.outputs import find_record_path, written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import choose_format, to_uint8, write_media
+from stopdown.frames.sound import TRACKS, Sound, to_sound
+from stopdown.frames.sound_faults import find_sound_findings
 from stopdown.pipelines.requests import (
     MEDIA,
     Request,
     build_arguments,
-    find_frames,
     list_own_sides,
-    read_frames,
 )
+from stopdown.pipelines.results import count_frames, read_result
 from stopdown.plans.planned_loader import LoadedPipeline, load_plan
 from stopdown.records import (
     Finding,
@@ -53,14 +53,19 @@ class RunResult:
     """What a program gave under a guard.
 
     Attributes:
-        output: what it returned; of a pipeline its frames, `[T, H, W, 3]` uint8.
+        output: what it returned; of a pipeline its frames, `[T, H, W, 3]` uint8, or None if it makes
+            sound alone.
         updated: the plan with the repairs in it; None when there is no plan, or was no repair.
+        sound: that a pipeline made; None without any.
+        fps: frames per second that the sound belongs to; None without frames and sound.
     """
 
     output: Any
     seen: GuardRecord
     updated: Plan | None
     elapsed_s: float
+    sound: Sound | None = None
+    fps: float | None = None
 
     @property
     def stages_s(self) -> dict[str, float]:
@@ -137,7 +142,7 @@ class Runner:
         stages |= made.stages_s
         stages["other"] = made.elapsed_s - sum(made.stages_s.values())
         begun, numbered = time.perf_counter(), wanted.numbered
-        written, findings = write_frames(wanted.output, made.output, wanted.fps, numbered=numbered)
+        written, findings = write_result(wanted, made, announce)
         stages["write"] = time.perf_counter() - begun
         offloader = loaded.offloader
         record = _describe_run(
@@ -149,6 +154,7 @@ class Runner:
             stages_s=stages,
             findings=findings,
             output=str(written) if numbered else wanted.output,
+            sound=made.sound.describe() if made.sound is not None else "",
             strategy=offloader.taken.strategy.name if offloader else "",
             steps_down=tuple(offloader.steps_down) if offloader else (),
             **wanted.fields,
@@ -223,11 +229,17 @@ def make_frames(
             f"{sides['height']}x{sides['width']} is made, the size of the model's configs: the default of "
             f"{type(loaded.pipe).__name__} is far from it. Set height and width for another size."
         )
-    choose_format(output, find_frames(loaded.pipe, arguments))
+    choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
     settings = dataclasses.replace(settings, loaded=loaded)
     made = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
-    return dataclasses.replace(made, output=to_uint8(read_frames(made.output)))
+    result = read_result(loaded.pipe, arguments, made.output)
+    return dataclasses.replace(
+        made,
+        output=to_uint8(result.frames) if result.frames is not None else None,
+        sound=to_sound(result.samples, result.rate) if result.samples is not None else None,
+        fps=result.fps,
+    )
 
 
 def run_guarded(
@@ -255,18 +267,26 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def write_frames(
-    output: str, frames: np.ndarray[Any, Any], fps: float, *, numbered: bool = False
+def write_result(
+    wanted: RunOutput, made: RunResult, announce: Announce
 ) -> tuple[Path, tuple[Finding, ...]]:
-    """Write the file of a run: where it is, and what is wrong with the frames.
+    """Write the file of a run: where it is, and what is wrong with the frames and the sound.
 
-    A record of what was replaced is removed.
+    A record of what was replaced is removed. What the file cannot keep is said.
     """
-    written = write_media(output, frames, fps, numbered=numbered)
+    frames, sound, fps = made.output, made.sound, made.fps or wanted.fps
+    kind = Path(wanted.output).suffix.lower()
+    if frames is not None and sound is not None:
+        if kind and kind not in TRACKS:
+            announce(f"A {kind} file holds no sound: use {TRACKS[0]} to keep it.")
+        elif fps != wanted.fps:
+            announce(f"The video has {fps:g} frames per second, which its sound was made for.")
+    written = write_media(wanted.output, frames, fps, sound=sound, numbered=wanted.numbered)
     record = find_record_path(written)
     if record.exists() and not describe_no_run(record):
         record.unlink()
-    return written, find_frame_findings(frames, "output")
+    findings = find_frame_findings(frames, "output") if frames is not None else ()
+    return written, findings + (find_sound_findings(sound, "output") if sound is not None else ())
 
 
 def _describe_run(

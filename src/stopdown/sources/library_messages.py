@@ -27,6 +27,8 @@ _NOISE = re.compile(
             # the time steps of Wan 2.1 are one a prompt, and its plan is for those of Wan 2.2 as well
             r"Expected input tensor to have 2 dimensions, but got 1 dimensions",
             r"LOAD REPORT",
+            # its components come loaded, and those of their kind lie in the pipeline's own package
+            r"You have passed a non-standard module",
             r"`enable_parallelism` is an experimental feature",  # put on by us, and tested
         )
     )
@@ -35,8 +37,8 @@ _NOISE = re.compile(
 _EMPTY = re.compile(r"should be kept in float32: \[\]")
 """Diffusers says so of every module that is cast, and here it names none."""
 
-_OLD_GATHERING = r".*all_gather_tensor` is deprecated"
-"""PyTorch 2.13 says so of what Diffusers 0.42 gathers with, once for each rank."""
+_OLD_CALLS = r".*(all_gather_tensor|weight_norm)` is deprecated"
+"""PyTorch 2.13 says so of what Diffusers 0.42 gathers with, once for each rank, and of some layers."""
 
 _TRUNCATION = re.compile(
     r"part of your input was truncated|sequence length is longer than the specified maximum"
@@ -49,7 +51,7 @@ def quiet_libraries() -> Iterator[None]:
 
     Blocks may be nested.
     """
-    with Patches() as patches, ignoring_warnings(FutureWarning, _OLD_GATHERING):
+    with Patches() as patches, ignoring_warnings(FutureWarning, _OLD_CALLS):
         import diffusers.utils.logging as diffusers_logging
         import transformers.utils.logging as transformers_logging
 

@@ -1,0 +1,189 @@
+"""What a pipeline makes: pictures, a video or sound, known from its class, and read from its output.
+
+The output classes that the module of a pipeline names say what its result has; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stopdown.errors import OptionError
+from stopdown.frames.media import SOUNDS, choose_format
+from stopdown.pipelines.requests import Request, find_frames, find_target
+
+if TYPE_CHECKING:
+    import numpy as np
+
+OutputKind = Literal["video", "picture", "sound", ""]
+
+_VIDEO, _PICTURE = ("frames", "video"), ("images", "image")
+_SOUND, _TRACK = ("audios",), ("audio", "sound")
+"""Fields of outputs: a sound alone, and the track of a video."""
+
+_RATE_OWNERS = ("vocoder", "", "sound_tokenizer", "audio_vae", "vae")
+_RATE_NAMES = ("output_sampling_rate", "sampling_rate", "sample_rate", "audio_sample_rate")
+"""Parts of a pipeline and names in them, the likeliest first, by which it tells its samples per second.
+What makes the samples comes first: an autoencoder may have the rate of what the vocoder is given."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a pipeline returned.
+
+    Attributes:
+        frames: `[T, H, W, 3]` floating in [0, 1] (NaN possible); None of sound alone.
+        samples: `[channels, samples]` or `[samples]` floating; None without sound.
+        rate: samples per second; 0 without sound.
+        fps: frames per second that the sound belongs to; None without sound, or without frames.
+    """
+
+    frames: np.ndarray[Any, Any] | None
+    samples: np.ndarray[Any, Any] | None = None
+    rate: int = 0
+    fps: float | None = None
+
+
+def find_output_kind(pipeline_class: type) -> OutputKind:
+    """What a pipeline makes; "" for what is neither seen nor heard, such as embeddings."""
+    if any(find_target(name, pipeline_class) for name in ("frames", "video")):
+        return "video"
+    found = next(filter(None, map(_list_output_fields, pipeline_class.__mro__)), set[str]())
+    if found & {*_VIDEO}:
+        return "video"
+    if found & {*_PICTURE}:
+        return "picture"
+    if found & {*_SOUND}:
+        return "sound"
+    return "" if found else "picture"
+
+
+def _list_output_fields(pipeline_class: type) -> set[str]:
+    """Fields of the output classes in a pipeline's module; none of Diffusers' base class."""
+    from diffusers.utils import BaseOutput
+
+    module = pipeline_class.__module__
+    if module.endswith("pipeline_utils") or module not in sys.modules:
+        return set()
+    kinds = [
+        x
+        for x in vars(sys.modules[module]).values()
+        if isinstance(x, type)
+        and issubclass(x, BaseOutput)
+        and dataclasses.is_dataclass(x)
+        and ".pipelines." in x.__module__
+    ]
+    return {entry.name for kind in kinds for entry in dataclasses.fields(kind)}
+
+
+def choose_suffix(pipeline_class: type, request: Request) -> str:
+    """The suffix of an output without a name: that of one frame, of several, or of sound."""
+    kind = find_output_kind(pipeline_class)
+    if kind == "sound":
+        return ".wav"
+    return ".mp4" if kind == "video" and request.frames != 1 else ".png"
+
+
+def check_format(pipeline_class: type, request: Request, output: str) -> None:
+    """Refuse an output that cannot hold what a pipeline makes, and a pipeline whose result is no output."""
+    kind = find_output_kind(pipeline_class)
+    if not kind:
+        fields = sorted(_list_output_fields(pipeline_class))
+        raise OptionError(
+            f"{pipeline_class.__name__} makes no picture, video or sound.",
+            expected=f"Its result has {', '.join(fields)}.",
+            remedy="Give the model that makes the picture, or call this one from Python: "
+            "stopdown.load(SOURCE).",
+        )
+    if kind == "video":
+        frames = request.frames or (2 if Path(output).suffix.lower() in SOUNDS else None)
+    else:
+        frames = int(kind == "picture")
+    choose_format(output, frames)
+
+
+def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
+    """How many frames a call will make; 0 for sound alone, None where its arguments do not say."""
+    pipeline_class = type(pipe)
+    kind = find_output_kind(pipeline_class)
+    if kind == "sound":
+        return 0
+    is_told = any(find_target(name, pipeline_class) for name in ("frames", "video"))
+    return find_frames(pipe, dict(arguments)) if is_told or kind != "video" else None
+
+
+def read_frames(output: Any) -> np.ndarray[Any, Any]:
+    """`[T, H, W, 3]` floating in [0, 1] (NaN possible), from what a pipeline returned as numpy."""
+    import numpy as np
+
+    found = _take(output, _VIDEO)
+    if found is not None:
+        return np.asarray(found[0])
+    return np.asarray(_take(output, _PICTURE))
+
+
+def read_result(pipe: Any, arguments: Mapping[str, Any], output: Any) -> Result:
+    """What a call of a pipeline gave, its first video or sound."""
+    alone = _take(output, _SOUND)
+    if alone is not None:
+        return Result(None, _to_array(alone[0]), find_sound_rate(pipe))
+    frames, track = read_frames(output), _take(output, _TRACK)
+    if track is None:
+        return Result(frames)
+    samples, rate = _to_array(track[0]), find_sound_rate(pipe)
+    fps = _find_fps(pipe, arguments) or len(frames) * rate / max(1, samples.shape[-1])
+    return Result(frames, samples, rate, fps)
+
+
+def find_sound_rate(pipe: Any) -> int:
+    """Samples per second of what a pipeline makes."""
+    for owner in (getattr(pipe, name, None) if name else pipe for name in _RATE_OWNERS):
+        for name in _RATE_NAMES:
+            for place in (getattr(owner, "config", None), owner):
+                found = (
+                    place.get(name) if isinstance(place, Mapping) else getattr(place, name, None)
+                )
+                if isinstance(found, (int, float)) and found > 0:
+                    return int(found)
+    raise OptionError(
+        f"{type(pipe).__name__} does not say how many samples a second of its sound has.",
+        expected=f"A part of it, or its config, has {' or '.join(_RATE_NAMES)}.",
+        remedy="Call it from Python: stopdown.load(SOURCE).",
+    )
+
+
+def iterate_sounds(output: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """The samples of each sound in what a pipeline returned."""
+    found = _take(output, (*_SOUND, *_TRACK))
+    for one in found if hasattr(found, "__len__") else ():
+        samples = _to_array(one)
+        if samples.dtype.kind == "f" and samples.ndim in (1, 2):
+            yield samples
+
+
+def _find_fps(pipe: Any, arguments: Mapping[str, Any]) -> float | None:
+    """The frames per second that a call was for."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    for name in ("frame_rate", "fps"):
+        given = arguments.get(name) or (taken[name].default if name in taken else None)
+        if isinstance(given, (int, float)) and given > 0:
+            return float(given)
+    return None
+
+
+def _take(output: Any, names: tuple[str, ...]) -> Any:
+    found = (getattr(output, name, None) for name in names)
+    return next((x for x in found if x is not None), None)
+
+
+def _to_array(samples: Any) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if hasattr(samples, "detach"):
+        samples = samples.detach().float().cpu()
+    return np.asarray(samples)

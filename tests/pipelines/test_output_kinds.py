@@ -1,0 +1,248 @@
+"""What `generate` writes by the kind of pipeline: pictures, videos and sound, and their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import stopdown
+from models.sound_models import make_stable_audio, save_stable_audio
+from stopdown.batch.records import BatchRecord
+from stopdown.errors import OptionError, StopdownWarning
+from stopdown.frames.media import read_image
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.results import (
+    check_format,
+    choose_suffix,
+    find_output_kind,
+    find_sound_rate,
+    read_result,
+)
+from stopdown.records import from_json
+
+SMALL = ("--height", 32, "--width", 32, "--steps", 1, "--precision", "fp32")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_stable_audio(tmp_path_factory.mktemp("sound") / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("StableDiffusionPipeline", "picture"),
+        ("Kandinsky5T2IPipeline", "picture"),
+        ("IFPipeline", "picture"),
+        ("WuerstchenCombinedPipeline", "picture"),
+        ("WanPipeline", "video"),
+        ("WanAnimatePipeline", "video"),
+        ("StableVideoDiffusionPipeline", "video"),
+        ("LTX2Pipeline", "video"),
+        ("StableAudioPipeline", "sound"),
+        ("StableAudio3Pipeline", "sound"),
+        ("AceStepPipeline", "sound"),
+        ("AudioLDM2Pipeline", "sound"),
+        ("MusicLDMPipeline", "sound"),
+        ("LongCatAudioDiTPipeline", "sound"),
+        ("FluxPriorReduxPipeline", ""),
+    ],
+)
+def test_the_kind_of_a_pipeline_is_read_from_its_module(name: str, kind: str) -> None:
+    """The output classes that a pipeline's module names say what it makes, before anything is loaded."""
+    assert find_output_kind(getattr(diffusers, name)) == kind
+
+
+def test_a_pipeline_of_ones_own_makes_what_its_parent_makes() -> None:
+    """A subclass in a module without output classes is known by the class that it extends."""
+    made = type("MyPipeline", (diffusers.StableAudioPipeline,), {"__module__": __name__})
+    assert find_output_kind(made) == "sound"
+
+
+def test_one_frame_is_a_picture() -> None:
+    """A video model that is asked for one frame writes a picture."""
+    suffixes = [choose_suffix(diffusers.WanPipeline, Request(frames=n)) for n in (None, 1, 9)]
+    assert suffixes == [".mp4", ".png", ".mp4"]
+
+
+def test_a_pipeline_without_output_is_refused() -> None:
+    """Embeddings are no picture: what the result has is named."""
+    with pytest.raises(OptionError) as caught:
+        check_format(diffusers.FluxPriorReduxPipeline, Request(), "a.png")
+    assert caught.value.what == "FluxPriorReduxPipeline makes no picture, video or sound."
+    assert caught.value.expected == "Its result has pooled_prompt_embeds, prompt_embeds."
+
+
+def test_a_picture_goes_to_a_png(run: Run, save_tiny: Callable[..., Path], here: Path) -> None:
+    """Without -o a picture model writes stopdown.png, then stopdown-2.png, each with its record."""
+    model = save_tiny("sd", "fp32")
+    for name in ("stopdown.png", "stopdown-2.png"):
+        code, out, err = run("generate", model, "a", *SMALL, "-q")
+        assert (code, out, err) == (0, f"{name}\n", "")
+        assert read_image(here / name).shape == (32, 32, 3)
+        record = json.loads((here / f"{name}.json").read_text())
+        assert record["output"] == record["request"]["output"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("p.jpg", "JPEG"), ("p.jpeg", "JPEG"), ("p.webp", "WEBP")]
+)
+def test_a_picture_in_other_formats(
+    name: str, form: str, run: Run, save_tiny: Callable[..., Path], here: Path
+) -> None:
+    """A .jpg and a .webp are pictures of their format, close to the .png; missing folders are made."""
+    model = save_tiny("sd", "fp32")
+    for output in ("a.png", f"new/deep/{name}"):
+        assert run("generate", model, "a", *SMALL, "-o", output)[0] == 0
+    with Image.open(here / "new" / "deep" / name) as found:
+        assert found.format == form
+    exact = read_image(here / "a.png").astype(int)
+    difference = np.abs(read_image(here / "new" / "deep" / name) - exact).mean()
+    assert difference < 4 if form == "JPEG" else difference == 0
+
+
+def test_sound_goes_to_a_wav(run: Run, sound_model: Path, here: Path) -> None:
+    """Without -o a sound model writes stopdown.wav, whose samples are those of the pipeline."""
+    code, out, err = run("generate", sound_model, "a", "--steps", 2)
+    assert (code, err) == (0, ""), err
+    assert "Written: stopdown.wav" in out
+    assert "sound   0.0 s, 2 channels, 800 Hz" in out
+    found, rate = soundfile.read(here / "stopdown.wav")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(sound_model)
+    generator = torch.Generator().manual_seed(0)
+    made = pipe("a", num_inference_steps=2, generator=generator, output_type="np").audios[0]
+    assert rate == 800
+    assert np.abs(found.T - np.clip(made, -1, 32767 / 32768)).max() <= 0.501 / 32768
+    record = json.loads((here / "stopdown.wav.json").read_text())
+    assert record["sound"] == "0.0 s, 2 channels, 800 Hz"
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.png", "frames/"])
+def test_sound_is_refused_another_format(
+    name: str, run: Run, sound_model: Path, here: Path
+) -> None:
+    """A format that holds no sound is refused before weights are loaded, with the one to use."""
+    code, _, err = run("generate", sound_model, "a", "-o", name)
+    assert code == 2
+    assert "is not a file of sound, and the pipeline makes sound alone." in err
+    assert not list(here.glob("*"))
+
+
+def test_pictures_are_refused_a_format_of_sound(
+    run: Run, save_tiny: Callable[..., Path], here: Path
+) -> None:
+    """A .wav of a picture model is refused at once."""
+    code, _, err = run("generate", save_tiny("sd", "fp32"), "a", "-o", "a.wav")
+    assert code == 2
+    assert "a.wav is a file of sound, and the pipeline makes pictures." in err
+
+
+def scale_decoder(model: Path, folder: Path, factor: float) -> Path:
+    """The sound model with its last layer times a factor."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(model)
+    pipe.save_pretrained(folder)
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    name = next(x for x in weights if x.startswith("decoder.conv2.") and x.endswith(("_g", "0")))
+    weights[name] *= factor
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(0.0, "silent"), (1000.0, "clipped")])
+def test_a_fault_of_sound_is_a_finding(
+    factor: float, kind: str, run: Run, sound_model: Path, here: Path
+) -> None:
+    """Silence and clipping stand on the card and in the record, and end a strict run with 1."""
+    model = scale_decoder(sound_model, here / "model", factor)
+    code, out, _ = run("generate", model, "a", "--steps", 1, "--strict")
+    assert code == 1
+    assert f"{kind}-sound: " in out
+    (finding,) = json.loads((here / "stopdown.wav.json").read_text())["findings"]
+    assert (finding["kind"], finding["module_path"]) == (f"{kind}-sound", "output")
+    assert "--precision" in finding["remedy"]
+    code, out, _ = run("report", "stopdown.wav.json")
+    page = (here / "stopdown.html").read_text()
+    assert code == 0
+    assert '<audio controls src="data:audio/wav;base64,' in page
+    assert f"{kind}-sound" in page
+
+
+def test_the_guard_hears_faults_of_sound(sound_model: Path, here: Path) -> None:
+    """A guarded pipeline of one's own reports silence once, and its samples are as without a guard."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(scale_decoder(sound_model, here / "x", 0.0))
+    with stopdown.guard(pipe) as guarded, pytest.warns(StopdownWarning, match="None of 62 samples"):
+        audios = pipe("a", num_inference_steps=1, output_type="np").audios
+    assert np.abs(audios).max() == 0.0
+    assert [x.kind for x in guarded.record.findings] == ["silent-sound"]
+
+
+def test_a_batch_of_sound(run: Run, sound_model: Path, here: Path) -> None:
+    """Each prompt becomes a .wav, or a .flac on request, with a picture of it for the page."""
+    (here / "prompts.txt").write_text("a bell\na drum\n")
+    words = ("batch", sound_model, "--prompts", "prompts.txt", "--steps", 1)
+    assert run(*words, "-o", "out")[0] == 0
+    assert [soundfile.info(x).samplerate for x in sorted(here.glob("out/*.wav"))] == [800, 800]
+    record = from_json((here / "out" / "batch.json").read_bytes(), BatchRecord)
+    assert all(item.preview for item in record.items)
+    assert run(*words, "-o", "flac", "--format", "flac")[0] == 0
+    assert len(list(here.glob("flac/*.flac"))) == 2
+    code, _, err = run(*words, "-o", "no", "--format", "mp4")
+    assert code == 2
+    assert "is not a file of sound" in err
+
+
+def test_sound_is_compared_by_its_samples(run: Run, sound_model: Path, here: Path) -> None:
+    """`compare` measures samples where there are no frames."""
+    words = ("compare", sound_model, "--prompt", "a", "--steps", 1, "--precisions", "fp32,bf16")
+    code, _, err = run(*words, "-o", "page.html")
+    assert code == 0, err
+    found = json.loads((here / "page.html.json").read_text())
+    (row,) = found["rows"]
+    reference, other = row["cells"]
+    assert (reference["precision"], reference["error"]) == ("fp32", "")
+    assert 0 < other["measures"]["rmse"] < 0.2
+
+
+class _Output(dict[str, Any]):
+    __getattr__ = dict.get
+
+
+def test_a_track_is_read_beside_its_frames() -> None:
+    """The rate is that of what makes the samples, and frames per second those that the call was for."""
+    pipe: Any = type("P", (), {"__call__": lambda self, frame_rate=24.0: None})()
+    pipe.vocoder = type("V", (), {"config": {"output_sampling_rate": 100}})()
+    pipe.audio_vae = type("A", (), {"config": {"sample_rate": 16000}})()
+    made = _Output(frames=np.zeros((1, 48, 4, 4, 3)), audio=torch.zeros(1, 2, 200).bfloat16())
+    found = read_result(pipe, {}, made)
+    assert found.frames is not None
+    assert found.samples is not None
+    assert (found.frames.shape, found.samples.shape) == ((48, 4, 4, 3), (2, 200))
+    assert (found.rate, found.fps) == (100, 24.0)
+    assert read_result(pipe, {"frame_rate": 12.0}, made).fps == 12.0
+    del pipe.vocoder, pipe.audio_vae
+    with pytest.raises(OptionError, match="P does not say how many samples a second of its sound"):
+        find_sound_rate(pipe)
+
+
+def test_the_rate_is_that_of_the_decoder() -> None:
+    """Stable Audio's autoencoder has it in its config."""
+    assert find_sound_rate(make_stable_audio()) == 800
