@@ -33,7 +33,7 @@ _CODECS = {
 """Container to codec and the samples that it takes."""
 
 _RATES = {
-    "aac": (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000),
+    "aac": (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 88200, 96000),
     "libopus": (8000, 12000, 16000, 24000, 48000),
 }
 """Samples per second that a codec takes; others are resampled to the next above."""
