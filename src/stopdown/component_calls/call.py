@@ -11,18 +11,21 @@ import enum
 import fnmatch
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stopdown.component_calls.components import DIFFUSERS_KEEPS, Callee
+from stopdown.component_calls.outermost_calls import is_plain
 from stopdown.component_calls.step_caches import save_caches
 from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
+from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import bound_values, count_writes, is_readable, iterate_tensors
 
 PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, and with which arguments: a call of which no component is known."""
@@ -72,17 +75,37 @@ class ComponentCall:
         finally:
             put_back(replaced)
 
-    def proceed_in(self, dtype: torch.dtype) -> Any:
+    def proceed_in(self, dtype: torch.dtype, leaves: Collection[str] = ()) -> Any:
         """Go on with floating arguments cast to `dtype`, and outputs cast back.
 
-        What a decoder returns stays as it is: it is the picture, and nothing computes with it. Arguments
-        that the call `keeps` are not cast.
+        What a decoder returns stays as it is: it is the picture, and nothing computes with it. So does an
+        output that the dtype of the arguments cannot hold. Arguments that the call `keeps` are not cast.
+
+        Args:
+            leaves: names of further arguments that are not cast.
         """
         came_as = find_float_dtype(self.named, self.keeps)
-        output = self.proceed_with(functools.partial(_cast, dtype=dtype), self.keeps)
+        output = self.proceed_with(
+            functools.partial(_cast, dtype=dtype), lambda name: name in leaves or self.keeps(name)
+        )
         if came_as is None or self.callee.stage == "decode":
             return output
         return cast_floats(output, came_as)
+
+    def list_beyond(self, dtype: torch.dtype) -> list[str]:
+        """Return the names of arguments with finite values that a dtype cannot hold.
+
+        Masks are left out: an infinite value means in them what a large one means.
+
+        Cost: for arguments that are cast to fp16, a host read of each that was not looked at before.
+        """
+        named = self.named.items() if dtype == torch.float16 else ()
+        return [
+            name
+            for name, value in named
+            if not (self.keeps(name) or is_mask(name))
+            and not all(is_held(x, dtype) for x in iterate_tensors(value))
+        ]
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
         """Make the call anew from outside of all layers; of another module if one is given."""
@@ -191,9 +214,49 @@ def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
 
 
+def is_mask(name: str) -> bool:
+    """Whether an argument of this name is added to scores, or says which values count."""
+    return "mask" in name or "bias" in name
+
+
+_HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
+"""A tensor to how often it was written to when it was looked at, and whether fp16 held it."""
+
+
+def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the finite values of a tensor are finite in a dtype; True where no value can be read.
+
+    A tensor that holds Inf or NaN counts as held: it is not the cast that makes them.
+
+    Cost: a host read, once for each tensor; none unless a wider one is to be cast to fp16.
+    """
+    is_wider = dtype == torch.float16 and tensor.dtype != dtype
+    if not (is_wider and is_readable(tensor) and is_plain()):
+        return True
+    writes = count_writes(tensor)
+    known = _HELD.get(tensor)
+    if known is not None and known[0] == writes:
+        return known[1]
+    with torch.no_grad(), without_autocast():
+        bounds = bound_values([tensor])
+        assert bounds is not None
+        found = bool((bounds.to(dtype).isfinite() | ~bounds.isfinite()).all())
+    if writes is not None:
+        _HELD[tensor] = (writes, found)
+    return found
+
+
+def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a floating tensor in a dtype, or as it is where that cannot hold its finite values."""
+    return _cast(tensor, dtype) if is_held(tensor, dtype) else tensor
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nest with floating tensors in `dtype`; times and positions in dicts stay as they are."""
-    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=is_kept)
+    """The same nest with floating tensors in `dtype`.
+
+    Times and positions in dicts stay as they are, and so does what `dtype` cannot hold.
+    """
+    return map_tensors(value, functools.partial(narrow, dtype=dtype), keeps=is_kept)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

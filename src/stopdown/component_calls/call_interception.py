@@ -28,6 +28,7 @@ import torch
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee, find_adapter
+from stopdown.component_calls.entrances import Entrance
 from stopdown.component_calls.outermost_calls import entered, listen
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
@@ -325,14 +326,19 @@ def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
     return True
 
 
-def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
+def put_cast(
+    callee: Callee, dtype: torch.dtype, patches: Patches, *, as_plain: bool = True
+) -> None:
     """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
 
     Args:
         dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
             Diffusion does so with its autoencoder) are followed.
+        as_plain: arguments that `dtype` cannot hold are Inf then, as in any cast; False hands them on in
+            fp32 (`entrances`).
     """
     module = find_module(callee)
+    entrance = Entrance(module, patches)
     sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)
 
     def cast(call: ComponentCall) -> Any:
@@ -340,7 +346,10 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
         is_left = sample is None and {x.dtype for x in module.parameters()} == {torch.float32}
         if is_left or vars(module).get(UNPLANNED, False):
             wanted = torch.float32  # the plan is off again, or another thread is taking it off
-        return call.proceed_in(wanted)
+        if as_plain:
+            return call.proceed_in(wanted)
+        is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
+        return entrance.proceed(call, wanted, refuses=not is_guarded)
 
     intercept(callee, cast, patches, Rank.PLAN)
 

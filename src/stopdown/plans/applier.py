@@ -302,13 +302,10 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
         raise _explain_misfit(plan, error) from error
 
 
-def put_boundaries(
-    pipe: Any, plan: Plan, patches: Patches, *, is_mixed: bool | None = None
-) -> None:
-    """Cast arguments at the component calls where components differ, or where a pipeline would upcast.
+def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Cast arguments at each component call, but for values that the component's format cannot hold.
 
-    Args:
-        is_mixed: whether components differ, also from others than the plan's; None asks the plan.
+    The same on every way in: whether a pipeline was loaded component by component or as a whole.
     """
     dtypes = {
         entry.component: FORMATS[entry.precision].torch_dtype
@@ -320,13 +317,11 @@ def put_boundaries(
     for name in upcast:
         if (watch := find_watch(_find(pipe, name))) is not None:
             watch.accept_settings()  # else its first call is traced, as of code that goes elsewhere
-    if is_mixed is None:
-        is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).casts_arguments
 
     def put(callee: Callee, layers: Patches) -> None:
         name = callee.component_name
-        if name in dtypes and (is_mixed or name in upcast):
-            put_cast(callee, dtypes[name], layers)
+        if name in dtypes:
+            put_cast(callee, dtypes[name], layers, as_plain=False)
 
     intercept_components(pipe, put, patches)
     explain_foreign_casts(pipe, plan, patches)

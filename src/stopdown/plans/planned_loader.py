@@ -156,7 +156,7 @@ def _load_bare(
     if len(set(wanted.values())) > 1:
         for callee in find_callees(pipe):
             if callee.name in wanted:
-                put_cast(callee, wanted[callee.name], patches)
+                put_cast(callee, wanted[callee.name], patches, as_plain=False)
     return LoadedPipeline(pipe, plan, decisions, patches)
 
 

@@ -166,7 +166,7 @@ class ModelLoad(SameInCopies):
         assert self.plan is not None
         plan = self.plan = dataclasses.replace(self.plan, components=(self.entry,), seal="")
         program = SimpleNamespace(components={component: module})
-        put_boundaries(program, plan, self._off, is_mixed=True)
+        put_boundaries(program, plan, self._off)
         watch_adapters(program, plan, self._off)
         if is_of_transformers(type(module)):  # Diffusers refuses it itself
             self._off.set_attribute(module, "to", functools.partial(_move, module))

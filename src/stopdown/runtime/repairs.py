@@ -30,6 +30,7 @@ from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import UNPLANNED, bared
 from stopdown.component_calls.components import read_precisions
+from stopdown.component_calls.entrances import Entrance
 from stopdown.component_calls.step_caches import in_full
 from stopdown.errors import InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
@@ -159,6 +160,9 @@ class ComponentState:
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
 
+    def __post_init__(self) -> None:
+        self._entrance = Entrance(self.module, self._patches)
+
     def plan(self, planned: tuple[ComponentPlan, ...]) -> None:
         """Put a plan's part on; it comes off with the guard."""
         self.planned = planned
@@ -194,7 +198,7 @@ class ComponentState:
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
-            return call.proceed_in(dtype)
+            return self._entrance.proceed(call, dtype, refuses=False)
 
     def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[ComponentPlan, ...]:
         """Return the repairs that are to be in force when a remedy is tried.

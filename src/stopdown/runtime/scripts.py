@@ -226,7 +226,7 @@ class ScriptGuard:
             if self.precision is not None:
                 for callee in callees:
                     if self._bring(callee, self.precision):
-                        put_cast(callee, self.precision, patches)
+                        put_cast(callee, self.precision, patches, as_plain=False)
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:

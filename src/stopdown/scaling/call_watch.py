@@ -55,6 +55,7 @@ from stopdown.component_calls.call_interception import (
     show_parts,
 )
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee
+from stopdown.component_calls.entrances import BeyondError
 from stopdown.component_calls.outermost_calls import is_in_training, is_plain
 from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
@@ -284,26 +285,40 @@ class CallWatch(SameInCopies):
             if ends is not None and ends.inputs and self._is_guarded(call):
                 ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
-                ambient = without_autocast() if self._casts else contextlib.nullcontext()
-                with self._using(is_on=True), ambient:
-                    self._check_weights()
-                    is_plain = ends is _PLAIN
-                    restores = () if is_plain and not held else self._save(call)
-                    if is_plain:
-                        is_good, output = True, self._call_planned(call)
-                    else:
-                        is_good, output = self._call_scaled(ends, call)
-                    is_filled = held.is_filled
-                    if is_good and not is_filled:
-                        return self._track(call, output)
-                    for restore in (*restores, held.restore):
-                        restore()
-                    if self._is_removed:  # a guard put exponents on that are for such calls
-                        raise ReplacedError
-                self._give_up(signature, call, _FILLED if is_filled else _NOT_FINITE)
+                is_good, output, why = self._call_on(ends, call, held)
+                if is_good:
+                    return output
+                self._give_up(signature, call, why)
             return self._call_off(signature, call)
         except ReplacedError:
             return call.begin_again()
+
+    def _call_on(
+        self, ends: CallEnds, call: ComponentCall, held: HeldContainers
+    ) -> tuple[bool, Any, str]:
+        """Make a call with the exponents on; return whether they hold for it, its output, and why not."""
+        ambient = without_autocast() if self._casts else contextlib.nullcontext()
+        why = _NOT_FINITE
+        with self._using(is_on=True), ambient:
+            self._check_weights()
+            is_plain = ends is _PLAIN
+            restores = () if is_plain and not held else self._save(call)
+            try:
+                is_good, output = (
+                    (True, self._call_planned(call)) if is_plain else self._call_scaled(ends, call)
+                )
+            except BeyondError as error:
+                if not self._casts:
+                    raise
+                is_good, output, why = False, None, error.what.rstrip(".")
+            is_filled = held.is_filled
+            if is_good and not is_filled:
+                return True, self._track(call, output), ""
+            for restore in (*restores, held.restore):
+                restore()
+            if self._is_removed:  # a guard put exponents on that are for such calls
+                raise ReplacedError
+        return False, None, _FILLED if is_filled and why == _NOT_FINITE else why
 
     def _call_off(self, signature: str, call: ComponentCall) -> Any:
         """Make a call with the exponents off; say so once the module has shown that it takes such calls."""

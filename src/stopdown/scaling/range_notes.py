@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import is_kept
+from stopdown.component_calls.call import is_kept, is_mask
 from stopdown.numerics import bound_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
 
@@ -30,8 +30,7 @@ _REMEDY = (
 def list_ranged(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The arguments whose magnitude matters: no times, positions and masks."""
     for name, tensor in named:
-        is_mask = "mask" in name or "bias" in name
-        if is_readable(tensor) and tensor.dim() > 1 and not (is_mask or is_kept(name)):
+        if is_readable(tensor) and tensor.dim() > 1 and not (is_mask(name) or is_kept(name)):
             yield name, tensor
 
 
