@@ -73,28 +73,6 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-# Exported graphs
-
-
-def _openvino(processor: str) -> Any:
-    return _read("openvino_f16")["processors"][processor]
-
-
-def _long_sum(processor: str) -> str:
-    row = _openvino(processor)["reader"]["probe"]["products"]["4096"]
-    return _percent(float(f"{row['rel_err']:.2g}"))
-
-
-@_figure
-def openvino_long_sum() -> str:
-    return _long_sum("aarch64")
-
-
-@_figure
-def openvino_long_sum_x86() -> str:
-    return _long_sum("x86_64")
-
-
 # Rescaling
 
 

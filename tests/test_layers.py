@@ -48,7 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
     # beside the core, which finds them by `extensions`
-    ("bench", "export", "quantised_files"),
+    ("bench", "quantised_files"),
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""

@@ -14,7 +14,6 @@ from stopdown.errors import OptionError
 
 PACKAGES = (
     "bench",
-    "export",
     "quantised_files",
 )
 

@@ -252,3 +252,38 @@ def test_no_marked_phrase_comes_back() -> None:
         for match in re.finditer(PHRASES, path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of exporters about PyTorch
+def test_the_recipe_for_graphs_holds(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A converted encoder that overflows in fp16, as an ONNX and an OpenVINO graph, is near to fp32."""
+    for name in ("onnx", "onnxscript", "openvino"):
+        pytest.importorskip(name)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    import openvino
+    import torch
+    from transformers import T5EncoderModel
+
+    from stopdown.testing import save_pipeline
+
+    page = (ROOT / "docs" / "guides" / "deploy.md").read_text(encoding="utf-8")
+    (recipe,) = (x for x in read_blocks(page, "python") if "torch.onnx" in x.text)
+    save_pipeline("cogvideox", tmp_path / "model", overflow="text_encoder")
+    monkeypatch.chdir(tmp_path)
+    assert run("convert", "model", "shapes-fp16")[0] == 0
+    exec(recipe.text, {})
+    given = torch.arange(16)[None]
+    wide = T5EncoderModel.from_pretrained("model", subfolder="text_encoder", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = wide(input_ids=given)[0].numpy()
+    session = onnxruntime.InferenceSession("text_encoder.onnx", providers=["CPUExecutionProvider"])
+    options = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model("text_encoder.xml", "CPU", options)
+    for made in (
+        session.run(None, {"input_ids": given.numpy()}),
+        list(compiled({"input_ids": given.numpy()}).values()),
+    ):
+        assert abs(made[0] - wanted).max() < 0.02 * abs(wanted).max()
