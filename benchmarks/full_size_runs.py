@@ -61,7 +61,7 @@ LONG_PROMPT = (
 STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
-STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums",
+STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate",
           "certify, fp32 residual", "fp16 by certificate, fp32 residual",
           "measure", "fp16 after measuring", "measure, native", "fp16 after measuring, native")  # fmt: skip
 AUTO, MEASURED, NATIVE, OLD = "certify, fp32 residual", "measure", "measure, native", "plan"
@@ -563,7 +563,6 @@ _MADE_BY = {
     "fp16 by plan": "plan",
     "fp16 by certificate": "certify",
     "fp16 by certificate, fp32 residual": "certify, fp32 residual",
-    "sums": "certify",
     "fp16 after measuring": MEASURED,
     "fp16 after measuring, native": NATIVE,
 }
@@ -700,25 +699,9 @@ def weights_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     return {"bytes": write_folder(name, folder / "model"), "elapsed_s": time.perf_counter() - begun}
 
 
-def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
-    """Which linear layers the certificate lets sum in fp16, and in how many pieces at most."""
-    from stopdown.plans.fp16_sums import choose_sums, list_refused
-    from stopdown.plans.plan_files import read_plan
-
-    made = choose_sums(read_plan(name_plan(folder, stage)), "auto")
-    entry = next(x for x in made.components if x.component == CASES[name].component)
-    taken = entry.accumulation.fp16_sums if entry.accumulation is not None else {}
-    terms = {path: bound.terms for path, bound in entry.in_force.sums.items()}
-    return {
-        "linears": len(terms), "fp16_sums": len(taken), "refused": list_refused(entry),
-        "longest": max(terms.values()), "most_pieces": max(-(-terms[p] // x) for p, x in taken.items()),
-    }  # fmt: skip
-
-
 _MAKERS = {
     **dict.fromkeys(_MADE_BY.values(), plan_stage),
     "weights": weights_stage,
-    "sums": sums_stage,
 }
 
 
@@ -794,12 +777,6 @@ def write_tables(report: dict[str, Any]) -> None:
                 "| plan | seconds | peak memory | headroom | folds | exponents | fp32 modules | values |",
                 "|---|--:|--:|--:|--:|---|---|---|",
                 *plans,
-                "",
-            ]
-        if "linears" in (sums := rows.get("sums", {})):
-            lines += [
-                f"By the certificate {sums['fp16_sums']} of {sums['linears']} linear layers, with up to"
-                f" {sums['longest']} terms, may sum in fp16, in at most {sums['most_pieces']} pieces.",
                 "",
             ]
         lines += [*failed, ""] if failed else []

@@ -36,7 +36,7 @@ UP = 1 + 2.0**-30  # more than float64 loses in a sum of 2**20 terms
 ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-50, "int": 0.0}
 LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 1.0}
 WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a term of a sum, a norm
-MOST, SMALL, ENTRIES, BASIS, TERMS = 1 << 19, 1 << 21, 1 << 20, 32, 16
+MOST, SMALL, ENTRIES, BASIS = 1 << 19, 1 << 21, 1 << 20, 32
 MOVING = ("view", "order", "part", "join", "spread")
 KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
 SMALLER = ("silu", "gelu", "hardswish", "mish")
@@ -75,7 +75,6 @@ class Value:
     exponents: Array = 0
     exact: Known | None = None
     affine: tuple[tuple[Any, ...], ...] = ()
-    sums: Array = None  # of a product: no part of its sum is larger
 
 
 def demand(holds: Any, what: str) -> None:
@@ -399,16 +398,15 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
         at += len(base)
     values, floor = c.vector(n, "bias", 0.0)
     added = width * SUM * full + np.abs(values) * (1 + WEIGHT) + floor
-    parts, spread = size + added, (1,) * channel + (-1,) + (1,) * len(spatial)
+    spread = (1,) * channel + (-1,) + (1,) * len(spatial)
     size = np.minimum(size, np.max(images, axis=0)) if images else size
     size = np.minimum(size, composed)
     if "sigma" not in n:
-        return replace(bound(shape, (size + added).reshape(spread)), sums=parts.reshape(spread))
+        return bound(shape, (size + added).reshape(spread))
     sigma = w.check_sigma(start, stop, n["sigma"])
     sigma += WEIGHT * math.sqrt(s[:, 0].sum()) + math.sqrt((low @ low) * (up @ up))
     longest = sigma * norm + math.sqrt((added**2).sum())
-    made = bound(shape, (size + added).reshape(spread), longest, (channel,))
-    return replace(made, sums=parts.reshape(spread))
+    return bound(shape, (size + added).reshape(spread), longest, (channel,))
 
 
 def compose_heads(c: Graph, n: Node, x: Value) -> Array:
@@ -848,8 +846,6 @@ class Graph:
             except Unbounded:
                 return Value(shape, exponents=exponents)
         made.exponents = exponents
-        if "terms" in n and made.sums is None:
-            made.sums = rule_product(self, n, xs).sums
         source = self.nodes[n["from"][0]]["dtype"] if xs else ""
         exactly = rule == "same" and n["function"] in KEEPING and (
             n["function"] != "cast" or source == n["dtype"] or (source, n["dtype"]) in WIDER)  # fmt: skip
@@ -862,7 +858,7 @@ class Graph:
         more, size = relative * x.peak + low, math.prod(x.shape[d] for d in x.rows)
         norm = x.norm * (1 + relative) + float(low.max()) * math.sqrt(size)
         made = bound(x.shape, x.peak + more, norm, x.rows)
-        made.exponents, made.sums = x.exponents, x.sums
+        made.exponents = x.exponents
         if x.exact is not None:
             center, radius, length = x.exact
             length += math.sqrt(over(more**2, x.shape, range(len(x.shape))[-1:]))
@@ -909,12 +905,6 @@ class Graph:
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
             demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
-        if n.get("terms"):
-            rounded = None if value.sums is None else (value.sums * 2.0**value.exponents).max()
-            count = math.ceil(n["terms"] / TERMS)
-            grown = (1 + WEIGHT) ** count * UP
-            if rounded is None or (rounded + count * STORED) * grown > LARGEST:
-                self.uncovered.append(f"sums of {n['id']}")
         if n["dtype"] != "fp16" or n["rule"] in ("input", "times", "known", "weight"):
             return
         stored = None if found is None else value.peak * 2.0**value.exponents

@@ -599,26 +599,9 @@ class Accumulation(Displayed):
 
     Attributes:
         fp16_accumulation: products of fp16 matrices may be summed in fp16; None leaves torch's switch.
-        fp16_sums: path of a linear layer that is summed in fp16, whatever holds for the others, to how
-            many terms are summed so before fp32 goes on.
     """
 
     fp16_accumulation: bool | None = None
-    fp16_sums: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, repr=False)
-class SumBound(Displayed):
-    """How large the sums of a linear layer get on their way, for every input.
-
-    Attributes:
-        terms: products in a sum.
-        largest: magnitude that no part of a sum exceeds as it is stored, without the roundings of
-            sums in fp16; None where it rests on no bound.
-    """
-
-    terms: int
-    largest: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -674,7 +657,6 @@ class Scaling(Displayed):
         layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
             `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
             have none.
-        sums: path of each linear layer in fp16 to its sums; empty where bounds were not asked for.
         signatures: of the calls that they were found for, as `graph.call_signatures` writes them.
         inputs: `method.argument` to the largest magnitude that it had in the measured calls of a plan.
     """
@@ -702,7 +684,6 @@ class Scaling(Displayed):
     note: str = ""
     trial: Trial | None = None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    sums: Mapping[str, SumBound] = field(default_factory=dict)
     signatures: tuple[str, ...] = ()
     inputs: Mapping[str, float] = field(default_factory=dict)
 

@@ -1,8 +1,7 @@
 """Tiny real pipelines for tests and examples, with overflow on demand.
 
 `make_pipeline` and `save_pipeline` give pipelines of real Diffusers classes with small random
-weights; `overflow` names a component that then overflows in fp16 only. `summing_in_fp16` makes products
-sum in fp16, as some hardware and compilers do.
+weights; `overflow` names a component that then overflows in fp16 only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.components import find_components
-from stopdown.interception.accumulation import summing_in_fp16 as summing_in_fp16
 from stopdown.interception.patches import Patches
 from stopdown.pipelines.tiny_pipelines import build_pipeline, list_names, overflow_
 from stopdown.sources.library_messages import drop_empty_remarks

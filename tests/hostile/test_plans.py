@@ -84,10 +84,6 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
         TRANSFORMER + "a size of 'forward.x' that no tensor has",
     ),
     "limit": (put("limits", {"forward.x": -1.0}), TRANSFORMER + "the limit -1.0 of 'forward.x'"),
-    "sums": (
-        put("accumulation", {"fp16_sums": {"a": 0}}),
-        TRANSFORMER + "sums of 0 terms",
-    ),
     "component": (put("component", "__class__.a"), "'__class__.a' with a name that is no"),
     "twice": (twice, "the component 'transformer' twice"),
     "steps": (put_outside("steps", -1), "-1 steps in 0 s"),

@@ -12,7 +12,6 @@ import torch
 from models.injected_faults import inject
 from models.snapshots import assert_untouched
 from stopdown import testing
-from stopdown.interception import accumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 
@@ -60,11 +59,6 @@ def run(pipe: Any, name: str, *, steps: int = 1) -> np.ndarray:
     generator = torch.Generator().manual_seed(0)
     output = pipe(**CALLS[name], num_inference_steps=steps, generator=generator, output_type="np")
     return np.asarray(output[0])
-
-
-def test_sums_in_fp16_are_those_of_the_package() -> None:
-    """What `testing` offers is what the tests of sums emulate."""
-    assert testing.summing_in_fp16 is accumulation.summing_in_fp16
 
 
 @pytest.mark.slow  # each runs in the three precisions in the test of overflow below, too

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from models.fp16_sums import summing_in_fp16
 from models.pipeline_calls import SCORED_PATH, make_scored_svd
 from models.snapshots import assert_untouched
 from stopdown.component_calls.components import find_components
 from stopdown.interception import accumulation
-from stopdown.interception.accumulation import GROUP, Sum, accumulating, find_sums, summing_in_fp16
+from stopdown.interception.accumulation import GROUP, Sum, accumulating, find_sums
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -274,14 +275,14 @@ def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.Monk
 
     whole, outputs = find_sums(torch.nn.Identity(), attend), []
     seen: list[int] = []
-    add_up = accumulation._sum_groups
+    add_up = accumulation.sum_groups
 
     def note(left: torch.Tensor, right: torch.Tensor, each: Any) -> torch.Tensor:
         total = add_up(left, right, each)
         seen.append(total.numel())
         return total
 
-    monkeypatch.setattr(accumulation, "_sum_groups", note)
+    monkeypatch.setattr(accumulation, "sum_groups", note)
     monkeypatch.setattr(accumulation, "PIECE", 500)
     pieces = find_sums(torch.nn.Identity(), lambda: outputs.append(attend()))
     assert max(seen) <= 500

@@ -32,7 +32,6 @@ from stopdown.records import Scaling
 from stopdown.scaling import search
 from stopdown.scaling.certificate import (
     bound_kinds,
-    bound_sums,
     describe_share,
     find_uncertain,
     leave_unmeasured,
@@ -210,7 +209,7 @@ def test_a_bound_counts_with_the_exponent_that_is_chosen() -> None:
     largest = FP16.largest * 8.0
     bounds = (largest, math.nextafter(largest, math.inf), math.inf)
     limits = [
-        Limit(0, replace(seen, bound=x), torch.float16, f"a.{n} (linear)", terms=4)
+        Limit(0, replace(seen, bound=x), torch.float16, f"a.{n} (linear)")
         for n, x in enumerate(bounds)
     ]
     assert [x.place for x in find_uncertain(limits, lambda unknown: -3)] == [
@@ -219,8 +218,6 @@ def test_a_bound_counts_with_the_exponent_that_is_chosen() -> None:
     ]
     assert find_uncertain(limits[:1], lambda unknown: -2) == limits[:1]
     assert find_uncertain(limits[:2], lambda unknown: -4) == []
-    sums = bound_sums([replace(x, place=f"M:{x.place}") for x in limits], lambda unknown: -3)
-    assert [x.largest for x in sums.values()] == [FP16.largest, None, None]
 
 
 def test_weights_that_wait_in_their_files_are_bounded() -> None:

@@ -16,7 +16,6 @@ from stopdown.records import (
     Operands,
     ResidualStream,
     Scaling,
-    SumBound,
     Trial,
     from_json,
     to_json,
@@ -59,9 +58,6 @@ SCALINGS = st.builds(
     layers=st.dictionaries(NAMES, st.tuples(st.integers(-9, 9), st.integers(-9, 9)), max_size=2),
     signatures=st.lists(TEXTS, max_size=2).map(tuple),
     inputs=st.dictionaries(NAMES, SHARES, max_size=2),
-    sums=st.dictionaries(
-        NAMES, st.builds(SumBound, st.integers(1, 99), st.none() | SHARES), max_size=2
-    ),
 )
 FIELDS = {x.name for x in dataclasses.fields(Scaling)}
 BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(False))

@@ -95,14 +95,6 @@ class PlanOptions(PlanRunOptions, ModelOptions):
             "vae.decode=FILE. Repeat for several."
         ),
     ] = ()
-    accumulate: Annotated[
-        Literal["auto", "fp32", "fp16"] | None,
-        typer.Option(
-            help="How sums inside matrix products are accumulated. fp32: in fp32. auto: in fp16 "
-            "in short pieces if bounds show that nothing overflows. fp16: like auto, but in "
-            "one piece. By default PyTorch's setting applies."
-        ),
-    ] = None
     certificate: Annotated[
         Path | None,
         typer.Option(
@@ -146,7 +138,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             expected="Another command predicts the memory of a run.",
             remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
         )
-    _check_accumulate(options)
     _check_certificate(options)
     others = parse_fp16(options.precision, "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
@@ -163,7 +154,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.plans.call_recorder import read_call
     from stopdown.plans.certificate_files import write_certificate
     from stopdown.plans.certified import Scope, certify_plan
-    from stopdown.plans.fp16_sums import choose_sums
     from stopdown.runtime.plan_maker import make_plan
     from stopdown.sources.library_messages import quiet_libraries
 
@@ -192,8 +182,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
                 progress=display.progress,
                 scope=Scope(keeps=True),
             )
-    if options.accumulate is not None:
-        made = choose_sums(made, options.accumulate)
     if options.certificate is not None:
         with quiet_libraries():
             write_certificate(made, source, options.certificate, request, display.progress)
@@ -218,16 +206,6 @@ def _check_certificate(options: PlanOptions) -> None:
         replaces=functools.partial(describe_other, "certificate"),
         force=options.force,
     )
-
-
-def _check_accumulate(options: PlanOptions) -> None:
-    """Refuse sums in fp16 beside ranges that were measured."""
-    if options.accumulate in ("auto", "fp16") and options.ranges == "measured":
-        raise OptionError(
-            f"--accumulate {options.accumulate} was given, but no bounds are computed.",
-            expected="Sums in fp16 are only safe with bounds that hold for every input.",
-            remedy="Leave out --ranges measured.",
-        )
 
 
 def print_plan(made: Plan, output: Path, console: Console) -> None:

@@ -74,7 +74,6 @@ from stopdown.plans.calibrated import list_requests
 from stopdown.plans.call_recorder import play_calls, record_calls, record_run
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
-from stopdown.plans.fp16_sums import describe_whole_sums
 from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling.folds import cast_, read_headroom
@@ -581,8 +580,6 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> It
             f"{read_headroom(found.scaling):.1f} bits below fp16's maximum. Without Stopdown, nothing "
             "watches the uncertified ones."
         )
-    if said := describe_whole_sums(found.scaling):
-        yield said
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
         yield f"Its class keeps {', '.join(kept)} in fp32 after loading; the files store it in fp16."
 

@@ -1,4 +1,4 @@
-"""How sums inside products are done: torch's switch for one call, and sums in fp16 on any device.
+"""How sums inside products are done: torch's switch for one call, and what sums in fp16 would reach.
 
 A product of fp16 matrices is a sum of many products. Most hardware sums in fp32 and rounds once; some
 kernels sum in fp16 itself: tensor cores with fp16 accumulators (torch's `allow_fp16_accumulation`,
@@ -8,13 +8,11 @@ are divided by the root of the width, so scores that fit after it need not fit b
 the softmax is NaN. Stable Video Diffusion showed it under a compiler on A100 and A30, and not on V100,
 whose kernels summed in fp32.
 
-`accumulating` sets the switch for a block and puts it back. `summing_in_fp16` emulates fp16
-accumulators on any device, so that the failure can be shown on a CPU, and heeds the switch as the
-hardware does. `find_sums` says beforehand, from one call, which sums would not fit.
+`accumulating` sets the switch for a block and puts it back. `find_sums` says beforehand, from one call in
+fp32, which sums would not fit.
 
-The emulation adds groups of 16 products, each exact in fp32, to accumulators that are rounded to fp16
-after each group, as tensor cores do in principle; the order of real kernels differs, so what is beyond
-65504 by a small margin may or may not overflow on a given card.
+Products are summed in groups of 16, as tensor cores do in principle; the order of real kernels differs, so
+what is beyond 65504 by a small margin may or may not overflow on a given card.
 
 Convolutions are summed as implicit matrix products: place after place of a kernel, 16 channels at a time.
 
@@ -70,24 +68,6 @@ def accumulating(in_fp16: bool | None) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def summing_in_fp16(*operations: str) -> Iterator[None]:
-    """Sum products of fp16 tensors in fp16 inside the block, on any device.
-
-    It switches `allow_fp16_accumulation` on; where that is off again (a plan says so for a component)
-    sums are in fp32, as they are on hardware.
-
-    Args:
-        operations: which products, as `Sum.operation` names them; the others are summed in fp32 and
-            rounded once. None for all.
-
-    Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
-    """
-    multiply = functools.partial(_multiply_in_fp16, frozenset(operations))
-    with accumulating(True), _Products(multiply, _is_summed_in_fp16):
-        yield
-
-
 def bound_rounded_sum(largest: float, terms: int) -> float:
     """What no sum in fp16 exceeds on its way, roundings included.
 
@@ -101,21 +81,6 @@ def bound_rounded_sum(largest: float, terms: int) -> float:
     """
     rounds = math.ceil(terms / GROUP)
     return (largest + rounds * SUBNORMAL) * (1 + ROUNDING) ** rounds
-
-
-def sum_linear_in_fp16(layer: torch.nn.Linear, terms: int, given: torch.Tensor) -> torch.Tensor:
-    """A linear layer whose products are summed in fp16, so many terms at a time, and those sums in fp32.
-
-    Cost: a product and an addition for each piece.
-    """
-    with accumulating(True):
-        if layer.in_features <= terms:
-            return functional.linear(given, layer.weight, layer.bias)
-        pairs = zip(given.split(terms, -1), layer.weight.split(terms, -1), strict=True)
-        total = sum(functional.linear(*pair).float() for pair in pairs)
-    if layer.bias is not None:
-        total = total + layer.bias
-    return torch.as_tensor(total).to(given.dtype)
 
 
 @dataclass(frozen=True)
@@ -179,7 +144,7 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
     found: dict[tuple[str, str], tuple[float, float, float, int]] = {}
     with Patches() as patches:
         multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
-        with _Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
+        with Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
             call()
     sums = [Sum(path, what, *sizes) for (path, what), sizes in found.items()]
     return tuple(sorted(sums, key=lambda entry: -entry.largest))
@@ -193,7 +158,7 @@ After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What is done to a sum after a group, given the group's own sum and the sum so far."""
 
 
-class _Products(TorchFunctionMode):
+class Products(TorchFunctionMode):
     """Does every product of plain tensors by `multiply`, where it wants both factors."""
 
     def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:
@@ -211,19 +176,6 @@ class _Products(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return made(self._multiply, *args, **kwargs)
-
-
-def _is_summed_in_fp16(factor: torch.Tensor) -> bool:
-    is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
-    return is_on and factor.dtype == torch.float16
-
-
-def _multiply_in_fp16(
-    operations: frozenset[str], left: torch.Tensor, right: torch.Tensor, what: str
-) -> torch.Tensor:
-    if operations and what not in operations:
-        return torch.matmul(left.float(), right.float()).half()
-    return _sum_groups(left, right, lambda _, total: total.half().float()).half()
 
 
 def _multiply_noting(
@@ -252,16 +204,16 @@ def _multiply_noting(
 
 
 def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """As `_sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
+    """As `sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
     rows = _count_rows(left, right.shape[-1])
     if left.dim() < 2 or rows >= left.shape[-2]:
-        return _sum_groups(left, right, each)
+        return sum_groups(left, right, each)
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     shape = (*batch, left.shape[-2], right.shape[-1])
     total = torch.empty(shape, dtype=torch.float32, device=left.device)
     for start in range(0, left.shape[-2], rows):
         part = left[..., start : start + rows, :]
-        total[..., start : start + rows, :] = _sum_groups(part, right, each)
+        total[..., start : start + rows, :] = sum_groups(part, right, each)
     return total
 
 
@@ -270,7 +222,7 @@ def _count_rows(left: torch.Tensor, columns: int) -> int:
     return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
 
 
-def _sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
+def sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
     """A product as a sum over groups, `each` done to the sum after every group. fp32."""
     left, right = left.float(), right.float()
     total: torch.Tensor | None = None

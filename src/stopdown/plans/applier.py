@@ -46,7 +46,7 @@ from stopdown.component_calls.components import (
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.graph.capture import casts_weights, name_parameters
-from stopdown.interception.accumulation import accumulating, sum_linear_in_fp16
+from stopdown.interception.accumulation import accumulating
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, put_
 from stopdown.number_formats import FORMATS, name_dtype
@@ -54,7 +54,7 @@ from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling
+from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.scaling.folds import (
     RESCALED,
@@ -329,11 +329,8 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Sums as the plan wants them; torch's switch during each component's calls and no longer."""
+    """Put torch's switch for sums where the plan wants it, during each component's calls and no longer."""
     wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
-
-    for name, accumulation in wanted.items():
-        put_sums(_find(pipe, name), accumulation, patches)
 
     def put(callee: Callee, layers: Patches) -> None:
         def accumulate(call: ComponentCall) -> Any:
@@ -345,35 +342,6 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
 
     if wanted:
         intercept_components(pipe, put, patches)
-
-
-def put_sums(module: torch.nn.Module, accumulation: Accumulation, patches: Patches) -> None:
-    """Sum a module's linear layers in fp16 where a plan says so."""
-    layers = dict(module.named_modules())
-    for path, terms in accumulation.fp16_sums.items():
-        layer = layers.get(path)
-        if not isinstance(layer, torch.nn.Linear):
-            raise ScalingError(f"{type(module).__name__} has no linear layer {path}.")
-        patches.set_attribute(layer, "forward", _NarrowSums(layer, terms, layer.forward))
-
-
-@dataclasses.dataclass
-class _NarrowSums:
-    """In the place of a linear layer's `forward`: sums in fp16 while its weights are fp16.
-
-    A repair may widen them. A deep copy has a copy of the layer.
-    """
-
-    layer: torch.nn.Linear
-    terms: int
-    plain: Callable[..., Any]
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        is_narrow = self.layer.weight.dtype == given.dtype == torch.float16
-        if is_narrow:
-            return sum_linear_in_fp16(self.layer, self.terms, given)
-        wide: torch.Tensor = self.plain(given)
-        return wide
 
 
 def _find(program: Any, name: str) -> torch.nn.Module:

@@ -500,7 +500,7 @@ def describe_scaling(
     """A component's entry with its exponents, and what they mean in sentences."""
     if not scaling.range_note:  # no bounds were requested: everything would be uncertain
         scaling = dataclasses.replace(
-            scaling, values=0, bounded=0, uncertain=(), measured_bits=None, sums={}
+            scaling, values=0, bounded=0, uncertain=(), measured_bits=None
         )
     headroom = read_headroom(scaling)
     scaling = dataclasses.replace(

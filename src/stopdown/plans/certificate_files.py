@@ -217,7 +217,6 @@ class _Exporter:
         self.module, self.scaling, self.stated, self.reading = (
             module, entry.in_force, stated, reading)  # fmt: skip
         self.capture: Capture = measured.capture
-        self.sums = {} if entry.accumulation is None else entry.accumulation.fp16_sums
         self.nodes: list[dict[str, Any]] = []
         self.ids: dict[Node, str] = {}
         self.inner: dict[Node, str] = {}
@@ -729,11 +728,8 @@ class _Exporter:
         return made
 
     def _export_linear(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {"rule": "product", "from": [self._need(given["input"], node)],
+        return {"rule": "product", "from": [self._need(given["input"], node)],
                 **self._weigh(given, "weight", "bias")}  # fmt: skip
-        if terms := self.sums.get(module_path(node)):
-            made["terms"] = terms
-        return made
 
     def _export_convolve(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"rule": "product", "from": [self._need(given["input"], node)],

@@ -28,7 +28,6 @@ from stopdown.files.json_files import UnreadableError, parse_json, read_small_fi
 from stopdown.files.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.number_formats import FORMATS
 from stopdown.records import (
-    Accumulation,
     ComponentPlan,
     Plan,
     ResidualStream,
@@ -262,8 +261,6 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
     if min(counts) < 0 or max(counts) > 2**53 or scaling.bounded > scaling.values:
         yield f"the counts {', '.join(str(count)[:20] for count in counts)}"
     yield from _list_limits(scaling)
-    if entry.accumulation is not None:
-        yield from _list_accumulation(entry.accumulation)
 
 
 def _list_limits(scaling: Scaling) -> Iterator[str]:
@@ -273,14 +270,6 @@ def _list_limits(scaling: Scaling) -> Iterator[str]:
     for name, sizes in scaling.sizes.items():
         if not all(0 <= x <= 2**53 for size in sizes for x in size):
             yield f"a size of {name[:40]!r} that no tensor has"
-
-
-def _list_accumulation(accumulation: Accumulation) -> Iterator[str]:
-    for path, terms in accumulation.fp16_sums.items():
-        if not _PATH.fullmatch(path):
-            yield f"the module {path[:40]!r}"
-        if not 0 < terms <= 2**31:
-            yield f"sums of {str(terms)[:20]} terms"
 
 
 def _list_exponents(scaling: Scaling) -> Iterator[str]:

@@ -40,7 +40,7 @@ from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
-from stopdown.records import Operands, Scaling, SumBound
+from stopdown.records import Operands, Scaling
 from stopdown.scaling.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS, Solution
 
@@ -239,18 +239,6 @@ def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int])
     return found if math.isfinite(found) else None
 
 
-def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[str, SumBound]:
-    """The sums of each linear layer in fp16, by its path; empty where nothing rests on a bound."""
-    found: dict[str, SumBound] = {}
-    for limit in (x for x in limits if x.terms):
-        path = limit.place.partition(":")[2].rpartition(" ")[0]
-        before = found.get(path, SumBound(limit.terms, 0.0)).largest
-        largest = limit.range.largest * 2.0 ** exponent(limit.unknown)
-        worst = None if before is None or largest > FP16.largest else max(before, largest)
-        found[path] = SumBound(limit.terms, worst)
-    return found if any(x.largest is not None for x in found.values()) else {}
-
-
 _MEASURED = "the rest were measured"
 
 
@@ -330,7 +318,6 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
         layers=_list_layers(problem, at),
-        sums=bound_sums(limits, at),
         operands=_find_operands(problem, solution.fp32_modules),
     )
 

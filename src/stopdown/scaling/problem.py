@@ -80,7 +80,6 @@ class Limit:
         place: `component:dotted.path (operation)`, or a parameter's name.
         weight: 0 for a value; for a parameter how much its fold should be avoided.
         interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
-        terms: of a linear layer's output, how many products each of its values sums; else 0.
         source: number of the call, name of the node and number of the block whose range it is.
     """
 
@@ -90,7 +89,6 @@ class Limit:
     place: str
     weight: float = 0.0
     interiors: tuple[str, ...] = ()
-    terms: int = 0
     source: tuple[int, str, int] = (0, "", 0)
 
 
@@ -582,8 +580,7 @@ class CallStatement:
             beyond = Limit(outer, part, dtype, place, 0.0, interiors, source=source)
             self.problem.limits.append(beyond)
             within = (*interiors, self.exits[node])
-        terms = shape_of(node.args[1])[-1] if is_kind(node, "linear") else 0
-        limit = Limit(unknown, part, dtype, place, weight, within, terms, source)
+        limit = Limit(unknown, part, dtype, place, weight, within, source)
         self.problem.limits.append(limit)
 
     def _limiting_dtype(self, node: Node) -> torch.dtype:
