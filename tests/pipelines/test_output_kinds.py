@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import stopdown
+from models.other_pipelines import make_dit
 from models.sound_models import make_stable_audio, save_stable_audio
 from stopdown.batch.records import BatchRecord
 from stopdown.errors import OptionError, StopdownWarning
@@ -246,3 +247,22 @@ def test_a_track_is_read_beside_its_frames() -> None:
 def test_the_rate_is_that_of_the_decoder() -> None:
     """Stable Audio's autoencoder has it in its config."""
     assert find_sound_rate(make_stable_audio()) == 800
+
+
+def test_an_argument_without_an_option_is_given_by_name(run: Run, here: Path) -> None:
+    """Class labels make a picture, the refusal without them names the flag, and a wrong name is refused."""
+    make_dit().save_pretrained(here / "model")
+    words = ("generate", "model", "--steps", 1, "--precision", "fp32")
+    code, _, err = run(*words)
+    assert code == 2
+    assert (
+        "DiTPipeline needs class_labels, which was not given. Use --arg class_labels=VALUE." in err
+    )
+    code, _, err = run(*words, "--arg", "class_labels=[207]", "--arg", "guidance_scale=1.5")
+    assert code == 0, err
+    record = json.loads((here / "stopdown.png.json").read_text())
+    assert record["request"]["arg"] == ["class_labels=[207]", "guidance_scale=1.5"]
+    code, _, err = run(*words, "--arg", "class_labels=[207]", "--arg", "colour=red")
+    assert code == 2
+    assert "DiTPipeline does not take the argument colour." in err
+    assert "class_labels" in err

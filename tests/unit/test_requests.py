@@ -217,8 +217,8 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("ClassPipeline", "class_labels"),
             Request(),
-            "ClassPipeline needs class_labels, which was not given. From Python: make_plan(pipe, "
-            'prompts=[{"class_labels": ...}]).',
+            "ClassPipeline needs class_labels, which was not given. Use request=stopdown.Request("
+            'arguments={"class_labels": ...}).',
         ),
         (
             make_signature("SomeControlNetPipeline", **CONTROL),

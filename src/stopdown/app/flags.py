@@ -59,6 +59,16 @@ class SourceOptions(CommandOptions):
     ] = None
 
 
+ArgumentsOption = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Argument of the pipeline's call that has no option: a number, a text, JSON, or the path of a "
+        "picture, video or sound, such as pose_video=pose.mp4. Repeat for several.",
+    ),
+]
+
+
 def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
     """Make the class of options that are fields of a request, with their help; a command inherits it.
 
@@ -70,6 +80,8 @@ def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
         hint = kind | None if entry.default is None else kind
         entries.append((entry.name, Annotated[hint, option], entry.default))
     given = {entry[0] for entry in entries}
+    entries += [("arg", ArgumentsOption, ())] if "steps" in given else []
+    own = {entry[0] for entry in entries}
     left_out = {entry.name: entry.default for entry in FIELDS if entry.name not in given}
     return dataclasses.make_dataclass(
         name,
@@ -77,7 +89,7 @@ def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
         bases=(SourceOptions,),
         frozen=True,
         kw_only=True,
-        namespace=_NOT_TAKEN | left_out,
+        namespace={k: v for k, v in (_NOT_TAKEN | left_out).items() if k not in own},
     )
 
 
@@ -85,6 +97,7 @@ _NOT_TAKEN = {
     **dict.fromkeys(("memory", "revision", "config", "scheduler", "device")),
     "precision": "auto",
     "lora": (),
+    "arg": (),
 }
 """What a command has that does not take these options."""
 

@@ -355,7 +355,7 @@ def _open_journal(
         yield journal
 
 
-_RUN_IDENTITY = (*(x.name for x in FIELDS), "lora")
+_RUN_IDENTITY = (*(x.name for x in FIELDS), "lora", "arg")
 """Options that make another run; what the others decide is seen in the pipeline, its scheduler, too."""
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from stopdown.app.call_arguments import read_arguments
 from stopdown.app.display import Display
 from stopdown.devices.device_profiles import find_profile, is_profile
 from stopdown.devices.environment import is_device_name
@@ -42,7 +43,7 @@ def read_request(
         if (place := values[name]) is not None:
             is_video = name == "video"
             values[name] = read_video(place, options.frames) if is_video else read_image(place)
-    return Request(prompt=prompt, **values)
+    return Request(prompt=prompt, **values, arguments=read_arguments(options.arg))
 
 
 @dataclass(frozen=True)

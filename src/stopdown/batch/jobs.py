@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from stopdown.batch.prompts import Item, naming_line
 from stopdown.batch.records import BatchRecord
 from stopdown.devices.environment import choose_device
@@ -240,7 +242,20 @@ def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
 def describe_request(request: Request) -> dict[str, Any]:
     """What of a request is plain data and given."""
     plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    return {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
+    own = {name: _describe_argument(value) for name, value in request.arguments.items()}
+    said = {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
+    return {**said, **({"arguments": own} if own else {})}
+
+
+def _describe_argument(value: Any) -> Any:
+    """Plain data as it is, pictures and samples as their hash."""
+    if isinstance(value, Mapping):
+        return {name: _describe_argument(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_describe_argument(x) for x in value]
+    if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+        return _hash_pixels(np.asarray(value))
+    return value
 
 
 def name_item(item: Item, signed: str) -> str:

@@ -330,7 +330,7 @@ def explain_refusal(
         expected=f"Missing inputs: {names}." if absent else "",
         remedy=_say_how(pipeline_class, absent)
         if absent
-        else "Look at the arguments that its call takes: give them by arguments=, from Python.",
+        else 'Give the argument that it names: request=stopdown.Request(arguments={"name": ...}).',
     )
 
 
@@ -454,7 +454,7 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
     others = ", ".join(f'"{x}": ...' for x, name in zip(arguments, names, strict=True) if not name)
     said = [f"Give {given}."] if given else []
     if others:
-        said.append(f"From Python: make_plan(pipe, prompts=[{{{others}}}]).")
+        said.append(f"Use request=stopdown.Request(arguments={{{others}}}).")
     return " ".join(said)
 
 

@@ -1,0 +1,89 @@
+"""`--arg NAME=VALUE`: arguments of a pipeline's call that have no option of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from stopdown.diagnosis import PICTURES, SOUNDS, VIDEOS
+from stopdown.errors import InputError, OptionError, take_first_line
+from stopdown.frames.media import read_image, read_video
+from stopdown.frames.sound import read_sound
+
+_OURS = {
+    "output_type": "Stopdown takes the output as numbers, in which it looks for NaN.",
+    "return_dict": "Stopdown reads the output by the names of its fields.",
+    "generator": "The noise is drawn from `seed`.",
+}
+"""Arguments that Stopdown gives itself, and why."""
+
+_NAME = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
+
+
+@functools.lru_cache(maxsize=8)
+def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments by name: values of JSON, pictures and videos as PIL images, sound as a tensor, texts.
+
+    Args:
+        given: texts such as `class_labels=[207]` and `pose_video=pose.mp4`. The suffix of a file decides; a
+            text in double quotes is a text.
+    """
+    arguments: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not _NAME.fullmatch(name):
+            raise OptionError(
+                f"--arg {text} has no name and value.",
+                expected="It names an argument of the pipeline's call.",
+                remedy="Write for example --arg class_labels=[207].",
+            )
+        if name in arguments:
+            raise OptionError(
+                f"--arg {name} was given twice.",
+                remedy=f"Give several values as a list: --arg '{name}=[1, 2]'.",
+            )
+        if name in _OURS:
+            raise OptionError(
+                f"--arg {name} was given.", expected=_OURS[name], remedy=f"Leave --arg {name} out."
+            )
+        arguments[name] = _read_value(name, value)
+    return arguments
+
+
+def _read_value(name: str, text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        if text[:1] in tuple('[{"'):
+            raise OptionError(
+                f"--arg {name}={text} is not JSON: {take_first_line(error)}.",
+                expected="A value that begins with a bracket, a brace or a quote is JSON.",
+                remedy=f"Write for example --arg '{name}=[\"a\", 2]'.",
+            ) from error
+    suffix = Path(text).suffix.lower()
+    try:
+        if suffix in PICTURES:
+            return _make_picture(read_image(text))
+        if suffix in VIDEOS or (text.endswith("/") and Path(text).is_dir()):
+            return [_make_picture(frame) for frame in read_video(text)]
+        if suffix in SOUNDS:
+            import torch
+
+            return torch.from_numpy(read_sound(text).samples)
+    except InputError as error:
+        remedy = f"{error.remedy} If it is a text, write --arg '{name}=\"{text}\"'."
+        raise type(error)(error.what, expected=error.expected, remedy=remedy) from error
+    return text
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _make_picture(frame: Any) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(frame)

@@ -1,0 +1,35 @@
+"""Tiny pipelines of classes that the table of tiny pipelines lacks, with weights drawn from a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stopdown.pipelines.tiny_pipelines import build_part
+
+
+def make_dit() -> Any:
+    """A pipeline whose call needs class labels, and takes no prompt."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = diffusers.DiTTransformer2DModel(
+            sample_size=4,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            in_channels=4,
+            out_channels=8,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_zero",
+            norm_elementwise_affine=False,
+        )
+        vae = build_part("vae")
+    return diffusers.DiTPipeline(
+        transformer=transformer, vae=vae, scheduler=diffusers.DDIMScheduler()
+    )
