@@ -74,7 +74,7 @@ def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
 
     A field that a command declares itself stands above the one that is inherited.
     """
-    entries = []
+    entries = list[tuple[str, Any, Any]]()
     for entry in wanted:
         kind, option = entry.metadata["kind"], typer.Option(help=entry.metadata["help"])
         hint = kind | None if entry.default is None else kind
