@@ -10,6 +10,10 @@ import pytest
 import torch
 
 import stopdown
+from models.lora_cases import draw_lora, load_lora, name_lora
+from models.pipeline_calls import call_pipeline, load_plain
+from stopdown import testing
+from stopdown.errors import SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 
 pytestmark = pytest.mark.thorough
@@ -150,3 +154,90 @@ def test_states_of_a_hundred_thousand_reach_the_denoiser(z_image: Path, way: str
         assert relative_l2(draw(pipe), wanted) < plain / 4
     guard = getattr(pipe, "stopdown_guard", None)
     assert guard is None or not guard.repairs
+
+
+# Saved
+
+
+@pytest.fixture(scope="module")
+def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline whose transformer and text encoder overflow, as Diffusers saves it."""
+    folder = tmp_path_factory.mktemp("models") / "cogvideox"
+    pipe = testing.make_pipeline("cogvideox", overflow="transformer")
+    testing.overflow_(pipe.text_encoder)
+    pipe.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fused(cogvideox: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A folder saved from a planned pipeline with a fused LoRA, and what fp32 makes with that LoRA."""
+    folder = tmp_path_factory.mktemp("fused")
+    wide = load_plain(cogvideox, torch.float32)
+    tensors = name_lora(draw_lora(wide, "cogvideox"), "peft", "cogvideox")
+    load_lora(wide, tensors, folder, "style")
+    pipe = load_plain(cogvideox, FP16, quantization_config=stopdown.quantization(cogvideox))
+    load_lora(pipe, tensors, folder, "style")
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    with pytest.warns(StopdownWarning, match="transformer is saved with other weights"):
+        pipe.save_pretrained(folder / "saved")
+    return folder / "saved", torch.as_tensor(call_pipeline(wide, "cogvideox"))
+
+
+def load_saved(folder: Path, way: str) -> Any:
+    import diffusers
+
+    kinds = {"fp16": FP16, "fp32": torch.float32, "bf16": torch.bfloat16}
+    options: dict[str, Any] = {"dtype": kinds[way]} if way in kinds else {}
+    if way == "quantization":
+        options = {"dtype": FP16, "quantization_config": stopdown.quantization(folder)}
+    if way == "StopdownConfig":
+        kind: Any = diffusers.CogVideoXTransformer3DModel
+        config = stopdown.StopdownConfig()
+        options["dtype"] = FP16
+        options["transformer"] = kind.from_pretrained(
+            folder, subfolder="transformer", dtype=FP16, quantization_config=config
+        )
+    return diffusers.CogVideoXPipeline.from_pretrained(folder, **options)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("way", ["fp16", "fp32", "bf16", "none", "quantization", "StopdownConfig"])
+def test_a_pipeline_with_a_fused_lora_is_saved_and_loads(
+    fused: tuple[Path, torch.Tensor], way: str
+) -> None:
+    """The folder gives what fp32 gives with the LoRA, in each dtype and by each config."""
+    pipe = load_saved(fused[0], way)
+    pipe.set_progress_bar_config(disable=True)
+    made = torch.as_tensor(call_pipeline(pipe, "cogvideox"))
+    assert relative_l2(made, fused[1]) < (0.02 if way == "bf16" else 0.003)
+    if way != "bf16":
+        scaling = pipe.transformer.hf_quantizer.applied_plan.components[0].in_force
+        assert scaling.exponents
+        assert not scaling.certified
+
+
+@pytest.mark.parametrize("way", ["make_plan", "load"])
+def test_weights_with_exponents_are_not_planned_again(
+    fused: tuple[Path, torch.Tensor], way: str
+) -> None:
+    """A plan that was made from scaled weights would be one of another model."""
+    with pytest.raises(SourceError, match="transformer have exponents"):
+        getattr(stopdown, way)(fused[0])
+
+
+def test_a_model_is_saved_with_its_exponents_after_a_call_without_them(
+    cogvideox: Path, tmp_path: Path
+) -> None:
+    """A call that the plan does not hold for takes them off; what is saved then was of other weights."""
+    config = stopdown.quantization(cogvideox)
+    pipe = load_plain(cogvideox, FP16, quantization_config=config)
+    wanted = call_pipeline(pipe, "cogvideox")
+    pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(StopdownWarning, match="in fp32"):
+        call_pipeline(pipe, "cogvideox")
+    assert pipe.transformer.dtype == torch.float32
+    pipe.save_pretrained(tmp_path / "saved")
+    again = load_plain(tmp_path / "saved", FP16)
+    assert relative_l2(*map(torch.as_tensor, (call_pipeline(again, "cogvideox"), wanted))) == 0

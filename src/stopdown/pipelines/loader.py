@@ -204,7 +204,7 @@ def load_component(
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
     module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
-        if _carries_plan(folder):  # the caller has a plan, or needs none
+        if carries_plan(folder):  # the caller has a plan, or needs none
             module = _map_component(module_class, folder, None, stored)
             if module is None:
                 raise describe_misfit(
@@ -303,7 +303,7 @@ def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
         owner.register_buffer(name, tensor)
 
 
-def _carries_plan(folder: Path) -> bool:
+def carries_plan(folder: Path) -> bool:
     """Whether a component's configuration carries a plan for its weights as they are."""
     method = read_description(folder / "config.json").get("quantization_config") or {}
     if method.get("quant_method") != QUANT_METHOD:

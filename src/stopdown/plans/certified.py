@@ -47,7 +47,7 @@ from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.loader import complete_source, load_component, load_program
+from stopdown.pipelines.loader import carries_plan, complete_source, load_component, load_program
 from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import put_file_bounds
@@ -181,6 +181,8 @@ def certify_plan(
     check_components(others, list_planned(source))
     calls, unseen = (scope.calls, "") if scope.calls is not None else list_source_calls(whole)
     names, loaded = list_planned(source), dict[str, dict[str, torch.Tensor]]()
+    for name in names if source.kind != "file" else ():
+        carries_plan(source.path / name)  # refuses weights that have exponents
     if source.loras or source.kind == "file":
         program = load_program(source, torch_dtypes=None)
         loaded = {name: name_parameters(getattr(program, name)) for name in names}

@@ -30,6 +30,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.mapped_weights import StoredWeight
 from stopdown.number_formats import list_some
+from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
 from stopdown.plans.plan_choice import find_or_certify
@@ -38,7 +39,7 @@ from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.scaling.call_watch import note_weights
+from stopdown.scaling.call_watch import exponents_on, note_weights
 from stopdown.scaling.folds import locate_folds
 from stopdown.sources.sources import Source, resolve_source
 
@@ -170,6 +171,9 @@ class ModelLoad(SameInCopies):
         watch_adapters(program, plan, self._off)
         if is_of_transformers(type(module)):  # Diffusers refuses it itself
             self._off.set_attribute(module, "to", functools.partial(_move, module))
+        save = functools.partial(self._save, module)
+        functools.update_wrapper(save, module.save_pretrained)  # type: ignore[arg-type]
+        self._off.set_attribute(module, "save_pretrained", save)
         for name, refuse in _REFUSED.items():
             if hasattr(module, name):
                 self._off.set_attribute(module, name, refuse)
@@ -197,7 +201,10 @@ class ModelLoad(SameInCopies):
                 f"The plan for {self.plan.source if self.plan else 'this model'} does not belong here: "
                 f"{self.entry.component} has other weights than those that it was made for.",
                 expected="Exponents hold for the weights that they were found for.",
-                remedy="Leave the plan out, StopdownConfig(), so that one is made for these weights.",
+                remedy="Its config.json has the plan: save the model again where it was loaded, or load "
+                "the original."
+                if self.config.is_carried
+                else "Leave the plan out, StopdownConfig(), so that one is made for these weights.",
             )
 
     def _complete(
@@ -226,6 +233,37 @@ class ModelLoad(SameInCopies):
         )
         made.is_carried = True
         return made
+
+    def _save(self, module: Any, *args: Any, **options: Any) -> Any:
+        with exponents_on(module):
+            self.renew(module)
+            return type(module).save_pretrained(module, *args, **options)
+
+    def renew(self, module: torch.nn.Module) -> None:
+        """Have the plan that a model's config carries belong to the weights of now: a LoRA may be fused.
+
+        Called before the model is saved.
+        """
+        config: StopdownConfig = module.config.quantization_config  # type: ignore[union-attr, assignment]
+        assert config.plan is not None
+        state = module.state_dict(keep_vars=True)
+        for name in self._saved.keys() & state.keys():
+            if not is_away(tensor := state[name]):
+                is_folded = self._saves_folded
+                saved = tensor if is_folded else unfold(tensor.detach(), self._wanted[name])
+                self._saved[name] = take_samples(saved)
+        made = self._describe(module, config.plan).plan
+        (before,), (now,) = config.plan.components, made.components if made is not None else ()
+        if now.weights != before.weights:
+            warn_user(
+                f"{self.entry.component} is saved with other weights than its plan was made for, such as "
+                "those of a fused LoRA. It is saved with their exponents and loads as ever, but its "
+                "ranges are not certified for these weights."
+            )
+            scaling = dataclasses.replace(self.entry.in_force, certified=False, bounded=0)
+            reasons = (*now.reasons, "Its weights were changed after the plan was made.")
+            now = dataclasses.replace(now, scaling=scaling, reasons=reasons)
+            config.plan = dataclasses.replace(config.plan, components=(now,), seal="")
 
     def undo(self) -> None:
         """Take the plan off: the weights are in fp32 then, as near to the stored ones as it holds them."""

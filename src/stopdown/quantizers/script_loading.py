@@ -26,13 +26,15 @@ from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import StopdownError, take_first_line
 from stopdown.interception.patches import Patches
 from stopdown.plans.applier import check_source
+from stopdown.plans.certified import list_planned
 from stopdown.plans.plan_choice import find_or_certify
 from stopdown.plans.plan_files import take_plan
 from stopdown.plans.precision import prefers_fp16
 from stopdown.quantizers.config import StopdownConfig
-from stopdown.records import Plan
+from stopdown.records import ComponentPlan, Plan
+from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.sources import Source, resolve_source, verify_source
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -173,19 +175,39 @@ def quantization(
     """
     found = resolve_source(source, revision=revision, variant=variant)
     verify_source(found)
+    carried = _list_carried(found) if plan is None else {}
+    left = [name for name in list_planned(found) if name not in carried]
+    entries = list[ComponentPlan]()
     with quiet_libraries():
-        if plan is None:
-            taken = find_or_certify(found, choose_device("auto"))
-        else:
+        if plan is not None:
             taken = take_plan(plan)
             check_source(taken, found)
+            entries = list(taken.components)
+        elif left:
+            taken = find_or_certify(found, choose_device("auto"), only=left if carried else ())
+            entries = list(taken.components)
     mapping = {
         entry.component: StopdownConfig(
             dataclasses.replace(taken, components=(entry,)), guard=guard, component=entry.component
         )
-        for entry in taken.components
+        for entry in entries
     }
-    return PipelineQuantizationConfig(quant_mapping=mapping)
+    return PipelineQuantizationConfig(quant_mapping={**carried, **mapping})
+
+
+def _list_carried(source: Source) -> dict[str, StopdownConfig]:
+    """Return the configs of the components that were saved with their plans, which stay theirs."""
+    if source.kind == "file":
+        return {}
+    found = {
+        name: read_description(source.path / name / "config.json").get("quantization_config")
+        for name in list_planned(source)
+    }
+    return {
+        name: StopdownConfig(**method)
+        for name, method in found.items()
+        if isinstance(method, dict) and method.get("quant_method") == QUANT_METHOD
+    }
 
 
 def join_plans(config: PipelineQuantizationConfig) -> Plan:

@@ -610,6 +610,14 @@ def note_weights(module: torch.nn.Module) -> None:
         watch._weights = list(_list_weights(module, watch.scaling))
 
 
+@contextlib.contextmanager
+def exponents_on(module: torch.nn.Module) -> Iterator[None]:
+    """A block in which a module has its exponents, also if its last call ran without them."""
+    watch = find_watch(module)
+    with contextlib.nullcontext() if watch is None else watch._using(is_on=True):
+        yield
+
+
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
     """The watch of now; another thread may have put other exponents on since a call began."""
     watch: CallWatch | None = vars(module).get(_WATCH)
