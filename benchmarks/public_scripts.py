@@ -13,7 +13,7 @@ the one written here. The ids of the models that the scripts name are answered b
 loopback with small folders of the real classes, whose weights overflow in fp16. Each script is run
 three times on the CPU, in a process of its own:
 
-- *as it is*: nothing repaired (`stopdown run --device cpu --on-fault warn`, which only sends what goes to
+- *as it is*: nothing guarded (`stopdown run --device cpu --components none`, which only sends what goes to
   CUDA to the CPU and looks at the pictures);
 - *stopdown run* (`--device cpu`);
 - *the reference*: `torch.float16` names `torch.float32` before it starts (bf16 stays bf16).
@@ -239,7 +239,7 @@ import json, sys, torch
 torch.float16 = torch.float32
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.records import to_json
-options = ScriptOptions(sys.argv[1], tuple(sys.argv[2:]), on_fault="warn", device="cpu")
+options = ScriptOptions(sys.argv[1], tuple(sys.argv[2:]), components="none", device="cpu")
 record = run_script(options, lambda text: None)
 sys.stdout.write(to_json(record))
 """
@@ -261,7 +261,7 @@ def run_case(case: Case, root: Path, base: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "stopdown.app.cli", "run", "--device", "cpu", "--json"]
         words = [str(script), *shlex.split(case.arguments)]
         full = run_once([sys.executable, "-c", AS_FP32, *words], base, case, environment, None)
-        plain_command = [*command, "--on-fault", "warn", *words]
+        plain_command = [*command, "--components", "none", *words]
         plain = run_once(plain_command, base, case, environment, full[1])
         guarded = run_once([*command, *words], base, case, environment, full[1])
         bare = None

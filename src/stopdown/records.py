@@ -427,6 +427,7 @@ class ScriptRecord(Displayed):
         unrepaired: True when a fault stayed, or ended a call.
         elapsed_s: seconds in all.
         modules: the calls of modules that it made without a pipeline; None for none.
+        processes: that it started with `multiprocessing`; what they call is not counted here.
     """
 
     script: str
@@ -438,6 +439,7 @@ class ScriptRecord(Displayed):
     unrepaired: bool
     elapsed_s: float
     modules: GuardRecord | None = None
+    processes: int = 0
     kind: str = "script"
     schema: int = field(default=SCHEMA)
 

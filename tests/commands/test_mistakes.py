@@ -43,7 +43,12 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --steps many", 2, "--steps many is not a whole number. .* --steps 20."),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
     ("plan shapes --ranges wide", 2, "is not one of 'measured', 'bound', 'auto'."),
-    ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
+    (
+        "run --on-fault warn script.py",
+        2,
+        "stopdown run has no option --on-fault. Run stopdown run -h, which lists its options. Options of "
+        "the script go after its name.",
+    ),
     ("generate shapes ''", 2, "The prompt is empty. .* Describe the picture"),
     ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, which was not given. Give a PROMPT that says"),
     ("generate shapes a -o ''", 2, "--output is empty. .* Leave --output out, or name a file."),

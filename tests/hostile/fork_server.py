@@ -83,6 +83,8 @@ def _run_child(order: dict[str, Any]) -> NoReturn:
         number = 1 if name == "stdout" else 2
         _redirect(number, order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         setattr(sys, name, os.fdopen(number, "w", errors="backslashreplace", closefd=False))
+    _redirect(0, order.get("stdin", os.devnull), os.O_RDONLY)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # as long as the process
     os.chdir(order["folder"])
     sys.argv = ["stopdown", *order["words"]]
     module, _, function = order["command"].partition(":")
@@ -91,6 +93,8 @@ def _run_child(order: dict[str, Any]) -> NoReturn:
         os.environ["PYTHONPATH"] = _TESTS
         script = f"import {module} as entry; entry.{function}()"
         start = ["-m", module] if module == "stopdown.app.cli" else ["-c", script]
+        if module == "python":  # the words alone
+            start = []
         os.execve(sys.executable, [sys.executable, *start, *order["words"]], os.environ)
     code = _call(getattr(importlib.import_module(module), function))
     atexit._run_exitfuncs()

@@ -147,7 +147,7 @@ def _run(
         "cpu_s": attack.cpu_s,
         "wall_s": attack.wall_s,
     }
-    ended = _ask_server(order)
+    ended = ask_server(order)
     after = take_snapshot(folder)
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     return Outcome(
@@ -209,7 +209,8 @@ def _stop_server(server: subprocess.Popen[str]) -> None:
     server.wait(timeout=10)
 
 
-def _ask_server(order: dict[str, Any]) -> dict[str, Any]:
+def ask_server(order: dict[str, Any]) -> dict[str, Any]:
+    """Have a process made by the one that forks, and wait for it: its exit code, or what ended it."""
     server = _start_server()
     assert server.stdin is not None
     assert server.stdout is not None

@@ -6,24 +6,22 @@ standard error.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stopdown.app.display import keep_updated
-from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
+from stopdown.app.flags import CommandOptions, KeepRepairsOption
+from stopdown.app.main_module import as_main, execute, find_start, wait_for_threads
 from stopdown.app.request_options import refuse_unknown_device
-from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
 from stopdown.devices.environment import choose_device, require_package
-from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
+from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format
 from stopdown.plans.plan_files import describe_no_plan, read_plan
@@ -33,6 +31,7 @@ from stopdown.records import GuardRecord, ScriptRecord, to_json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stopdown.interception.patches import Patches
     from stopdown.runtime.scripts import ScriptGuard
 
 
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
 class ScriptOptions(CommandOptions):
     """Run a script unchanged and guard its models.
 
-    Faults are repaired and black frames are reported. The exit code is that of the script, or 1 if a
-    fault could not be repaired.
+    Faults are repaired, and what cannot be repaired and black frames are reported. The exit code is that
+    of the script.
 
     Examples:
       stopdown run cli_demo.py --prompt "a girl riding a bike" --dtype float16
-      stopdown run --on-fault raise --device cpu script.py
+      stopdown run --strict --device cpu script.py
       stopdown run -m package.module
     """
 
@@ -71,14 +70,14 @@ class ScriptOptions(CommandOptions):
             "cuda:1. By default the script decides."
         ),
     ] = None
-    on_fault: Annotated[
-        Literal["repair", "raise", "warn"],
+    strict: Annotated[
+        bool,
         typer.Option(
-            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
-            "again and continue. raise: stop. warn: only report it."
+            "--strict",
+            help="Exit with 1 if NaN or Inf could not be repaired, or frames are black, grey, frozen or "
+            "noise, and the script itself ends with 0.",
         ),
-    ] = "repair"
-    strict: StrictOption = False
+    ] = False
     precision: Annotated[
         str,
         typer.Option(
@@ -140,21 +139,14 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         What its models did; an exception of the script is printed, and its exit code is 1.
     """
     started = time.perf_counter()
-    start = _find_start(options)
+    is_module = options.module is not None
+    start = find_start(options.target, is_module=is_module)
     path = _check_options(options)
     refuse_unknown_device(options.device)
     require_package("diffusers", "pipelines", "`stopdown run`")
-    from stopdown.component_calls.pipeline_interception import (
-        redirect_devices,
-        stop_without_kernels,
-    )
+    from stopdown.app.child_processes import Children
     from stopdown.interception.patches import Patches
-    from stopdown.quantizers.script_loading import plan_loads
-    from stopdown.runtime.scripts import ScriptGuard
-    from stopdown.sources.library_messages import drop_empty_remarks
 
-    plan = read_plan(path) if path is not None else None
-    wanted = find_format(options.precision.strip())  # None for the script's own, or a plan's
     remarks: list[str] = []
 
     def remark(text: str) -> None:
@@ -163,29 +155,19 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 
     if options.keep_repairs and path is not None:
         check_target(path, noun="plan", option="with --plan", replaces=describe_no_plan)
-    guarding = ScriptGuard(
-        options.on_fault,
-        remark,
-        plan,
-        tuple(filter(None, (options.components or "").split(","))),
-        None if wanted is None else wanted.torch_dtype,
-    )
-    with Patches() as patches, _as_main(options, patches):
-        drop_empty_remarks(patches)
-        guarding.put_on(patches)
-        if options.device is not None:
-            device = choose_device(options.device)
-            redirect_devices(str(device.torch_name), remark, patches)
-        else:
-            stop_without_kernels(patches)
-        if options.precision.strip() == "auto":
-            otherwise = f"--precision {AS_IS} loads it as the script requests."
-            plan_loads(options.device or "auto", remark, patches, otherwise)
+    children = Children(functools.partial(guard_child, options))
+    with Patches() as patches, as_main(options.target, options.words, is_module=is_module):
+        guarding = _put_on(options, path, remark, patches)
+        children.listen(patches)
+        plan = guarding.plan
         try:
-            code = _execute(start, remark)
+            code, error = execute(start)
+            wait_for_threads()
         finally:
             if path is not None and guarding.plan is not None and guarding.plan is not plan:
                 keep_updated(guarding.plan, path, options.keep_repairs, remark)
+        if "CUDA" in str(error) or "accelerator" in str(error):
+            remark(_NO_DEVICE)
         _hint_at_options(options, code, remark)
         _hint_at_components(options, guarding, remark)
     return ScriptRecord(
@@ -198,31 +180,64 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         unrepaired=guarding.failed,
         elapsed_s=time.perf_counter() - started,
         modules=guarding.modules.record,
+        processes=children.started,
     )
 
 
-def _find_start(options: ScriptOptions) -> Callable[[], Any]:
-    """What runs the script, after a look whether it is there."""
-    import importlib.util
-    import runpy
+def _put_on(
+    options: ScriptOptions, path: str | None, remark: Callable[[str], None], patches: Patches
+) -> ScriptGuard:
+    """Guard what this process calls and loads, until `patches` is undone."""
+    from stopdown.component_calls.pipeline_interception import (
+        redirect_devices,
+        stop_without_kernels,
+    )
+    from stopdown.quantizers.script_loading import plan_loads
+    from stopdown.runtime.scripts import ScriptGuard
+    from stopdown.sources.library_messages import drop_empty_remarks
 
-    if options.module is None:
-        if not Path(options.target).is_file():
-            raise InputError(
-                f"There is no script {options.target}.",
-                remedy="Name a Python file, or a module: stopdown run -m MODULE",
-            )
-        return lambda: runpy.run_path(options.target, run_name="__main__")
-    try:
-        found = importlib.util.find_spec(options.module)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise InputError(
-            f"There is no module {options.module}.",
-            remedy="Name a module that `python -m` finds, or a file: stopdown run SCRIPT",
-        )
-    return lambda: runpy.run_module(options.target, run_name="__main__", alter_sys=True)
+    wanted = find_format(options.precision.strip())  # None for the script's own, or a plan's
+    guarding = ScriptGuard(
+        remark,
+        read_plan(path) if path is not None else None,
+        tuple(filter(None, (options.components or "").split(","))),
+        None if wanted is None else wanted.torch_dtype,
+    )
+    drop_empty_remarks(patches)
+    guarding.put_on(patches)
+    if options.device is not None:
+        device = choose_device(options.device)
+        redirect_devices(str(device.torch_name), remark, patches)
+    else:
+        stop_without_kernels(patches)
+    if options.precision.strip() == "auto":
+        otherwise = f"--precision {AS_IS} loads it as the script requests."
+        plan_loads(options.device or "auto", remark, patches, otherwise)
+    return guarding
+
+
+def guard_child(options: ScriptOptions) -> None:
+    """Guard a process that the script has spawned, until it ends; what is said goes to standard error."""
+    from stopdown.app.child_processes import Children
+    from stopdown.interception.patches import Patches
+
+    def remark(text: str) -> None:
+        sys.stderr.write(f"stopdown: {text}\n")
+        sys.stderr.flush()
+
+    patches = Patches()
+    _IN_CHILD.append(patches)
+    _put_on(options, find_plan_path(options.precision), remark, patches)
+    Children(functools.partial(guard_child, options)).listen(patches)
+
+
+_IN_CHILD: list[Patches] = []
+"""What guards this process, if a script under guard has spawned it."""
+
+_NO_DEVICE = (
+    "This machine has no such device. `stopdown run --device cpu SCRIPT` uses another one. Options of "
+    "Stopdown go before the script."
+)
 
 
 def _check_options(options: ScriptOptions) -> str | None:
@@ -249,7 +264,7 @@ def _check_options(options: ScriptOptions) -> str | None:
 AS_IS = "as-is"
 """The precision with which a script loads its models itself, whatever the device is."""
 
-_OWN = ("--on-fault", "--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")
+_OWN = ("--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")
 """Options of Stopdown that people write behind the script, which then gets them."""
 
 _REFUSED = 2
@@ -260,7 +275,7 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
     """Say so when a script got an option that looks like ours and did not take it."""
     words = [word.partition("=")[0] for word in options.words]
     ours = [word for word in words if word in _OWN]
-    if ours and (code == _REFUSED or "--on-fault" in ours or "--keep-repairs" in ours):
+    if ours and (code == _REFUSED or "--keep-repairs" in ours):
         remark(
             f"{', '.join(ours)} {'was' if len(ours) == 1 else 'were'} passed to the script, because "
             "options after the script's name are the script's. Put Stopdown's options before it: "
@@ -284,56 +299,13 @@ def _hint_at_components(
 _MOST_NAMED = 8
 
 
-@contextlib.contextmanager
-def _as_main(options: ScriptOptions, patches: Any) -> Iterator[None]:
-    """With the arguments and the search path that Python would give the script."""
-    patches.set_attribute(sys, "argv", [options.target, *options.words])
-    first = "" if options.module is not None else str(Path(options.target).resolve().parent)
-    patches.set_attribute(sys, "path", [first, *sys.path])
-    main = sys.modules["__main__"]
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
-    """Run it: its exit code; what it raises is printed as Python would."""
-    try:
-        start()
-    except Stopped:  # a signal, and not the script
-        raise
-    except SystemExit as left:
-        if left.code is None or isinstance(left.code, int):
-            return left.code or 0
-        sys.stderr.write(f"{left.code}\n")
-        return 1
-    except NonFiniteError as error:
-        remark(str(error))
-        return 1
-    except StopdownError:
-        raise
-    except Exception as error:
-        trace = error.__traceback__  # the script's own frames: from its first line on
-        while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
-        if "CUDA" in str(error) or "accelerator" in str(error):
-            remark(
-                "This machine has no such device. `stopdown run --device cpu SCRIPT` uses "
-                "another one. Options of Stopdown go before the script."
-            )
-        return 1
-    return 0
-
-
 def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
-    """The script's exit code; 1 when it ended well though a fault was not repaired.
+    """The script's exit code.
 
     Args:
-        strict: findings are a failure as well.
+        strict: 1 when it ended well though a fault was not repaired, or something was found in its frames.
     """
-    return record.exit_code or int(record.unrepaired or (strict and bool(record.findings)))
+    return record.exit_code or int(strict and (record.unrepaired or bool(record.findings)))
 
 
 def _describe_run(run: GuardRecord) -> str:
@@ -345,6 +317,8 @@ def _describe_run(run: GuardRecord) -> str:
             counts[-1] += f" ({call.headroom_bits:.1f} bits of headroom in what it returned)"
     said = f"{', '.join(counts) or 'no component was guarded'}."
     for repair in run.repairs:
+        if repair.action == "none":
+            continue
         said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."
     if run.reused and run.pipeline:
         said += f" From an earlier run: {', '.join(run.reused)}."
@@ -353,19 +327,43 @@ def _describe_run(run: GuardRecord) -> str:
     return said
 
 
+def _describe_faults(record: ScriptRecord) -> str:
+    """Which faults were left, and what came of them."""
+    places = dict.fromkeys(
+        repair.component
+        for run in (*record.runs, *filter(None, (record.modules,)))
+        for repair in run.repairs
+        if repair.action == "none"
+    )
+    named = ", ".join(f"`{name}`" for name in places)
+    return (
+        f"Not repaired: NaN or Inf of {named}. The script got it as the model gave it, and the exit code "
+        "is the script's. With --strict it is 1."
+    )
+
+
 def print_script(record: ScriptRecord, console: Console) -> None:
     """Print what its models did, what was repaired, and what was found."""
     from stopdown.app.progress import print_prose
 
     if not record.runs and record.modules is None and not record.remarks:
+        where = " in its own process" if record.processes else ""
         print_prose(
             console,
-            f"stopdown: {record.script} called no torch module: there was nothing to guard.",
+            f"stopdown: {record.script} called no torch module{where}: there was nothing to guard.",
+        )
+    if record.processes:
+        many = f"{record.processes} process{'es' * (record.processes != 1)}"
+        print_prose(
+            console,
+            f"stopdown: It started {many}, guarded as well; what is done there is reported at once.",
         )
     for number, run in enumerate(record.runs, 1):
         print_prose(console, f"stopdown: run {number}, {run.pipeline}: {_describe_run(run)}")
     if record.modules is not None:
         print_prose(console, f"stopdown: without a pipeline: {_describe_run(record.modules)}")
+    if record.unrepaired:
+        print_prose(console, f"stopdown: {_describe_faults(record)}", "yellow")
     for finding in record.findings:
         text = f"stopdown: {finding.kind} in {finding.module_path}: {finding.evidence} {finding.remedy}"
         print_prose(console, text, "yellow")

@@ -89,12 +89,14 @@ class FaultHandler:
         """
         self._session, self._find_origin = session, find_origin
         self._log, self._options = session.log, session.options
+        self._hands_back = session.options.hands_back
 
     @property
     def _on_fault(self) -> OnFault:
         """What was asked for; one of several processes repairs nothing, because the others go on."""
         asked = self._options.on_fault
-        return "raise" if asked == "repair" and count_processes() > 1 else asked
+        alone: OnFault = "warn" if self._hands_back else "raise"
+        return alone if asked == "repair" and count_processes() > 1 else asked
 
     @property
     def _names_culprit(self) -> bool:
@@ -102,6 +104,20 @@ class FaultHandler:
 
     def answer(self, fault: Fault) -> Any:
         """The output to go on with after a fault."""
+        try:
+            return self._answer(fault)
+        except ReplacedError:
+            raise
+        except Exception as error:
+            if not self._hands_back:
+                raise
+            fault.guarded.state.put_on(fault.guarded.latest.applied)
+            self._log.give_up(fault.component, _name_kind(fault))
+            case = _Case(fault, Culprit("unknown"), time.perf_counter())
+            self._note(case, "none", f"{take_first_line(error)} {_AS_GIVEN}")
+            return fault.output
+
+    def _answer(self, fault: Fault) -> Any:
         with find_lock(fault.guarded.module).changing():
             if self._session.is_over:
                 self._begin_again(fault)
@@ -109,6 +125,9 @@ class FaultHandler:
                 fault = self._look_again(fault)
                 if fault.check.is_good:
                     return fault.output
+            is_bad = not fault.check.is_good
+            if is_bad and self._log.has_given_up(fault.component, _name_kind(fault)):
+                return self._hand_back(fault)
             return self._work_on(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
@@ -257,9 +276,7 @@ class FaultHandler:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
         if self._has_written(fault):
             case.tried.append("it wrote to its arguments, so it cannot be made again.")
-            error = self._make_error(case)
-            self._note(case, "none", "The call cannot be made again.")
-            raise error
+            return self._give_up(case, "The call cannot be made again.")
         case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
@@ -272,9 +289,26 @@ class FaultHandler:
                 return output
         state.put_on(case.before)
         fault.guarded.latest.restore()  # the next call begins as this one did
-        error = self._make_error(case)
-        self._note(case, "none", "No repair gave a finite result.")
-        raise error
+        return self._give_up(case, "No repair gave a finite result.")
+
+    def _give_up(self, case: _Case, why: str) -> Any:
+        """End the run, or return what the model gave, with all that its call draws and keeps."""
+        fault = case.fault
+        if not self._hands_back:
+            error = self._make_error(case)
+            self._note(case, "none", why)
+            raise error
+        self._note(case, "none", f"{why} {_AS_GIVEN}")
+        self._log.give_up(fault.component, _name_kind(fault))
+        if self._has_written(fault):
+            return fault.output
+        return fault.call.proceed()
+
+    def _hand_back(self, fault: Fault) -> Any:
+        """Return what the model gave in a call of a kind that was given up; kept once for each run."""
+        if not any(x.component == fault.component for x in self._log.of_this_run):
+            self._note(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
+        return fault.output
 
     def _has_written(self, fault: Fault) -> bool:
         """Whether the call wrote to tensors that it was given: another one would begin elsewhere."""
@@ -480,6 +514,14 @@ class FaultHandler:
         except Exception:  # a device that cannot be asked: what is found of the fault matters more
             return False
         return support.native and support.works
+
+
+_AS_GIVEN = "The script gets it as the model gave it."
+
+
+def _name_kind(fault: Fault) -> str:
+    """What tells apart calls that a repair may help: what they are given, and whether that is finite."""
+    return f"{'not ' if fault.check.inputs else ''}finite|{fault.call.key}"
 
 
 def _list_shapes(output: Any) -> str:

@@ -6,15 +6,24 @@ from collections.abc import Callable
 
 from stopdown.records import Repair
 
+_MOST_TRIES = 3
+"""Kinds of calls of a component for which a repair is looked for in vain."""
+
 
 class RepairLog:
-    """Repairs, and calls that were not repaired, in order."""
+    """Repairs, and calls that were not repaired, in order.
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    Args:
+        before: of an earlier guard of the same program: what it reported is not reported again, and what it
+            gave up stays so.
+    """
+
+    def __init__(self, announce: Callable[[str], None], before: RepairLog | None = None) -> None:
         self._announce = announce
         self._repairs: list[Repair] = []
         self._left: list[str] = []
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = before._reported if before is not None else set()
+        self._given_up: dict[str, set[str]] = before._given_up if before is not None else {}
         self._run_begins = 0
 
     def __len__(self) -> int:
@@ -41,6 +50,15 @@ class RepairLog:
             if is_fault:
                 self.report_once(component, "left", text)
             self.mark_reported(component, "left")
+
+    def give_up(self, component: str, kind: str) -> None:
+        """Keep that no repair helps calls of this kind."""
+        self._given_up.setdefault(component, set()).add(kind)
+
+    def has_given_up(self, component: str, kind: str) -> bool:
+        """Return whether a repair is not looked for any more: of this kind, or after many in vain."""
+        known = self._given_up.get(component, set())
+        return kind in known or len(known) >= _MOST_TRIES
 
     def begin_run(self) -> None:
         self._run_begins = len(self._repairs)

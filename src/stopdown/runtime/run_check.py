@@ -224,7 +224,7 @@ class RunCheck:
             self._report_result(f"The pipeline's result holds {counts} in {total} values.")
 
     def _report_result(self, what: str) -> None:
-        """Record values that are not finite and that no component made, and stop the run."""
+        """Record values that are not finite and that no component made; end the run, or hand them back."""
         origin = self.find_origin()
         repair = Repair(
             component="pipeline",
@@ -236,7 +236,8 @@ class RunCheck:
             reason="No component caused it, so there is nothing to repair.",
         )
         self._session.log.keep(repair)
-        if self._session.options.on_fault != "warn":
+        options = self._session.options
+        if not (options.on_fault == "warn" or options.hands_back):
             raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
 
     def check_frames(self, output: Any) -> None:

@@ -3,7 +3,8 @@
 Each call of a pipeline gets a guard of its own, and so does each outermost call of a module that the
 script makes without one. It is gone when the call returns: what the script does with a model between calls
 (move it, save it, load adapters) it does with its own weights. What one call repaired is put on from the
-start of the next one.
+start of the next one. A fault that no repair helps is reported once, and the script gets what the model
+gave, as without a guard.
 
 **Catches** NaN and Inf in what components return, which are repaired there, in Diffusers pipelines and
 without one; black, grey, frozen and noisy frames in what a pipeline returns, which are found.
@@ -43,7 +44,7 @@ from stopdown.component_calls.outermost_calls import (
     silenced,
 )
 from stopdown.component_calls.pipeline_interception import intercept_runs
-from stopdown.errors import NonFiniteError, PlanError, StopdownError
+from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.graph.capture import set_own_dtypes
 from stopdown.interception.patches import Patches
@@ -52,7 +53,6 @@ from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_log import RepairLog
-from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.run_check import collect_videos
 
@@ -150,7 +150,6 @@ class ScriptGuard:
         runs: what each guard saw and did, one for each call of a pipeline.
     """
 
-    on_fault: OnFault
     announce: Callable[[str], None]
     plan: Plan | None = None
     components: tuple[str, ...] = ()
@@ -160,7 +159,8 @@ class ScriptGuard:
     failed: bool = False
     _inside: set[int] = field(default_factory=set)
     _repair_cache: RepairCache = field(default_factory=RepairCache)
-    _without_plan: set[str] = field(default_factory=set)
+    _logs: WeakKeyDictionary[Any, RepairLog] = field(default_factory=WeakKeyDictionary)
+    _said: set[str] = field(default_factory=set)
     _cast: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
 
     def __post_init__(self) -> None:
@@ -180,7 +180,8 @@ class ScriptGuard:
         pipe: Any = call.callee.owner
         if id(pipe) in self._inside:  # a class that calls its parent's `__call__`
             return call.proceed()
-        guarding = self._guard(pipe, type(pipe).__name__)
+        log = self._logs[pipe] = RepairLog(self.announce, self._logs.get(pipe))
+        guarding = self._guard(pipe, type(pipe).__name__, self._choose(log=log))
         if guarding is None:
             return call.proceed()
         self._inside.add(id(pipe))
@@ -211,8 +212,6 @@ class ScriptGuard:
         try:
             with self._failing(guarding), self._casting((callee,)), guarding:
                 yield
-        except StopdownError:
-            raise
         except Exception as error:
             self.modules.note_failure(callee.name, error)
             raise
@@ -255,38 +254,34 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _failing(self, guarding: Guard) -> Iterator[None]:
-        """Note whether a fault was left, and say what a script can do about it."""
+        """Note whether a fault was left."""
         before = len(guarding.repairs)
         try:
             yield
-        except NonFiniteError as error:
-            self.failed = True
-            remedy = self._advise()
-            raise NonFiniteError(error.what, expected=error.expected, remedy=remedy) from error
         finally:
             self.failed |= any(repair.action == "none" for repair in guarding.repairs[before:])
 
-    def _guard(self, program: Any, name: str, options: GuardOptions | None = None) -> Guard | None:
+    def _guard(self, program: Any, name: str, options: GuardOptions) -> Guard | None:
         try:
-            by_plan = self._guard_by_plan(program) if options is None else None
-            return by_plan or self._guard_by_what_was_found(program, options or self._choose())
-        except StopdownError:
-            raise
+            by_plan = None if isinstance(program, Callee) else self._guard_by_plan(program, options)
+            return by_plan or self._guard_by_what_was_found(program, options)
         except Exception as error:  # a program unlike all others: it runs as it is
-            self.announce(f"{name} could not be guarded: {error}")
+            self._say_once(f"{name} could not be guarded: {take_first_line(error)}")
             return None
 
-    def _guard_by_plan(self, pipe: Any) -> Guard | None:
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.announce(text)
+
+    def _guard_by_plan(self, pipe: Any, options: GuardOptions) -> Guard | None:
         """A guard with the plan; None when there is none, or it is another model's."""
         if self.plan is None:
             return None
         try:
-            return Guard(pipe, self._choose(plan=self.plan)).put_on()
+            return Guard(pipe, dataclasses.replace(options, plan=self.plan)).put_on()
         except PlanError as error:
-            name = type(pipe).__name__
-            if name not in self._without_plan:
-                self._without_plan.add(name)
-                self.announce(f"{name} runs without the plan. {error}")
+            self._say_once(f"{type(pipe).__name__} runs without the plan. {error}")
             return None
 
     def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:
@@ -302,19 +297,12 @@ class ScriptGuard:
 
     def _choose(self, **more: Any) -> GuardOptions:
         return GuardOptions(
-            on_fault=self.on_fault,
             announce=self.announce,
             frames=False,
+            hands_back=True,
             components=self.components,
             **more,
         )
-
-    def _advise(self) -> str:
-        """What to type after a fault that ended a call: the script has no `--precision`."""
-        wide = "the script can load it in bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)"
-        if self.on_fault == "raise":
-            return f"Use stopdown run --on-fault repair, which repairs it and continues; or {wide}."
-        return f"Nothing that was tried helped; {wide}."
 
     def _look(self, name: str, output: Any) -> None:
         for number, frames in enumerate(collect_videos(output)):

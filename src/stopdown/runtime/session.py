@@ -92,6 +92,8 @@ class GuardOptions:
         names_culprit: run a call that failed once more to find where the fault begins.
         log: goes on with what other guards did; None begins anew.
         calls_before: of the component, under other guards.
+        hands_back: a fault that no repair helps is reported, and the program gets what the model gave;
+            else it ends the run.
     """
 
     on_fault: OnFault = "repair"
@@ -108,6 +110,7 @@ class GuardOptions:
     components: tuple[str, ...] = ()
     log: RepairLog | None = None
     calls_before: int = 0
+    hands_back: bool = False
 
     def wants(self, callee: Callee) -> bool:
         words = (callee.name, type(callee.owner).__name__)

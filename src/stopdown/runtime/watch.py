@@ -12,6 +12,7 @@ from stopdown.component_calls.outermost_calls import is_plain, wants_gradients
 from stopdown.devices.environment import count_processes
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
+from stopdown.errors import take_first_line
 from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler
@@ -67,7 +68,13 @@ class Watch:
             output = self._handler.answer_refusal(self._make_fault(guarded, call), error)
         returned = time.perf_counter()
         guarded.note_kept()
-        check = self._session.check(guarded, output)
+        try:
+            check = self._session.check(guarded, output)
+        except Exception as error:
+            if not self._session.options.hands_back:
+                raise
+            self._leave_unchecked(guarded, error)
+            return output
         guarded.latest.given = given
         with self._session.counting:
             guarded.count_call(returned - called, check)
@@ -84,6 +91,14 @@ class Watch:
             observer(guarded.name, guarded.callee.stage, steps.done, steps.total)
         self.own_s += (called - entered_at) + (time.perf_counter() - returned)
         return output
+
+    def _leave_unchecked(self, guarded: GuardedCall, error: Exception) -> None:
+        """Report a call whose values no check can read."""
+        guarded.state.notes.clear()
+        self._session.log.leave(
+            guarded.name,
+            f"What `{guarded.name}` returned could not be checked: {take_first_line(error)}",
+        )
 
     def _make_fault(
         self,

@@ -1,0 +1,140 @@
+"""A script or a module as `__main__` of this process, as Python would run it: its own module, arguments,
+search path, exceptions and exit code."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.util
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from stopdown.app.signals import Stopped
+from stopdown.errors import InputError, StopdownError
+
+Start = Callable[[], Any]
+"""Runs a program to its end, in `sys.modules["__main__"]`."""
+
+
+def find_start(target: str, *, is_module: bool) -> Start:
+    """Return what runs a file, a folder or a module, after a look whether it is there."""
+    if is_module:
+        spec = _find_module(target)
+        return lambda: _run_module(spec)
+    if target.startswith("-"):
+        raise InputError(
+            f"stopdown run has no option {target}.",
+            remedy="Run stopdown run -h, which lists its options. Options of the script go after its name.",
+        )
+    if not Path(target).exists():
+        raise InputError(
+            f"There is no script {target}.",
+            remedy="Name a Python file, or a module: stopdown run -m MODULE",
+        )
+    return lambda: _run_file(target)
+
+
+def _find_module(name: str) -> ModuleSpec:
+    """The spec of a module with code; of a package its `__main__`."""
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.loader is None:
+        raise InputError(
+            f"There is no module {name}.",
+            remedy="Name a module that `python -m` finds, or a file: stopdown run SCRIPT",
+        )
+    return found
+
+
+def _run_module(spec: ModuleSpec) -> None:
+    code = getattr(spec.loader, "get_code")(spec.name)  # noqa: B009  # not every loader has it
+    sys.argv[0] = spec.origin or sys.argv[0]
+    _run(
+        code,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _run_file(path: str) -> None:
+    code = _compile(path)
+    if code is None:  # a folder, an archive or compiled code
+        runpy.run_path(path, run_name="__main__")
+        return
+    _run(code, __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+
+
+def _compile(path: str) -> CodeType | None:
+    """The code of a file; None where it is no source."""
+    if Path(path).is_dir() or path.endswith(".pyc"):
+        return None
+    text = Path(path).read_bytes()
+    if text.startswith(b"PK\x03\x04"):  # an archive
+        return None
+    return compile(text, path, "exec", dont_inherit=True)
+
+
+def _run(code: CodeType, **more: Any) -> None:
+    main = sys.modules["__main__"]
+    vars(main).update(more, __builtins__=builtins)
+    exec(code, vars(main))
+
+
+@contextlib.contextmanager
+def as_main(target: str, words: tuple[str, ...], *, is_module: bool) -> Iterator[None]:
+    """With a `__main__`, arguments and a search path like those that Python would give the program."""
+    from stopdown.interception.patches import Patches
+
+    main = ModuleType("__main__")
+    if sys.version_info < (3, 14):  # which makes them where they are asked for
+        vars(main)["__annotations__"] = {}
+    with Patches() as patches:
+        patches.set_attribute(sys, "argv", [target, *words])
+        first = "" if is_module else str(Path(target).resolve().parent)
+        patches.set_attribute(sys, "path", [first, *sys.path])
+        patches.set_item(sys.modules, "__main__", main)
+        yield
+
+
+def execute(start: Start) -> tuple[int, BaseException | None]:
+    """Run a program: its exit code, and what it raised, which is printed as Python would."""
+    try:
+        start()
+    except Stopped:  # a signal, and not the script
+        raise
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0, None
+        sys.stderr.write(f"{left.code}\n")
+        return 1, None
+    except (KeyboardInterrupt, StopdownError):
+        raise
+    except BaseException as error:
+        own = error.__traceback__  # the script's own frames: from its first line on
+        while own is not None and own.tb_frame.f_globals.get("__name__") != "__main__":
+            own = own.tb_next
+        if own is None and not isinstance(error, SyntaxError):  # which has no frame in it
+            own = error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return 1, error
+    return 0, None
+
+
+def wait_for_threads() -> None:
+    """Wait for the threads of a program that has ended, as Python does."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()

@@ -1,0 +1,5 @@
+"""Leave with a number that a byte cannot hold."""
+
+import sys
+
+sys.exit(int(sys.argv[1]))
