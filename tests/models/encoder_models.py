@@ -332,6 +332,8 @@ ENCODERS: dict[str, Encoder] = {
         _of("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_QWEN_VL)
     ),
     "Qwen3ForCausalLM": Encoder(_of("Qwen3ForCausalLM", "Qwen3Config", **_LLM)),
+    "MistralModel": Encoder(_of("MistralModel", "MistralConfig", **_LLM)),
+    "Gemma3TextModel": Encoder(_of("Gemma3TextModel", "Gemma3TextConfig", **_GEMMA)),
     "Qwen3Model": Encoder(_of("Qwen3Model", "Qwen3Config", **_LLM)),
     "Qwen3VLForConditionalGeneration": Encoder(
         _of("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", **_QWEN3_VL_ALL)

@@ -193,12 +193,13 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
         }
         follow_adapters(module, scaling, named, patches)
         _scale_all_eps(module, scaling.eps, patches)
-        for path, exponent in scaling.multiplies.items():
-            multiply = partial(_multiply_output, 2.0**exponent)
-            patches.defer(_find_module(module, path).register_forward_hook(multiply).remove)
         if scaling.outputs:
             hook = partial(widen_outputs, dict(scaling.outputs))
-            patches.defer(module.register_forward_hook(hook).remove)
+            patches.defer(module.register_forward_hook(hook, prepend=True).remove)
+        for path, exponent in scaling.multiplies.items():
+            multiply = partial(_multiply_output, 2.0**exponent)
+            part = _find_module(module, path)  # other hooks read what the module gives
+            patches.defer(part.register_forward_hook(multiply, prepend=True).remove)
         patches.set_attribute(module, RESCALED, True)
         torch.clear_autocast_cache()
     except BaseException:

@@ -1,11 +1,13 @@
-"""What a module keeps from one call to the next: buffers that a call writes, and attributes that it sets.
+"""What a module keeps from one call to the next: buffers that a call writes, attributes that it sets, hooks
+that it registers.
 
 Exponents are found for calls that are functions of their arguments. A module that adds to a running mean,
 counts its calls or remembers a result computes something else the second time, so nothing can be compared,
 and what it remembers would have to be rescaled as well.
 
 **Catches** buffers that are written or replaced; attributes that are set; lists, sets and mappings in
-attributes that grow, shrink or get other values.
+attributes that grow, shrink or get other values; hooks that are put on parts, as Transformers puts its
+recorders of hidden states on them at the first call that asks for some.
 **Does not catch** what is kept inside of other objects, or in variables outside of the module.
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.module_paths import OWN_ATTRIBUTES
+from stopdown.interception.module_paths import OWN_ATTRIBUTES, is_own
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_writes, has_values
@@ -30,6 +32,7 @@ class KeptState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._parts = dict(module.named_modules())
+        self._hooks = {path: set(_list_hooks(part)) for path, part in self._parts.items()}
         self._attributes = {path: _read_attributes(part) for path, part in self._parts.items()}
         self._buffers = {
             (path, name): (tensor, tensor.detach().clone(), count_writes(tensor))
@@ -56,15 +59,30 @@ class KeptState:
                 for name in names
                 if _mark(before.get(name)) != _mark(now.get(name))
             ]
-        return changed
+        return [*changed, *(f"{path}.{_HOOKS}".removeprefix(".") for path in self._list_hooked())]
+
+    def _list_hooked(self) -> list[str]:
+        """Paths of the parts that a call put hooks on; Stopdown's are of repairs, which no call keeps."""
+        return [path for path, part in self._parts.items() if self._list_new_hooks(path, part)]
+
+    def _list_new_hooks(self, path: str, part: torch.nn.Module) -> list[int]:
+        known = self._hooks[path]
+        return [x for x, hook in _list_hooks(part).items() if x not in known and not is_own(hook)]
 
     def restore(self, names: list[str]) -> None:
-        """Leave what `list_changes` named as it was; everything else may have been cast or scaled since."""
+        """Leave what `list_changes` named as it was; everything else may have been cast or scaled since.
+
+        Of hooks, those that later calls of the same kind put on go as well.
+        """
         patches = Patches()  # never undone: this is how it was
         for full in names:
             path, _, name = full.rpartition(".")
             part = self._parts[path]
-            if (path, name) in self._buffers:
+            if name == _HOOKS:
+                for number in self._list_new_hooks(path, part):
+                    for table in _list_tables(part):
+                        table.pop(number, None)
+            elif (path, name) in self._buffers:
                 tensor, before, _ = self._buffers[path, name]
                 patches.write_tensor(tensor, before)
                 patches.set_item(part._buffers, name, tensor)
@@ -74,6 +92,24 @@ class KeptState:
                 _refill(value, held)
             else:
                 patches.remove_attribute(part, name)
+
+
+_HOOKS = "(hooks)"
+
+
+def _list_hooks(part: torch.nn.Module) -> dict[int, Any]:
+    return {**part._forward_hooks, **part._forward_pre_hooks}
+
+
+def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """Hooks, and how they are to be called, by their numbers."""
+    return (
+        part._forward_hooks_with_kwargs,
+        part._forward_hooks_always_called,
+        part._forward_pre_hooks_with_kwargs,
+        part._forward_hooks,
+        part._forward_pre_hooks,
+    )
 
 
 def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
