@@ -515,27 +515,6 @@ def memory_error() -> str:
 
 
 @_figure
-def quantised_table() -> str:
-    """What each format of quantised files holds, and fp16 with its exponents."""
-    rows = []
-    for x in _read("quantised")["rows"]:
-        held = "every power of two" if x["holds_down_to"] <= -100 else f"2^{x['holds_down_to']}"
-        before = "NaN" if x["fp16 before"] is None else _percent(x["fp16 before"])
-        after = _percent(x["fp16 after"]) if "fp16 after" in x else "refused"
-        rows.append([x["format"], held, before, after, _percent(x["bf16"])])
-    headings = ("format", "its scales hold", "fp16 before", "fp16 after", "bf16")
-    return _make_table(headings, rows)
-
-
-@_figure
-def int8_own() -> str:
-    """What a file in int8 is off when activations are quantised, too."""
-    x = next(row for row in _read("quantised")["comfyui"] if row["format"] == "int8")
-    low, brain = _percent(x["fp16"]), _percent(x["bf16"])
-    return f"{_percent(x['fp32'])} off in fp32, {low} in fp16 and {brain} in bf16"
-
-
-@_figure
 def compare_table() -> str:
     """The bundled model on 20 prompts in six precisions."""
     record = _read("compare")["comparison"]

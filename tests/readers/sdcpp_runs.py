@@ -24,14 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.single_file_models import build, draw, find_model
+from models.single_file_models import build
 from models.weight_file_samples import write_gguf
-from readers.single_file_readers import RUNS, convert_model, save_model
-from stopdown.checkpoints.convert import convert
-from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import measure_plan
+from readers.single_file_readers import RUNS, convert_model
 from stopdown.sources.single_file_names import arrange, find_whole
-from stopdown.sources.sources import resolve_source
 from stopdown.sources.weight_files import load_weights
 
 SIZE, SEED = 128, 1
@@ -184,19 +180,18 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
 def measure_gguf(folder: Path) -> dict[str, dict[str, float]]:
     """The same of GGUF files of the denoiser, by type, and with flash attention, which casts to fp16.
 
-    The reference is what a file's codes stand for, in fp32.
+    They are quantised from the file as it was, and from the converted one. The reference is what the codes
+    of the first stand for, in fp32.
     """
-    source = save_model(DENOISER, folder)
-    plain = {name: x.float().numpy() for name, x in load_file(source.path).items()}
+    plain, scaled = (
+        {name: x.float().numpy() for name, x in load_file(path).items()}
+        for path in convert_model(DENOISER, folder)
+    )
     decoder = write_forms(convert_model(DECODER, folder), folder)["converted fp32"]
     files = {}
     for kind in GGUF:
         before = write_gguf(folder / f"{kind}.gguf", kind, plain)
-        after = folder / f"{kind}-fp16.gguf"
-        found = resolve_source(before, config=folder / "transformer")
-        call = draw(find_model(DENOISER).call)
-        plan = measure_plan(found, prompts=[call])
-        convert(found, after, plan, request=Request(arguments=call))
+        after = write_gguf(folder / f"{kind}-fp16.gguf", kind, scaled)
         exact = folder / f"{kind}.safetensors"
         save_file(load_weights(before), exact)
         files |= {(kind, "exact"): exact}

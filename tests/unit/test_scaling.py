@@ -18,12 +18,10 @@ from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks
-from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling import exponent_rules as rules
 from stopdown.scaling import problem as problems
-from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.problem import MeasuredCall, Problem, Statements, state_problem
 from stopdown.scaling.rescale import rescale_
@@ -214,7 +212,7 @@ def _read_problem(problem: Problem) -> list[object]:
     """All that the solver is given."""
     system = problem.system
     roots = {key: system.find(unknown) for key, unknown in system.keys.items()}
-    held = problem.limits, problem.floors, problem.bounds, problem.parameters, problem.multiplies
+    held = problem.limits, problem.floors, problem.parameters, problem.multiplies
     return [*held, roots, system.reduced(), problem.layers, problem.outputs]
 
 
@@ -266,15 +264,6 @@ def test_columns_have_one_exponent_where_that_does() -> None:
     rescaling = rescale_(nn.Sequential(module, nn.LayerNorm(4)), (x,))
     assert "0.out.weight" in rescaling.exponents
     assert not any("[:," in name for name in (*rescaling.exponents, *rescaling.scaling.layers))
-
-
-def test_columns_of_a_quantised_file_have_one_exponent() -> None:
-    """Its scales are of rows, or of blocks of columns."""
-    module, x = _make_parallel()
-    put_bounds(module, dict.fromkeys(module.state_dict(), FoldBound()), Patches())
-    rescaling = rescale_(module, (x,))
-    assert rescaling.multiplies or rescaling.fp32_modules
-    assert not any("[:," in name for name in rescaling.exponents)
 
 
 def test_an_operation_without_a_rule_is_pinned_and_named() -> None:

@@ -131,11 +131,13 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
-    from stopdown.checkpoints.output_places import Target
+    from stopdown.checkpoints.output_places import Target, choose_target
     from stopdown.plans.call_recorder import read_call
     from stopdown.plans.certified import certify_plan
     from stopdown.sources.library_messages import quiet_libraries
 
+    place = options.output if options.to is None else Target(options.output, options.to)
+    choose_target(place, source)  # refused before a plan is computed
     if options.call is not None:
         request = dataclasses.replace(request, arguments=read_call(options.call))
     if plan is None:
@@ -146,7 +148,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
 
     return convert_module.convert(
         source,
-        options.output if options.to is None else Target(options.output, options.to),
+        place,
         plan,
         leave=options.leave,
         allow=_list_allowed(options),

@@ -76,12 +76,11 @@ def describe_component(
     reasons: Iterable[str],
     *,
     fields: Mapping[str, Any],
-    precision: str = "fp16",
 ) -> ConvertedComponent:
     signatures = found.scaling.signatures if found.scaling.exponents else ()
     return ConvertedComponent(
         component=name,
-        precision=precision,
+        precision="fp16",
         folded=len({split_name(key)[0] for key in found.scaling.exponents}),
         solved_anew=found.anew,
         fields=dict(fields),

@@ -53,7 +53,6 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_components, find_kept_fp32, is_autoencoder
 from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
-from stopdown.extensions import require_offer
 from stopdown.files.outputs import written_beside
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.mapped_weights import choose_folder, map_copy
@@ -62,8 +61,6 @@ from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
-    Rows,
-    put_file_bounds,
     spread_exponents,
     trace_columns,
     trace_rows,
@@ -120,15 +117,9 @@ class _Work:
     plan: Plan
     leave: tuple[str, ...]
     form: Form
-    quantised_rows: Rows | None = None
     expressed: dict[str, FileExponents] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether codes and scales stay so."""
-        return self.form == "single" and self.quantised_rows is not None
 
     @property
     def has_config(self) -> bool:
@@ -234,13 +225,12 @@ def _open(
 
     where = choose_device(device)
     pipe = load_program(source, torch_dtypes=None, progress=progress)
-    rows = put_file_bounds(source, pipe)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
     move_program(pipe, where)
     if not source.parts:
         pipe.set_progress_bar_config(disable=True)
-    return _Work(source, pipe, plan, tuple(leave), target.form, rows)
+    return _Work(source, pipe, plan, tuple(leave), target.form)
 
 
 def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
@@ -475,16 +465,12 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
     folds = {name: found.scaling.exponents for name, found in work.expressed.items()}
     _tell(progress, "write", "names", 0, 2)
     try:
-        rows = work.quantised_rows or trace_rows(work.source)
+        rows = trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
         columns = trace_columns(work.source, rows, folds)
         _tell(progress, "write", part.suffix, 1, 2)
         entries = _list_entries(work, list(folds), name_exponents(spread, columns))
-        if work.is_quantised:
-            fold_file = require_offer("fold_file", "A quantised file")
-            fold_file(work.source.path, part, spread, _find_inputs(work, rows), entries)
-        else:
-            write_single_file(work.source.path, part, spread, entries, columns)
+        write_single_file(work.source.path, part, spread, entries, columns)
     except ScalingError as error:
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",
@@ -493,18 +479,6 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         ) from error
     _tell(progress, "write", "done", 2, 2)
     return rows.find_unread()
-
-
-def _find_inputs(work: _Work, rows: Rows) -> dict[str, int]:
-    """Weights of a file to the exponent of what they multiply."""
-    inputs = {}
-    for component, found in work.expressed.items():
-        for layer, (exponent, _) in found.scaling.layers.items():
-            name = f"{layer.partition('[')[0]}.weight"
-            if name in rows.numbers[component]:
-                for weight in rows.find_tensors(component, name):
-                    inputs[weight] = exponent
-    return inputs
 
 
 def _describe(work: _Work, output: Path, unread: tuple[str, ...], elapsed_s: float) -> Conversion:
@@ -538,7 +512,6 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
         found,
         _list_reasons(work, entry, found),
         fields=_list_fields(work, name) if work.has_config else {},
-        precision="as quantised" if work.is_quantised else "fp16",
     )
 
 
@@ -567,11 +540,6 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> It
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
         yield describe_left(found)
-    elif work.is_quantised:
-        yield (
-            "Codes and formats are those of the source, and powers of two are in the scales: it "
-            "equals the original, bit for bit."
-        )
     else:
         yield "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
@@ -610,8 +578,6 @@ def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'
-    if output.suffix.lower() == ".gguf":
-        options += ", quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float16)"
     if work.form == "single" and library != "diffusers":
         return f'{class_name}.from_pretrained(None, config=..., state_dict=load_file("{output}"))'
     if work.form == "single" and not hasattr(find_class(library, class_name), "from_single_file"):

@@ -41,6 +41,20 @@ class Target:
     form: Form
 
 
+def _refuse_quantised(source: Source) -> None:
+    """Refuse to write codes and scales again: exponents are folded into values in fp16."""
+    file = open_weight_file(source.path)
+    if not file.is_quantised:
+        return
+    kinds = ", ".join(dict.fromkeys(x.stored for x in file.weights if x.is_scaled)) or file.kind
+    raise OptionError(
+        f"{source.name} has quantised weights ({kinds}).",
+        expected="Exponents are not written into quantised files.",
+        remedy="Give a folder as OUT, which gets their values in fp16. Or convert the file that it was "
+        "quantised from, and quantise the result.",
+    )
+
+
 def choose_target(output: str | Path | Target, source: Source) -> Target:
     """The place and its form; by the name of the place where no form is given."""
     if not isinstance(output, Target):
@@ -48,6 +62,8 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
         output = Target(output, "single" if is_file else "diffusers")
     path = Path(output.path)
     is_file = path.suffix.lower() in WEIGHT_FILES
+    if output.form != "diffusers" and source.kind == "file":
+        _refuse_quantised(source)
     if is_file and source.kind == "file" and path.suffix.lower() != source.path.suffix.lower():
         raise OptionError(
             f"OUT {path} is another kind of file than {source.name}.",

@@ -22,7 +22,6 @@ from safetensors import safe_open
 
 from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
-from stopdown.extensions import find_offer
 from stopdown.fold_names import list_folds, list_runs, spread_columns, spread_rows
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches
@@ -274,19 +273,6 @@ def write_single_file(
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if too_large:
         raise ScalingError(f"Values are beyond 65504 in {', '.join(too_large)}.")
-
-
-def put_file_bounds(source: Source, program: Any) -> Rows | None:
-    """Let the components of a program carry what the scales of its quantised file hold of a fold.
-
-    Returns:
-        The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.
-
-    Cost: two loads without values, and a pass over the scales.
-    """
-    offered = find_offer("put_file_bounds")  # without it, no quantised file was loaded
-    found: Rows | None = offered(source, program) if offered is not None else None
-    return found
 
 
 def fold_rows(

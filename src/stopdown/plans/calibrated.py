@@ -57,7 +57,6 @@ from stopdown.pipelines.requests import (
     list_needed_fields,
     list_prompts,
 )
-from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.plans.call_recorder import (
     PROMPTS,
     list_part_calls,
@@ -357,7 +356,6 @@ def _open(given: Any, device: str | None, how: tuple[str, str, Progress | None])
     source = given
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
     pipe = load_program(source, torch_dtypes=torch.float32, progress=how[-1])
-    put_file_bounds(source, pipe)
     where = choose_device(device or "auto")
     if device is None:  # the best one that holds the pipeline in fp32 with half to spare
         parts = find_components(pipe).values()

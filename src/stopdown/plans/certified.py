@@ -22,7 +22,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import carries_plan, complete_source, load_component, load_program
 from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_files import put_file_bounds
 from stopdown.pipelines.skeletons import (
     build_component,
     build_empty_component,
@@ -190,7 +189,6 @@ def certify_plan(
         name: getattr(program, name) if source.loras else build_with_tables(source, name)
         for name in names
     }
-    put_file_bounds(source, SimpleNamespace(**modules))
     stored, hands_over = read_stored_dtypes(source), _hands_over(calls)
     context = _Context(stored, others, stream, device, unseen, progress, hands_over)
     keys = dict[str, str]()

@@ -9,7 +9,6 @@ Not covered: a type whose scales are spread over its block (IQ1_M): it has no en
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from stopdown.devices.environment import require_package
-from stopdown.errors import ScalingError, take_one_line
+from stopdown.errors import take_one_line
 from stopdown.sources.headers import DamagedFileError
 
 SCALES: Mapping[str, tuple[int, ...]] = {
@@ -103,56 +102,3 @@ def read_scales(tensor: Any) -> torch.Tensor:
         for at in SCALES.get(tensor.tensor_type.name, ())
     ]
     return torch.cat(parts, 1) if parts else torch.empty(0, 1, dtype=torch.float16)
-
-
-def copy_with_texts(source: Path, target: Path, texts: Mapping[str, str]) -> None:
-    """Write a file again with texts more in its metadata, and every other byte as it was."""
-    reader = open_gguf(source)
-    with source.open("rb") as file:
-        header = file.read(int(_find_end(reader)))
-    entries = b"".join(
-        _encode(name) + _STRING.to_bytes(4, "little") + _encode(text)
-        for name, text in texts.items()
-    )
-    count = int.from_bytes(header[16:24], "little") + len(texts)
-    header = header[:16] + count.to_bytes(8, "little") + entries + header[24:]
-    with source.open("rb") as old, target.open("wb") as new:
-        new.write(header + bytes(-len(header) % reader.alignment))
-        old.seek(reader.data_offset)
-        shutil.copyfileobj(old, new, 2**22)
-
-
-_STRING = 8
-"""The type of a text in metadata."""
-
-
-def _encode(text: str) -> bytes:
-    return len(text.encode()).to_bytes(8, "little") + text.encode()
-
-
-def _find_end(reader: Any) -> int:
-    """Where the header ends, padding aside: behind the description of the last tensor."""
-    fields = [tensor.field for tensor in reader.tensors] or list(reader.fields.values())
-    return max(entry.offset + sum(part.nbytes for part in entry.parts) for entry in fields)
-
-
-def fold_tensor(tensor: Any, rows: torch.Tensor) -> None:
-    """Multiply the rows of a tensor by powers of two in place.
-
-    Args:
-        tensor: of a reader in the mode `r+`.
-        rows: exponents, `[R]`, or one for all.
-    """
-    kind, data = tensor.tensor_type.name, tensor.data
-    if kind not in PLAIN and kind not in SCALES:
-        raise ScalingError(f"{tensor.name} is stored as {kind}, whose scales are not folded.")
-    _, size = require_gguf().GGML_QUANT_SIZES[tensor.tensor_type]
-    parts = SCALES.get(kind, (0,))
-    width = {"F32": 4, "F64": 8}.get(kind, 2)
-    dtype = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
-    stored = data.view("uint8").reshape(data.shape[0], -1, size)
-    for at in parts:
-        raw = torch.from_numpy(stored[:, :, at : at + width].copy())
-        scales = raw.view(dtype.get(kind, torch.float16))
-        folded = torch.ldexp(scales.double(), rows.reshape(-1, 1, 1)).to(scales.dtype)
-        stored[:, :, at : at + width] = folded.view(torch.uint8).numpy()

@@ -35,7 +35,6 @@ from stopdown.graph.range_measurement import Range, Ranges, find_saturating, log
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.exponent_rules import Operation, state_equations
-from stopdown.scaling.fold_bounds import FoldBound, read_bounds
 from stopdown.scaling.linear_system import ZERO, System
 
 SMALLEST_BITS = -22.0
@@ -112,7 +111,6 @@ class Problem:
         inputs: number of an argument that may be multiplied before the call to its unknown.
         layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
             `path[:,0:64]` of its inputs, to the unknowns of its input and output in each call of it.
-        bounds: (unknown, parameter, what limits its fold) of weights whose format does not hold any.
         apart: the system before unknowns of like modules were merged; None when none were.
     """
 
@@ -132,7 +130,6 @@ class Problem:
     outputs: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    bounds: list[tuple[int, str, FoldBound]] = field(default_factory=list)
     apart: System | None = None
 
     def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
@@ -218,7 +215,6 @@ def state_problem(
     work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
     problem.flops = {path: size / work for path, size in problem.flops.items()}
     _unite_blocks(problem)
-    _bound_folds(problem, read_bounds(module))
     return problem
 
 
@@ -315,22 +311,6 @@ def _find_guests(
             if not is_inside(path, host):
                 guests.setdefault(host, set()).update(owned[path])
     return {host: frozenset(names) for host, names in guests.items()}
-
-
-def _bound_folds(problem: Problem, bounds: Mapping[str, FoldBound]) -> None:
-    """Folds that a format limits, and those that have one exponent because they share a scale.
-
-    Scales are of rows or of blocks of columns: columns of such files have one exponent.
-    """
-    groups: dict[str, list[int]] = {}
-    for fold, unknown in problem.parameters.items():
-        name, place = split_name(fold)
-        if bound := bounds.get(name):
-            problem.bounds.append((unknown, name, bound))
-            for group in (*bound.groups, *((f"{name}[:,:]",) if len(place) > 1 else ())):
-                groups.setdefault(group, []).append(unknown)
-    for unknowns in groups.values():
-        problem.system.equate(*unknowns)
 
 
 class CallStatement:

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -116,9 +116,6 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
         fp32_modules: allow modules to stay in fp32.
     """
     program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_modules)
-    for unknown, _, bound in problem.bounds:
-        if (root := problem.system.find(unknown)) != ZERO:
-            _price_beyond(program, root, bound.wanted, math.inf, Prices().lowest)
     _price_folds(program, problem)
     _price_sizes(program, problem)
     result = program.solve("fp32_modules" if fp32_modules else "folds")
@@ -144,20 +141,11 @@ def _state_program(
     for unknown, floor, within in problem.floors:
         lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
-    for unknown, _, bound in problem.bounds:
-        if (root := problem.system.find(unknown)) != ZERO:
-            program.demand({root: 1.0}, low=bound.low, high=bound.high)
     return program, representatives, lifts
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Why there are no exponents: formats that do not hold them, or values that nothing may scale."""
-    if problem.bounds and (beyond := _list_beyond(problem)):
-        return ScalingError(
-            f"The formats of its weights do not hold the exponents that it needs: {'; '.join(beyond)}.",
-            expected="A fold goes into the scales of a quantised weight, and must not round them away.",
-            remedy="Use a format with fp32 scales (scaled fp8, int8 by rows), or weights in bf16.",
-        )
+    """Why there are no exponents: values that nothing may scale."""
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
@@ -167,24 +155,6 @@ def explain_failure(problem: Problem) -> ScalingError:
         expected="Each 16-bit value must stay below the largest value of its dtype.",
         remedy="Run this component in bf16 or fp32.",
     )
-
-
-def _list_beyond(problem: Problem) -> list[str]:
-    """The folds beyond their bounds where there were none, the furthest first."""
-    free = replace(problem, bounds=[])
-    found = solve_problem(free, hard_top_bits=HARDLY_BITS, fp32_modules=False)
-    if found is None:
-        return []
-    beyond = list[tuple[int, str]]()
-    for unknown, name, bound in problem.bounds:
-        exponent = found.exponents[problem.system.find(unknown)]
-        if not bound.low <= exponent <= bound.high:
-            limit = bound.low if exponent < bound.low else bound.high
-            said = f"{name} needs 2**{exponent}, and {bound.reason} hold it to 2**{limit}"
-            beyond.append((abs(exponent - limit), said))
-    beyond.sort(key=lambda item: -item[0])
-    more = [f"{len(beyond) - 3} more"] if len(beyond) > 3 else []
-    return [said for _, said in beyond[:3]] + more
 
 
 @dataclass
