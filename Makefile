@@ -32,7 +32,8 @@ trained: $(VENV)/installed-dev # models with trained weights, of their packages:
 	STOPDOWN_TRAINED=$(OUT)/trained $(BIN)/python -m pytest -m trained tests/pipelines
 	STOPDOWN_TRAINED=$(OUT)/trained $(BIN)/python benchmarks/trained.py
 
-gpu: $(VENV)/installed-dev
+gpu: $(VENV)/installed-dev # twelve minutes, the most important row first; goes on where it stopped
+	$(BIN)/python benchmarks/on_card.py
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/stopdown bench
 
