@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +15,12 @@ from typing import Any
 
 import pytest
 
-from stopdown import extensions
-from stopdown.extensions import PACKAGES
-
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
     ("number_formats",),
-    ("extensions", "files"),
+    ("files",),
     ("argument_types", "component_call_names", "records"),
     ("devices",),
     ("interception",),
@@ -43,12 +37,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "doctor", "dtype_rules"),  # they write, judge and foresee what plans make
     ("runtime",),  # a guard puts plans on with `plans`
     ("batch", "quantizers"),  # workers make runs with `runtime`; quantizers put its guard on
-    ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
+    (
+        "bench",
+        "comparison",
+    ),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
-    # beside the core, which finds them by `extensions`
-    ("bench", "quantised_files"),
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
@@ -64,7 +59,6 @@ LIGHT = (
     "diagnosis",
     "report",
     "app",
-    "extensions",
 )
 """What is loaded before a model is: imports nothing heavy when it is imported itself."""
 
@@ -349,45 +343,6 @@ def test_light_dependencies_are_known() -> None:
         if name in SOURCES:
             roots = {t.split(".")[0] for t in iterate_imports_when_loaded(SOURCES[name])}
             assert roots <= known, name
-
-
-def test_what_packages_offer_is_there() -> None:
-    """Each place in a table of offers is a function of a module of that package."""
-    offers = list(extensions.list_offers())
-    assert {package for package, _, _ in offers} == set(PACKAGES)
-    for package, _, place in offers:
-        module, _, function = place.partition(".")
-        assert function in {
-            node.name
-            for node in SOURCES[f"{package}.{module}"].body
-            if isinstance(node, ast.FunctionDef)
-        }, place
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_beside_the_core_can_be_deleted(name: str, tmp_path: Path) -> None:
-    """Its folder and its line in `extensions`; what is left finds all that it imports, and shows help."""
-    package = tmp_path / "stopdown"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("models"))
-    shutil.rmtree(package / name)
-    registry = package / "extensions.py"
-    lines = registry.read_text(encoding="utf-8").splitlines(keepends=True)
-    left = [line for line in lines if line.strip() != f'"{name}",']
-    assert len(left) == len(lines) - 1
-    registry.write_text("".join(left), encoding="utf-8")
-    kept = {key: tree for key, tree in SOURCES.items() if key.split(".")[0] != name}
-    kept["extensions"] = ast.parse("".join(left))
-    assert list_missing_modules(kept) == []
-    done = subprocess.run(
-        [sys.executable, "-m", "stopdown", "--help"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert " generate " in done.stdout
-    assert (f" {name} " in done.stdout) is False
 
 
 # The checkers find what is planted

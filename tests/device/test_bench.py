@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
+from stopdown.app.bench_command import BenchOptions, bench
 from stopdown.app.display import Display
 from stopdown.bench import session
-from stopdown.bench.bench_command import BenchOptions, bench
 from stopdown.bench.records import Benchmark, render
 from stopdown.bench.session import hide_paths
 from stopdown.bench.ways import WAYS, choose_shape, make_generated

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.weight_file_samples import SAFETENSORS, draw, write_gguf, write_sample
-from stopdown.quantised_files import file_values
-from stopdown.quantised_files.file_values import inspect_file
+from stopdown.dtype_rules import file_values
+from stopdown.dtype_rules.file_values import inspect_file
 from stopdown.records import FileCheck
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.weight_files import open_weight_file

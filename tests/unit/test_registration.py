@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stopdown import extensions
 from stopdown.app import commands
 from stopdown.app.registration import add_command
 
@@ -85,7 +84,6 @@ def test_every_command_takes_the_fields_of_its_record() -> None:
         for name, module in vars(commands).items()
         if name.endswith("_command") and isinstance(module, ModuleType)
     ]
-    mains += extensions.list_commands().values()
     records = [get_type_hints(main)["options"] for main in mains]
     shown = [
         [parameter.name for parameter in command.params if parameter.name != "help"]

@@ -21,7 +21,6 @@ from stopdown.app.registration import name_source
 from stopdown.app.request_options import check_pairs, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
-from stopdown.extensions import require_offer
 from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.requests import check_values
@@ -162,7 +161,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
     refuse_unknown_device(options.device, takes_profile=True)
     shown = display or Display()
     shown.progress("import", "PyTorch", 0, 0)
-    inspect_file = require_offer("inspect_file", "A check of a file by itself")
+    from stopdown.dtype_rules.file_values import inspect_file
     from stopdown.sources.weight_files import open_weight_file
 
     path = Path(options.source).expanduser()

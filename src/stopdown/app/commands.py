@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 import stopdown
-from stopdown import extensions
 from stopdown.app import (
     batch_command,
+    bench_command,
     check_command,
     compare_command,
     convert_command,
@@ -73,8 +73,7 @@ add_command(app, "explain", explain_command.main)
 add_command(app, "doctor", doctor_command.main)
 add_command(app, "compare", compare_command.main)
 add_command(app, "report", report_command.main)
-for name, main in extensions.list_commands().items():
-    add_command(app, name, main)
+add_command(app, "bench", bench_command.main)
 
 
 def run(words: list[str]) -> int:

@@ -1,3 +1,1 @@
-"""What a device makes of each precision: `stopdown bench`."""
-
-OFFERS = {"command bench": "bench_command.main"}
+"""What a device makes of each precision, memory strategy and kernel."""

@@ -1,8 +1,7 @@
 """GGUF files: what they hold, their values, and the scales of their blocks.
 
 The `gguf` package reads the header and knows how each type is unpacked; here is where the fp16 scales
-lie in a block, which it does not tell. A block's values are proportional to them, so a power of two is
-folded in by multiplying them alone, as far as fp16 holds that.
+lie in a block, which it does not tell.
 
 Not covered: a type whose scales are spread over its block (IQ1_M): it has no entry here.
 """
@@ -10,6 +9,7 @@ Not covered: a type whose scales are spread over its block (IQ1_M): it has no en
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from stopdown.devices.environment import require_package
 from stopdown.errors import take_one_line
+from stopdown.sources.file_weights import FileWeight
 from stopdown.sources.headers import DamagedFileError
 
 SCALES: Mapping[str, tuple[int, ...]] = {
@@ -44,18 +45,14 @@ def require_gguf() -> Any:
     return gguf
 
 
-def open_gguf(path: Path, mode: str = "r") -> Any:
-    """A reader over a GGUF file, whose values stay on disk.
-
-    Args:
-        mode: `r`, or `r+` to write through what it gives.
-    """
+def open_gguf(path: Path) -> Any:
+    """Return a reader over a GGUF file, whose values stay on disk."""
     gguf = require_gguf()
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise DamagedFileError("it does not begin with the letters GGUF")
-        return gguf.GGUFReader(path, mode)
+        return gguf.GGUFReader(path)
     except DamagedFileError:
         raise
     except Exception as error:  # the reader says nothing of its own about what is cut off
@@ -102,3 +99,18 @@ def read_scales(tensor: Any) -> torch.Tensor:
         for at in SCALES.get(tensor.tensor_type.name, ())
     ]
     return torch.cat(parts, 1) if parts else torch.empty(0, 1, dtype=torch.float16)
+
+
+def list_blocks(reader: Any) -> Iterator[FileWeight]:
+    """Yield the weights of a GGUF file in the order of their bytes."""
+    for tensor in sorted(reader.tensors, key=lambda x: x.data_offset):
+        kind = tensor.tensor_type.name
+        yield FileWeight(
+            str(tensor.name),
+            tuple(int(size) for size in reversed(tensor.shape)),
+            PLAIN.get(kind, kind),
+            int(tensor.n_bytes),
+            partial(unpack_rows, tensor),
+            partial(read_scales, tensor) if kind in SCALES else None,
+            kind not in PLAIN,
+        )

@@ -21,11 +21,12 @@ from stopdown.devices.device_profiles import Profile, find_target, read_profiles
 from stopdown.dtype_rules.findings import make_finding, sort_findings
 from stopdown.number_formats import FP16, format_bytes, list_some
 from stopdown.records import FileCheck, FilePart, Finding
+from stopdown.sources.file_weights import FileWeight
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.hub import Progress
 from stopdown.sources.lora_names import DENOISER, OTHER_KINDS, split_prefix
 from stopdown.sources.lora_names import split_name as split_lora_name
-from stopdown.sources.weight_files import FileWeight, WeightFile
+from stopdown.sources.weight_files import WeightFile
 
 ZERO_TAIL = 4096
 """So many zeros at the end of a file's last matrix are none that were trained."""

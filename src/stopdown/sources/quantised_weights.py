@@ -1,4 +1,4 @@
-"""Weight files with codes and scales: safetensors in any program's layout, and GGUF.
+"""Safetensors files with codes and scales, in the layout of any program.
 
 A weight is codes times scales. `quantised_layouts.toml` has the names that programs give to both; what a
 file says of itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A
@@ -14,28 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from stopdown.files.json_files import UnreadableError, parse_json
 from stopdown.files.toml_files import read_rows
-from stopdown.quantised_files import gguf_files
-from stopdown.sources.headers import StoredTensor, read_header, read_metadata
-from stopdown.sources.weight_files import (
-    FileWeight,
-    WeightFile,
-    describe_plain,
-    get_tensor,
-    iterate_rows,
-)
+from stopdown.sources.file_weights import FileWeight, describe_plain, get_tensor, iterate_rows
+from stopdown.sources.headers import StoredTensor, read_header
 
 
-def open_weight_file(path: Path) -> WeightFile:
-    if path.suffix.lower() == ".gguf":
-        return _open_gguf(path)
-    tensors, metadata = read_header(path), read_metadata(path)
+def list_weights(path: Path, metadata: Mapping[str, str]) -> Iterator[FileWeight]:
+    """Yield the weights of a safetensors file in the order of their bytes; codes and scales as one."""
+    tensors = read_header(path)
     marks = [name for name in tensors if name.rpartition(".")[2] == "comfy_quant"]
     methods = read_methods(
         tensors, metadata, {name: bytes(get_tensor(path, name).numpy()) for name in marks}
@@ -43,13 +34,11 @@ def open_weight_file(path: Path) -> WeightFile:
     quantised = find_quantised_weights(tensors, methods)
     parts = {part for x in quantised for part in (x.codes, x.scale, *x.others, x.input_scale)}
     by_codes = {weight.codes: weight for weight in quantised}
-    weights = []
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
         if name in by_codes:
-            weights.append(_describe_quantised(path, tensors, by_codes[name]))
+            yield _describe_quantised(path, tensors, by_codes[name])
         elif name not in parts and not _is_mark(name):
-            weights.append(describe_plain(path, name, entry))
-    return WeightFile(path, "safetensors", metadata, tuple(weights))
+            yield describe_plain(path, name, entry)
 
 
 def _is_mark(name: str) -> bool:
@@ -83,28 +72,6 @@ def _read_quantised(path: Path, weight: QuantisedWeight) -> Iterator[torch.Tenso
         return
     for rows in iterate_rows(codes):
         yield codes[rows].float() * (factor[rows] if factor.dim() else factor).float() / divisor
-
-
-def _open_gguf(path: Path) -> WeightFile:
-    reader = gguf_files.open_gguf(path)
-    texts = gguf_files.read_texts(reader)
-    architecture = texts.get("general.architecture", "")
-    weights = tuple(map(_describe_block, sorted(reader.tensors, key=lambda x: x.data_offset)))
-    return WeightFile(path, f"GGUF {architecture}".strip(), texts, weights)
-
-
-def _describe_block(tensor: Any) -> FileWeight:
-    kind = tensor.tensor_type.name
-    is_scaled = kind not in gguf_files.PLAIN
-    return FileWeight(
-        str(tensor.name),
-        tuple(int(size) for size in reversed(tensor.shape)),
-        gguf_files.PLAIN.get(kind, kind),
-        int(tensor.n_bytes),
-        partial(gguf_files.unpack_rows, tensor),
-        partial(gguf_files.read_scales, tensor) if kind in gguf_files.SCALES else None,
-        is_scaled,
-    )
 
 
 CODES = {"fp8-e4m3": "fp8", "fp8-e5m2": "fp8", "int8": "int8", "uint8": "uint8"}
