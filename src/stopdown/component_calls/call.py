@@ -11,6 +11,7 @@ import enum
 import fnmatch
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,22 +76,30 @@ class ComponentCall:
         finally:
             put_back(replaced)
 
-    def proceed_in(self, dtype: torch.dtype, leaves: Collection[str] = ()) -> Any:
-        """Go on with floating arguments cast to `dtype`, and outputs cast back.
+    def proceed_in(
+        self, dtype: torch.dtype, leaves: Collection[str] = (), wide: Collection[int] = ()
+    ) -> Any:
+        """Go on with floating arguments cast to `dtype`, and outputs cast back (`bring_back`).
 
-        What a decoder returns stays as it is: it is the picture, and nothing computes with it. So does an
-        output that the dtype of the arguments cannot hold. Arguments that the call `keeps` are not cast.
+        What a decoder returns stays as it is: it is the picture, and nothing computes with it. Arguments
+        that the call `keeps` are not cast.
 
         Args:
             leaves: names of further arguments that are not cast.
+            wide: numbers of the outputs that its code returns in fp32 by itself.
         """
-        came_as = find_float_dtype(self.named, self.keeps)
+        came_as = self.came_as
         output = self.proceed_with(
             functools.partial(_cast, dtype=dtype), lambda name: name in leaves or self.keeps(name)
         )
         if came_as is None or self.callee.stage == "decode":
             return output
-        return cast_floats(output, came_as)
+        return bring_back(output, dtype, came_as, wide)
+
+    @property
+    def came_as(self) -> torch.dtype | None:
+        """The dtype of its floating arguments."""
+        return find_float_dtype(self.named, self.keeps)
 
     def list_beyond(self, dtype: torch.dtype) -> list[str]:
         """Return the names of arguments with finite values that a dtype cannot hold.
@@ -249,6 +258,52 @@ def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a floating tensor in a dtype, or as it is where that cannot hold its finite values."""
     return _cast(tensor, dtype) if is_held(tensor, dtype) else tensor
+
+
+def bring_back(
+    output: Any, computed_in: torch.dtype, came_as: torch.dtype, wide: Collection[int] = ()
+) -> Any:
+    """Bring what a call returned to the dtype of its arguments, but for what that would change.
+
+    What its code returned in fp32 although it was computed in 16 bits stays in fp32, and so does a tensor
+    with values beyond the largest of `came_as`.
+
+    Args:
+        wide: numbers of the tensors that stay in fp32 as well.
+
+    Cost: where `came_as` has the smaller range, a pass over what is cast, and a host read.
+    """
+    narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_own = computed_in.itemsize < tensor.dtype.itemsize  # its code made it wide
+        if is_own or not tensor.is_floating_point() or tensor.dtype == came_as:
+            return tensor
+        if id(tensor) in kept:
+            return tensor.float()
+        cast = tensor.to(came_as)
+        if _has_less_range(came_as, tensor.dtype) and is_readable(cast) and is_plain():
+            narrowed[id(tensor)] = tensor, cast
+        return cast
+
+    found = map_tensors(output, cast, keeps=is_kept)
+    bounds = bound_values([x for _, x in narrowed.values()])
+    if bounds is None or all(map(math.isfinite, bounds.tolist())):
+        return found
+    lost = {key for key, pair in narrowed.items() if _loses_values(*pair)}
+    if not lost:
+        return found
+    widen = lambda x: x.float() if id(x) in lost else cast(x)  # noqa: E731
+    return map_tensors(output, widen, keeps=is_kept)
+
+
+def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(dtype).max < torch.finfo(other).max
+
+
+def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
+    return bool((wide.isfinite() & ~narrow.isfinite()).any())
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

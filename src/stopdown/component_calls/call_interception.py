@@ -30,6 +30,7 @@ from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import GENERAL_KEEPS, Callee, find_adapter
 from stopdown.component_calls.entrances import Entrance
 from stopdown.component_calls.outermost_calls import entered, listen
+from stopdown.interception.own_hooks import run_with_hooks
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 
@@ -72,7 +73,14 @@ class _Stack:
         self.call = call = _StackCall(self)
         put: Any = self.patches.set_class_attribute if is_class else self.patches.set_attribute
         put(owner, method, call)
-        self.owner = owner
+        self.owner: Any = owner
+        self.is_forward = method == "forward" and isinstance(owner, torch.nn.Module)
+
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what was there before; of a module's `forward`, with the hooks that are part of it."""
+        if self.is_forward:
+            return run_with_hooks(self.owner, self.original, args, kwargs)
+        return self.original(*args, **kwargs)
 
     def follow(self) -> None:
         """Lead to the function that the owner's class has now, if the owner had none of its own."""
@@ -109,7 +117,7 @@ class _StackCall:
         if is_traced():
             return stack.original(*args, **kwargs)
         stack.follow()
-        return _enter(stack.original, stack.layers, args, kwargs)
+        return _enter(stack.call_original, stack.layers, args, kwargs)
 
     def __get__(self, instance: object, owner: type) -> Any:
         """Bind it like a function: a stack of a class is a method."""

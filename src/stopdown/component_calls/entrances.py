@@ -13,7 +13,7 @@ call is refused, or somebody else makes it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,22 +43,25 @@ class Entrance:
     patches: Patches
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
 
-    def proceed(self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool) -> Any:
+    def proceed(
+        self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool, wide: Collection[int] = ()
+    ) -> Any:
         """Go on as `call.proceed_in` does, with arguments in fp32 that `dtype` cannot hold.
 
         Args:
             refuses: raise BeyondError where that does not do; False gives what the component gives, for a
                 guard that repairs it.
+            wide: numbers of the outputs that its code returns in fp32 by itself.
         """
         beyond = call.list_beyond(dtype)
         if not beyond:
-            return call.proceed_in(dtype)
+            return call.proceed_in(dtype, wide=wide)
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
         held, restores = HeldContainers(call), call.save(self.module, device)
         self._put_on()
         refused: Exception | None = None
         try:
-            output = _widen(call, beyond).proceed_in(dtype, beyond)
+            output = _widen(call, beyond).proceed_in(dtype, beyond, wide)
             if not refuses or _is_finite(output):
                 self._keep_used()
                 return output

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from stopdown.interception.arguments import hook_arguments
+from stopdown.interception.own_hooks import hook_own_arguments
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.records import Operands
@@ -84,14 +85,15 @@ def cast_operands(
 ) -> None:
     """Let layers cast what reaches them in another floating dtype to `dtype`, that of their weight."""
     for path in operands.cast_inputs:
-        hook_arguments(module.get_submodule(path), partial(_cast, dtype), patches)
+        hook = hook_arguments if path else hook_own_arguments
+        hook(module.get_submodule(path), partial(_cast, dtype), patches)
 
 
 def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patches) -> None:
     """Let layers cast their inputs to the dtype of their weight at each call, and make parameters fp32."""
     for path in operands.cast_inputs:
-        part = module.get_submodule(path)
-        hook_arguments(part, partial(_cast_to_weight, part), patches)
+        part, hook = module.get_submodule(path), hook_arguments if path else hook_own_arguments
+        hook(part, partial(_cast_to_weight, part), patches)
     cast_parameters(module, operands.fp32_parameters, torch.float32, patches)
 
 

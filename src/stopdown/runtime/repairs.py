@@ -38,6 +38,7 @@ from stopdown.interception.autocast import list_autocast, read_autocast, without
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
+from stopdown.numerics import iterate_tensors
 from stopdown.plans.applier import apply_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
@@ -139,6 +140,7 @@ class ComponentState:
         is_sensed: hooks on its modules make the notes.
         is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
         keeps: calls write into what it keeps between them; None before the first one.
+        wide: numbers of the outputs that its code returned in fp32, whose arguments had 16 bits.
     """
 
     module: torch.nn.Module
@@ -155,6 +157,7 @@ class ComponentState:
     is_sensed: bool = False
     is_admitted: bool | None = None
     keeps: bool | None = None
+    wide: frozenset[int] = frozenset()
     _refused: set[str] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
     _stood: bool = False
@@ -198,7 +201,17 @@ class ComponentState:
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
-            return self._entrance.proceed(call, dtype, refuses=False)
+            return self._entrance.proceed(call, dtype, refuses=False, wide=self.wide)
+
+    def note_outputs(self, call: ComponentCall, output: Any) -> None:
+        """Note which tensors of a call's output are wider than its arguments, before it is repaired."""
+        came_as = call.came_as
+        if came_as is not None and not self.is_repaired:
+            self.wide = frozenset(
+                number
+                for number, x in enumerate(iterate_tensors(output))
+                if x.is_floating_point() and x.itemsize > came_as.itemsize
+            )
 
     def find_repair(self, remedy: Remedy, call: ComponentCall) -> tuple[ComponentPlan, ...]:
         """Return the repairs that are to be in force when a remedy is tried.

@@ -31,6 +31,7 @@ from stopdown.graph.capture import (
 from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
@@ -194,12 +195,11 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
         follow_adapters(module, scaling, named, patches)
         _scale_all_eps(module, scaling.eps, patches)
         if scaling.outputs:
-            hook = partial(widen_outputs, dict(scaling.outputs))
-            patches.defer(module.register_forward_hook(hook, prepend=True).remove)
-        for path, exponent in scaling.multiplies.items():
+            widen = partial(widen_outputs, dict(scaling.outputs))
+            _hook_output(module, "", widen, patches, first=True)
+        for path, exponent in scaling.multiplies.items():  # other hooks read what the module gives
             multiply = partial(_multiply_output, 2.0**exponent)
-            part = _find_module(module, path)  # other hooks read what the module gives
-            patches.defer(part.register_forward_hook(multiply, prepend=True).remove)
+            _hook_output(module, path, multiply, patches, first=True)
         patches.set_attribute(module, RESCALED, True)
         torch.clear_autocast_cache()
     except BaseException:
@@ -424,11 +424,12 @@ def _cast_parts(
     if stream is not None:
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
     for path in fp32_modules:
-        leave_autocast(part := _find_module(module, path), patches)
-        _hook_inputs(part, dtype, torch.float32, patches)
+        leave_autocast(_find_module(module, path), patches)
+        _hook_inputs(module, path, dtype, torch.float32, patches)
         if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
-            hook = partial(_narrow_outputs, frozenset[int]() if path else wide_outputs, dtype)
-            patches.defer(part.register_forward_hook(hook).remove)
+            hook = _narrow_outputs if path else _narrow_what_fits
+            staying = frozenset[int]() if path else wide_outputs
+            _hook_output(module, path, partial(hook, staying, dtype), patches)
 
 
 def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
@@ -480,20 +481,16 @@ def put_stream(
         wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
     """
     for path in stream.cast_output_up:
-        hook = partial(_cast_output, dtype, torch.float32)
-        handle = _find_module(module, path).register_forward_hook(hook, prepend=True)
-        patches.defer(handle.remove)
+        _hook_output(module, path, partial(_cast_output, dtype, torch.float32), patches, first=True)
     for path in stream.cast_input_down:
-        _hook_inputs(_find_module(module, path), torch.float32, dtype, patches)
+        _hook_inputs(module, path, torch.float32, dtype, patches)
     for path in stream.cast_input_up:
-        _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
+        _hook_inputs(module, path, dtype, torch.float32, patches)
     for path in stream.cast_output_down:
         if path:
-            hook = partial(_cast_output, torch.float32, dtype)
-            patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
+            _hook_output(module, path, partial(_cast_output, torch.float32, dtype), patches)
     if stream.returns or "" in stream.cast_output_down:
-        hook = partial(_narrow_outputs, wide_outputs, dtype)
-        patches.defer(module.register_forward_hook(hook).remove)
+        _hook_output(module, "", partial(_narrow_outputs, wide_outputs, dtype), patches)
 
 
 class _UnmeasuredCalls(threading.local):
@@ -553,6 +550,18 @@ def _narrow_tensors(
     tensors = {id(x): x for x in iterate_tensors(output)}
     kept = {key for number, key in enumerate(tensors) if number in wide}
     return pytree.tree_map_only(torch.Tensor, lambda x: x if id(x) in kept else change(x), output)
+
+
+def _narrow_what_fits(
+    wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The same of a module that is in fp32 as a whole; what `dtype` cannot hold stays fp32 as well.
+
+    Compiled code cannot look.
+    """
+    if is_traced():
+        return _narrow_outputs(wide, dtype, module, args, output)
+    return _narrow_tensors(wide, partial(narrow, dtype), output)
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
@@ -629,10 +638,26 @@ def widen_outputs(
     return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
 
 
-def _hook_inputs(
-    module: torch.nn.Module, source: torch.dtype, target: torch.dtype, patches: Patches
+def _hook_output(
+    module: torch.nn.Module, path: str, hook: Hook, patches: Patches, *, first: bool = False
 ) -> None:
-    hook_arguments(module, partial(_cast, source, target), patches)
+    """Change the output of a part, or of the module itself beneath the layers on it.
+
+    Args:
+        first: before what other hooks change.
+    """
+    if path:
+        handle = _find_module(module, path).register_forward_hook(hook, prepend=first)
+        patches.defer(handle.remove)
+    else:
+        hook_own_output(module, hook, patches, prepend=first)
+
+
+def _hook_inputs(
+    module: torch.nn.Module, path: str, source: torch.dtype, target: torch.dtype, patches: Patches
+) -> None:
+    hook = hook_arguments if path else hook_own_arguments
+    hook(_find_module(module, path), partial(_cast, source, target), patches)
 
 
 def _cast_output(

@@ -1,0 +1,138 @@
+"""Changes of a module's arguments and outputs that belong to it as its weights do: casts, powers of two.
+
+They are hooks, so that compiled code, copies and calls without a layer have them. But hooks run around all
+layers on `forward`: a guard there would check another output than its caller gets, and a call that began
+before they were put on would go without them, or have them twice. So what is innermost beneath the layers
+(`run_with_hooks`) runs them there, and the hooks of that call leave its arguments and output alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from stopdown.interception.arguments import (
+    Change,
+    Replaced,
+    hook_arguments,
+    put_back,
+    replace_tensors,
+)
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
+
+Hook = Callable[[torch.nn.Module, Any, Any], Any]
+"""A forward hook: given the module, its positional arguments and its output; None leaves the output."""
+
+_OWN = "stopdown_own_hooks"
+"""Attribute of a module under which its own hooks are found."""
+
+
+class _Done(threading.local):
+    """The modules whose hooks a call of this thread has run beneath the layers."""
+
+    def __init__(self) -> None:
+        self.modules = WeakSet[torch.nn.Module]()
+
+
+_done = _Done()
+
+
+class _OwnHooks:
+    """What one module has; a copy of the module has a copy of them, for good."""
+
+    def __init__(self) -> None:
+        self.__setstate__({"changes": [], "hooks": []})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"changes": list(self.changes), "hooks": list(self.hooks)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.changes: list[Change] = state["changes"]
+        self.hooks: list[Hook] = state["hooks"]
+        self.patches = Patches()
+
+    def add(self, found: list[Any], one: Any, patches: Patches, *, first: bool = False) -> None:
+        found.insert(0 if first else len(found), one)
+        patches.defer(partial(self._remove, found, one))
+
+    def _remove(self, found: list[Any], one: Any) -> None:
+        found.remove(one)
+        if not (self.changes or self.hooks):
+            self.patches.undo()
+
+
+def hook_own_output(
+    module: torch.nn.Module, hook: Hook, patches: Patches, *, prepend: bool = False
+) -> None:
+    """Change what a module returns, until `patches` is undone.
+
+    Args:
+        prepend: before what other hooks change.
+    """
+    own = _find_own(module)
+    own.add(own.hooks, hook, patches, first=prepend)
+    led = partial(_run_once, hook)
+    patches.defer(module.register_forward_hook(led, prepend=prepend).remove)
+
+
+def hook_own_arguments(module: torch.nn.Module, change: Change, patches: Patches) -> None:
+    """Change the tensors that a module is called with, until `patches` is undone.
+
+    Args:
+        change: a cast: beneath layers it is made once more.
+    """
+    hook_arguments(module, change, patches)
+    own = _find_own(module)
+    own.add(own.changes, change, patches)
+
+
+def run_with_hooks(
+    owner: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a module's `forward`, beneath all layers, with the hooks that it has by now."""
+    own: _OwnHooks | None = vars(owner).get(_OWN)
+    if own is None:
+        return original(*args, **kwargs)
+    _done.modules.discard(owner)
+    replaced: list[Replaced] = []
+    try:
+        for change in tuple(own.changes):
+            args, kwargs, more = replace_tensors(args, kwargs, change)
+            replaced += more
+        output = original(*args, **kwargs)
+    finally:
+        put_back(replaced)
+    if owner in _done.modules:  # somebody put a function of theirs between two stacks of layers
+        return output
+    for hook in tuple(own.hooks):
+        found = hook(owner, args, output)
+        output = output if found is None else found
+    _done.modules.add(owner)
+    return output
+
+
+def _find_own(module: torch.nn.Module) -> _OwnHooks:
+    own: _OwnHooks | None = vars(module).get(_OWN)
+    if own is None:
+        own = _OwnHooks()
+        own.patches.set_attribute(module, _OWN, own)
+        own.patches.defer(module.register_forward_pre_hook(_begin).remove)
+    return own
+
+
+def _begin(module: torch.nn.Module, args: Any) -> None:
+    if not is_traced():
+        _done.modules.discard(module)
+
+
+def _run_once(hook: Hook, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """What a hook gives, unless it ran beneath the layers; code that is compiled goes past those."""
+    if is_traced() or module not in _done.modules:
+        return hook(module, args, output)
+    return None
