@@ -51,3 +51,61 @@ def make_block(*, is_pinned: bool = False) -> TimedBlock:
 def make_call() -> tuple[torch.Tensor, torch.Tensor]:
     """Its arguments."""
     return torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([500.0])
+
+
+class PartlyHalf(nn.Module):
+    """Blocks in 16 bits between layers in fp32, as TRELLIS has them; its last norm has no weight."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        """
+        Args:
+            forgets: the embedding reaches the blocks in fp32.
+        """
+        super().__init__()
+        self.dtype, self.forgets = torch.float32, forgets
+        self.enter, self.time_embed, self.leave = (
+            nn.Linear(8, 32),
+            nn.Linear(8, 32),
+            nn.Linear(32, 8),
+        )
+        self.blocks = nn.ModuleList(ModulatedBlock() for _ in range(2))
+
+    def cast_blocks(self, dtype: torch.dtype) -> PartlyHalf:
+        self.blocks.to(dtype)
+        self.dtype = dtype
+        return self
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        embedded = self.time_embed(torch.cos(t.float()[:, None] * torch.arange(8).float()))
+        hidden = self.enter(x).to(self.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, embedded if self.forgets else embedded.to(self.dtype))
+        return self.leave(nn.functional.layer_norm(hidden.to(x.dtype), (32,)))
+
+
+class ModulatedBlock(nn.Module):
+    """A feed-forward whose scale, shift and gate come from an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+        self.up, self.down, self.modulation = (
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 96),
+        )
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        scale, shift, gate = self.modulation(nn.functional.silu(embedded))[:, None].chunk(3, -1)
+        inner = self.norm(hidden.float()).to(hidden.dtype) * (1 + scale) + shift
+        return hidden + self.down(nn.functional.gelu(self.up(inner))) * gate
+
+
+def make_partly_half(*, forgets: bool) -> PartlyHalf:
+    """In fp32, with a residual stream that fp16 cannot hold."""
+    torch.manual_seed(0)
+    module = PartlyHalf(forgets=forgets).eval().requires_grad_(False)
+    for block in module.blocks:
+        block.up.weight.mul_(2.0**9)
+        block.down.weight.mul_(2.0**9)
+    return module

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from models.mixed_dtype_models import make_partly_half
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.errors import StopdownWarning
 from stopdown.interception.autocast import watched_autocast
+from stopdown.numerics import relative_l2
 from stopdown.runtime import repairs, watch
 from stopdown.runtime.guard import guard
 
@@ -125,6 +127,31 @@ def test_an_overflow_behind_a_refusal_is_repaired_too() -> None:
         block(x)
     assert [repair.action for repair in guarded.repairs] == ["cast-inputs", "rescaled"]
     assert y.isfinite().all()
+
+
+@pytest.mark.default_rows(2)
+@pytest.mark.parametrize(
+    ("forgets", "is_whole"), [(False, False), (True, True), (True, False), (False, True)]
+)
+def test_mixed_dtypes_and_an_overflow_are_rescaled(forgets: bool, is_whole: bool) -> None:
+    """A model of two dtypes that overflows is nearer to fp32 than bf16 is, its matrices in fp16."""
+    x, t = (
+        torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)),
+        torch.tensor([3.0, 7.0]),
+    )
+    wanted = make_partly_half(forgets=forgets)(x, t)
+    bf16 = relative_l2(make_partly_half(forgets=False).cast_blocks(torch.bfloat16)(x, t), wanted)
+    module = make_partly_half(forgets=forgets).cast_blocks(torch.float16)
+    module = module.half() if is_whole else module
+    with guard(module, announce=lambda _: None) as guarded:
+        found = [module(x, t) for _ in range(2)]
+        (state,) = guarded.session.components.values()
+        (scaling,) = [one.scaling for one in state.applied if one.precision == "fp16"]
+        assert scaling is not None
+        assert "" not in scaling.fp32_modules
+        assert module.blocks[0].down.weight.dtype == torch.float16
+    assert guarded.repairs[-1].action == "rescaled"
+    assert max(relative_l2(one, wanted) for one in found) < bf16 / 2
 
 
 def test_without_the_repair_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

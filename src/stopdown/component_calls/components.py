@@ -23,6 +23,7 @@ from stopdown.component_call_names import list_outermost, name_call
 from stopdown.component_calls.attribute_walk import find_parts
 from stopdown.errors import InputError
 from stopdown.interception.module_paths import list_parts
+from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, cast_tensor
 from stopdown.number_formats import name_dtype
@@ -440,7 +441,8 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    cast_component_(module, dtype)
+    before = list_own_dtypes(module)
+    set_own_dtypes(cast_component_(module, dtype), before, dtype, patches)
 
 
 def find_blocks(

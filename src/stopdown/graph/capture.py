@@ -46,6 +46,7 @@ from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operand
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.interception.module_paths import list_parts
+from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
@@ -448,7 +449,9 @@ class _ShadowCall:
     def __init__(self, attempt: _Attempt) -> None:
         self._module, self._attempt = attempt.owner, attempt
         self._method = "" if attempt.call is self._module else getattr(attempt.call, "__name__", "")
-        self._mode, own = find_mode(self._module), own_dtype(self._module) or attempt.dtype
+        self._mode, own = find_mode(self._module), own_dtype(self._module)
+        if own is None or attempt.dtype in list_own_dtypes(self._module):
+            own = attempt.dtype  # it is cast in part, and called as its authors cast it
         self._shadow, self._kept = _make_shadow(attempt, self._mode)
         leaves, spec = pytree.tree_flatten((attempt.args, dict(sorted(attempt.kwargs.items()))))
         self._given = tuple(
@@ -629,7 +632,7 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
         raise describe_failure(error, module) from error
     patches = Patches()  # never undone: the shadow is thrown away
     cast_operands(shadow, operands, dtype, patches)
-    set_own_dtypes(shadow, own_dtype(module), dtype, patches)
+    set_own_dtypes(shadow, list_own_dtypes(module), dtype, patches)
     return shadow, kept
 
 
@@ -670,18 +673,6 @@ def _make_like(
 def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
     """The dtype of a module's first floating parameter; None where it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-
-
-def set_own_dtypes(
-    module: torch.nn.Module, before: torch.dtype | None, dtype: torch.dtype, patches: Patches
-) -> None:
-    """Let the plain attributes `dtype` of modules with parameters follow when these are cast.
-
-    Code of SAT and ComfyUI casts to that attribute what it makes itself.
-    """
-    for part in module.modules():
-        if vars(part).get("dtype") == before and next(part.parameters(), None) is not None:
-            patches.set_attribute(part, "dtype", dtype)
 
 
 def _read_program(

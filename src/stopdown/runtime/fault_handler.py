@@ -34,7 +34,7 @@ from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
-from stopdown.runtime.repairs import cast_component
+from stopdown.runtime.repairs import WholeInFp32Error, cast_component
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
 from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
@@ -325,6 +325,7 @@ class FaultHandler:
             repairs = self._find_repairs(case, remedy)
         except Exception as error:  # no such repair, or the model's code refuses it
             told = take_first_line(error)
+            case.is_rescaled = case.is_rescaled or isinstance(error, WholeInFp32Error)
         if not told:
             case.is_rescaled = case.is_rescaled or remedy.action == "rescaled"
             if is_narrow and case.reference.output is None:  # before the replay: calls leave caches

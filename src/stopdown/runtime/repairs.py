@@ -78,6 +78,10 @@ def name_action(repair: ComponentPlan) -> str:
     return "rescaled" if is_scaled else "cast"
 
 
+class WholeInFp32Error(ScalingError):
+    """No exponents do but with the whole component in fp32: with an fp32 residual stream some may."""
+
+
 @dataclass
 class Calibration:
     """What the calls of one module have reached so far.
@@ -339,8 +343,6 @@ class ComponentState:
         others = tuple(x for x in before if name_action(x) != "rescaled")
         try:
             found = self._find_scaling(call)
-            if "" in found.fp32_modules:
-                raise ScalingError("Only the whole component in fp32 would do, as without a plan.")
             self.put_on((ComponentPlan("", precision="fp16", scaling=found), *others))
         except Exception:  # no such exponents, or the model's code refuses: it runs without any
             self.put_on(before)
@@ -358,6 +360,8 @@ class ComponentState:
                 self.calibration.observe(self.module, call)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured, self.calibration.stream)
+            if "" in found.fp32_modules:
+                raise WholeInFp32Error("Exponents alone do not keep it in range.")
             known = next((x.scaling for x in self.planned if x.precision == "fp16"), None)
             if known is None:
                 return found

@@ -46,7 +46,7 @@ from stopdown.component_calls.outermost_calls import (
 from stopdown.component_calls.pipeline_interception import intercept_runs
 from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
-from stopdown.graph.capture import set_own_dtypes
+from stopdown.interception.own_dtypes import set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
@@ -233,7 +233,8 @@ class ScriptGuard:
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)
         if found in (torch.float16, torch.bfloat16) and found != wanted:
-            set_own_dtypes(cast_component_(module, wanted), found, wanted, Patches())
+            before = frozenset({found})
+            set_own_dtypes(cast_component_(module, wanted), before, wanted, Patches())
             self._cast.add(module)
             names = name_dtype(found), name_dtype(wanted)
             self.announce(f"{callee.component_name} was in {names[0]}, and runs in {names[1]}.")

@@ -25,12 +25,11 @@ from stopdown.graph.capture import (
     find_kept_buffers,
     name_aliases,
     name_parameters,
-    own_dtype,
-    set_own_dtypes,
 )
 from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
@@ -408,7 +407,7 @@ def _cast_parts(
     kept = find_kept_buffers(module) if named is None else frozenset(named)
     wide = frozenset(given.operands.fp32_parameters)
     wide |= frozenset() if stream is None else frozenset(stream.kept)
-    before = own_dtype(module)
+    before = list_own_dtypes(module)
     named_tensors = {} if casts_weights(module) else name_parameters(module)
     for name, tensor in named_tensors.items():
         if tensor.is_floating_point() and name not in kept:

@@ -1,0 +1,27 @@
+"""Attributes `dtype` of modules, which follow when these are cast: code casts to them what it makes."""
+
+from __future__ import annotations
+
+import torch
+
+from stopdown.interception.patches import Patches
+
+
+def list_own_dtypes(module: torch.nn.Module) -> frozenset[torch.dtype]:
+    """The dtypes of a module's floating parameters: code keeps some in fp32 beside others in 16 bits."""
+    return frozenset(x.dtype for x in module.parameters() if x.is_floating_point())
+
+
+def set_own_dtypes(
+    module: torch.nn.Module, before: frozenset[torch.dtype], dtype: torch.dtype, patches: Patches
+) -> None:
+    """Let the plain attributes `dtype` of modules with parameters follow when these are cast.
+
+    Code of SAT, ComfyUI and TRELLIS casts to that attribute what it makes itself.
+
+    Args:
+        before: what their parameters had.
+    """
+    for part in module.modules():
+        if vars(part).get("dtype") in before and next(part.parameters(), None) is not None:
+            patches.set_attribute(part, "dtype", dtype)
