@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from models.pipeline_calls import quiet
+from stopdown import make_plan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.hidden_values import FUNCTIONS, noting_hidden
 
@@ -130,7 +132,7 @@ def test_what_is_hidden_is_found_and_repaired(name: str) -> None:
 def test_unseen_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the look at these operations switched off, the same call gives the wrong values."""
     monkeypatch.setattr(
-        "stopdown.runtime.watch.noting_hidden", lambda note: contextlib.nullcontext()
+        "stopdown.runtime.watch.noting_hidden", lambda *_, **__: contextlib.nullcontext()
     )
     module, x = make(HIDING["tanh"])
     plain = module(x * 1000)
@@ -200,3 +202,89 @@ def test_compiled_code_is_not_compiled_again() -> None:
     assert len(graphs) == made
     (said,) = handle.record.unwatched
     assert "inside of compiled code" in said
+
+
+class Stream(nn.Module):
+    """A sum of two layers, and what its code makes of what is not finite in it."""
+
+    def __init__(self, end: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.last = (nn.Linear(32, 32) for _ in range(3))
+        self.norm, self.end = nn.LayerNorm(32), end
+        for layer in (self.first, self.second):
+            layer.weight.data.mul_(3e4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = SWALLOWS[self.end](h + self.second(self.norm(h)))
+        made: torch.Tensor = self.last(self.norm(h))
+        return made
+
+
+def drop_where_asked(h: torch.Tensor) -> torch.Tensor:
+    return h.nan_to_num(0, 0, 0) if h.isinf().any() or h.isnan().any() else h
+
+
+SWALLOWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nan_to_num": lambda h: h.nan_to_num(0, 0, 0),
+    "where": lambda h: torch.where(torch.isfinite(h), h, torch.zeros_like(h)),
+    "where NaN": lambda h: torch.where(h.isnan(), torch.zeros_like(h), h).nan_to_num(0, 0, 0),
+    "masked_fill": lambda h: h.masked_fill(~h.isfinite(), 0),
+    "index": fill_infinite,
+    "asked": drop_where_asked,
+    "in fp32": lambda h: h.float().nan_to_num(0, 0, 0).clamp(-1e8, 1e8).to(h.dtype),
+}
+
+
+def draw(seed: int, size: float) -> torch.Tensor:
+    return torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(seed)) * size
+
+
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("end", SWALLOWS)
+@pytest.mark.parametrize("way", ["native", "fp32", "repaired"])
+def test_what_is_swallowed_with_exponents_on_is_found(way: str, end: str) -> None:
+    """Finds Inf and NaN behind a multiply or in an fp32 stream, and gives what is no worse than bf16."""
+    module, x, large = Stream(end).eval().requires_grad_(False), draw(1, 1), draw(2, 300)
+    right = module(large)
+    near = copy.deepcopy(module).bfloat16()(large.bfloat16()).float()
+    if way == "repaired":
+        module, plan = module.half(), None
+    else:
+        plan = make_plan(module, run=lambda: module(x), residual=way)
+    with guard(module, plan, announce=quiet) as handle:
+        module(x.half())
+        found = module(large.half())
+        assert handle.repairs[-1].kind == "clamped"
+        assert torch.equal(module(large.half()), found)
+    assert (found.float() - right).norm() <= (near - right).norm()
+
+
+@pytest.mark.parametrize("way", ["native", "fp32"])
+def test_masks_and_healthy_values_are_no_faults_with_exponents_on(way: str) -> None:
+    """Leaves -Inf of masks, and what fp32 makes of it, as it is: no call is made again."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.net, self.end = Stream("where"), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.net(x)
+            scores = (h @ h.mT).float()
+            unseen = torch.ones(6, 6, dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(unseen, float("-inf"))
+            scores = torch.where(unseen, float("-inf"), scores)
+            made: torch.Tensor = self.end(scores.softmax(-1).to(h.dtype) @ h)
+            return made
+
+    module, x = Masked().eval().requires_grad_(False), draw(1, 1)
+    plan = make_plan(module, run=lambda: module(x), residual=way)
+    right = module(x)
+    with guard(module, plan, announce=pytest.fail) as handle:
+        found = module(x.half())
+    assert not handle.repairs
+    assert not handle.record.unwatched
+    assert (found.float() - right).norm() < 0.01 * right.norm()

@@ -177,8 +177,10 @@ class _Tracer(TorchDispatchMode):
         changed = {id(x) for x in outputs}
         inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
         if kind in _HIDING or name.rstrip("_") in _HIDING_NAMES:
-            makers = [self._made[x] for x in _floats(args) if x in self._made and x.dtype in HALVES]
-            self.hidden += [event for event in makers if not bad and not event.is_mask]
+            makers = [self._made[x] for x in _floats(args) if x in self._made and not bad]
+            self.hidden += [
+                event for event in makers if not event.is_mask and _find_root(event).dtype in HALVES
+            ]
         for tensor in outputs:
             self._blank.pop(tensor, None)
             if tensor in self._made and not any(tensor is x for x in bad):
@@ -230,9 +232,14 @@ class _Tracer(TorchDispatchMode):
         return _Event(self.count, path, "", tensor.dtype, [], is_mask, kind)
 
 
-def _trace_back(event: _Event, kind: str) -> Culprit:
+def _find_root(event: _Event) -> _Event:
     while event.causes:
         event = min(event.causes, key=lambda cause: cause.index)
+    return event
+
+
+def _trace_back(event: _Event, kind: str) -> Culprit:
+    event = _find_root(event)
     is_too_large = event.kind == "range" and event.reached > torch.finfo(event.dtype).max
     hopeless = event.returned_by if is_too_large else ()
     found = event.kind or "unknown"

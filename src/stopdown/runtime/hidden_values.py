@@ -2,12 +2,14 @@
 
 An overflow in fp16 is Inf. `tanh`, `where(isfinite(x), x, 0)`, `nan_to_num`, a division by it, a cast to
 whole numbers and others make finite values of that, which are wrong and which no test of the output finds.
-So these functions of PyTorch are replaced during a guarded call; what enters them in fp16 gives one flag
+So these functions of PyTorch are replaced during a guarded call; what enters them gives one flag
 each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
+In a component that computes in fp16, tensors in fp32 are looked at as well: what overflowed in an fp16
+product is Inf in fp32 behind a cast, a multiply of a plan, or in an fp32 residual stream.
 
-**Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
-`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN that
-`nan_to_num` or `nansum` replaces, or that becomes a whole number or a number of 8 bits.
+**Catches** Inf that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operators `/`
+`//` `**` `<` `<=` `>` `>=`, `x[mask] = 0`, places of largest values (`argmax`, `topk`); NaN in those that
+do not hand it on (`where`, `nan_to_num`, `x > 0`), or that becomes a whole number or a number of 8 bits.
 **Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
 fused operations, -Inf that enters `relu`, `exp`, `logaddexp` or `softmax`, and whatever compiled code does.
 """
@@ -42,7 +44,7 @@ FUNCTIONS: Mapping[str, tuple[int, ...]] = {
         ("index_put", "threshold", "elu", "selu", "celu", "softplus", "logsigmoid"), _FIRST
     ),
     **dict.fromkeys(("argmax", "argmin", "argsort", "sort", "topk", "bucketize", "amin"), _FIRST),
-    **dict.fromkeys(("isfinite", "isinf", "isposinf", "nansum", "nanmean"), _FIRST),
+    **dict.fromkeys(("isfinite", "isinf", "isposinf", "isnan", "nansum", "nanmean"), _FIRST),
     **dict.fromkeys(("pow", "__pow__", "float_power"), _FIRST),
     **dict.fromkeys(("int", "long", "short", "to", "type"), _FIRST),
     **dict.fromkeys(("atan2", "arctan2", "minimum", "maximum", "min", "fmin", "fmax"), _BOTH),
@@ -64,7 +66,8 @@ _ELSEWHERE = (
 _MASKED = (
     *("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num"),
     *("masked_fill", "masked_scatter", "index_put", "__setitem__", "min", "amin", "fmin", "fmax"),
-    *("argmax", "argmin", "argsort", "sort", "topk", "bucketize", "isfinite", "isinf", "isposinf"),
+    *("argmax", "argmin", "argsort", "sort", "topk", "bucketize"),
+    *("isfinite", "isinf", "isposinf", "isnan"),
     *("heaviside", "gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"),
 )
 _POWERS = ("pow", "__pow__", "float_power")
@@ -74,13 +77,20 @@ _WHOLE = {
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-_NAN_TOO = ("nan_to_num", "nansum", "nanmean")
+_NAN_TOO = (
+    *("nan_to_num", "nansum", "nanmean", "where", "masked_fill", "masked_scatter", "index_put"),
+    *("__setitem__", "isfinite", "isnan", "fmin", "fmax", "heaviside"),
+    *("argmax", "argmin", "argsort", "sort", "topk", "bucketize"),
+    *("gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"),
+)
+"""What gives something else than NaN for NaN."""
 _LEAST_BOUND = -1e4
 """A bound below this is one for masks."""
 
 
 class _Thread(threading.local):
     note: Note | None = None
+    is_wide: bool = False
 
 
 _thread = _Thread()
@@ -90,18 +100,23 @@ _watchers = 0
 
 
 @contextlib.contextmanager
-def noting_hidden(note: Note) -> Iterator[None]:
-    """Have `note` given what this thread hides, in the block."""
+def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
+    """Have `note` given what this thread hides, in the block.
+
+    Args:
+        is_wide: in any floating dtype, and not in fp16 alone.
+    """
     global _watchers
     with _CHANGING:
         if not _watchers:
             _put_on()
         _watchers += 1
-    before, _thread.note = _thread.note, note
+    before = _thread.note, _thread.is_wide
+    _thread.note, _thread.is_wide = note, is_wide
     try:
         yield
     finally:
-        _thread.note = before
+        _thread.note, _thread.is_wide = before
         with _CHANGING:
             _watchers -= 1
             if not _watchers:
@@ -129,7 +144,7 @@ def _watch(original: Any, name: str) -> Any:
         note = _thread.note
         if note is not None and not is_traced():
             given = args if len(args) > positions[-1] else (*args, *kwargs.values())
-            found = [given[i] for i in positions if i < len(given) and _is_narrow(given[i])]
+            found = [given[i] for i in positions if i < len(given) and _is_watched(given[i])]
             if found and _hides(name, args, kwargs):
                 _thread.note = None  # what looks at it is not looked at
                 try:
@@ -157,8 +172,11 @@ def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+def _is_watched(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    is_wide = _thread.is_wide and value.is_floating_point() and value.itemsize > 1
+    return is_wide or value.dtype == torch.float16
 
 
 def _read_bounds(args: Any, kwargs: Mapping[str, Any]) -> list[float]:
@@ -170,7 +188,8 @@ def _look(
 ) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    if name == "nan_to_num" and any(abs(x) >= CLAMPED_FROM for x in bounds):
+    is_half = tensor.dtype == torch.float16
+    if is_half and name == "nan_to_num" and any(abs(x) >= CLAMPED_FROM for x in bounds):
         note(name, tensor)  # NaN is one of an overflow as well
         return
     is_mask = is_masked and not (bounds and min(bounds) > _LEAST_BOUND and name != "where")

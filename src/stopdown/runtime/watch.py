@@ -51,7 +51,8 @@ class Watch:
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
         if is_known or compiled or count_processes() > 1:
             return contextlib.nullcontext()
-        return noting_hidden(guarded.state.notes.note_hidden)
+        is_wide = "fp16" in (guarded.precisions or ())
+        return noting_hidden(guarded.state.notes.note_hidden, is_wide=is_wide)
 
     def check(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Check what came out, and have a fault answered; stands outside of plans and memory strategies."""
