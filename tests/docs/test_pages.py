@@ -194,12 +194,26 @@ def test_every_page_is_two_steps_from_the_quick_start() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Internals:")[2]
     internals = {docs / name for name in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
     assert internals
+    internals |= list_linked(docs / "decisions" / "index.md")
     starts = {docs / "start.md", docs / "zh" / "start.md"}
     near = set().union(*map(list_linked, starts))
     found = near.union(*map(list_linked, near)) | starts | internals | {docs / "index.md"}
     assert sorted(set(PAGES) - {ROOT / "README.md"} - found) == []
     excluded = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("exclude_docs:")[2]
     assert "  log.md" in excluded.partition("\nnot_in_nav")[0]
+
+
+def test_decisions_are_short_and_whole() -> None:
+    """A page of a decision has at most 200 words: measured, decided, and what would change it."""
+    pages = [
+        x for x in PAGES if x.parent.name == "decisions" and x.stem not in ("index", "removed")
+    ]
+    assert pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert len(text.split()) <= 200, page.name
+        found = re.findall(r"^\*\*([^*]+)\.\*\*", text, re.MULTILINE)
+        assert found == ["Measured", "Decision", "What would change it"], page.name
 
 
 def test_the_card_is_explained() -> None:
