@@ -660,6 +660,7 @@ class Scaling(Displayed):
             `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
             have none.
         signatures: of the calls that they were found for, as `graph.call_signatures` writes them.
+        shapes: signature to the sizes of those calls, as `graph.call_signatures.list_sizes` has them.
         inputs: `method.argument` to the largest magnitude that it had in the measured calls of a plan.
     """
 
@@ -687,6 +688,7 @@ class Scaling(Displayed):
     trial: Trial | None = None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     signatures: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]] = field(default_factory=dict)
     inputs: Mapping[str, float] = field(default_factory=dict)
 
 

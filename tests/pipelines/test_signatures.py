@@ -30,7 +30,7 @@ from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling import call_watch
 from stopdown.scaling.call_exponents import CallEnds
-from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.call_watch import WAITING, CallWatch
 from stopdown.scaling.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
@@ -243,6 +243,99 @@ def test_a_guard_extends_its_repair() -> None:
     assert max(errors) < 2e-3
 
 
+class Sized(Encoder):
+    """The same with a table of five positions, and one for all other numbers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = (nn.Parameter(torch.randn(x, 32)) for x in (5, 16))
+
+    def forward(self, x: torch.Tensor, **_: Any) -> Any:
+        rows = x.shape[1]
+        x = self.embed(x)
+        x = x + (self.table if rows == 5 else self.other[:rows])
+        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
+            x = x + down(up(norm(x)))
+        return self.norm(x)
+
+
+def make_sized() -> tuple[Sized, list[dict[str, Any]]]:
+    """The module with calls of other sizes: as the first, without the table, and again."""
+    torch.manual_seed(1)
+    module = Sized().eval().requires_grad_(False)
+    module.up[2].weight.mul_(2.0**10)
+    module.down[2].weight.mul_(2.0**9)
+    shapes = [(2, 5, 32), (3, 5, 32), (2, 7, 32), (4, 7, 32), (2, 9, 32)]
+    return module, [{"x": torch.randn(*shape)} for shape in shapes]
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs without values and captures of calls, as they are made."""
+    found: list[str] = []
+    read, trace = call_watch.read_call, CallWatch._trace
+
+    def count_read(*args: Any) -> Any:
+        found.append("read")
+        return read(*args)
+
+    def count_trace(*args: Any, **options: Any) -> Any:
+        found.append("trace")
+        return trace(*args, **options)
+
+    monkeypatch.setattr(call_watch, "read_call", count_read)
+    monkeypatch.setattr(CallWatch, "_trace", count_trace)
+    return found
+
+
+def test_sizes_that_lead_elsewhere_run_without_a_plan(looked: list[str]) -> None:
+    """A table that has exponents and is not read: right and said once; sizes that were met cost nothing."""
+    module, calls = make_sized()
+    wanted = [run(module, x) for x in calls]
+    with planned(module, calls[0]) as applied:
+        assert applied.plan.components[0].in_force.exponents.get("table")
+        looked.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", StopdownWarning)
+            found = [run(module, calls[i], torch.float16) for i in (0, 1)]
+        assert (looked, said) == (["read", "read"], [])
+        with pytest.warns(StopdownWarning, match=r"was called with sizes 2x7x32 \(forward\)"):
+            found.append(run(module, calls[2], torch.float16))
+        assert looked[2:] == ["read", "trace"]
+        for _ in range(2):
+            for kwargs in calls[:3]:
+                run(module, kwargs, torch.float16)
+        assert len(looked) == 4
+    errors = [measure_error(x, right) for x, right in zip(found, wanted, strict=False)]
+    assert max(errors) < 2e-3
+
+
+def test_sizes_that_lead_elsewhere_are_repaired(looked: list[str]) -> None:
+    """Under a guard exponents are found that hold for both ways through the code, once."""
+    module, calls = make_sized()
+    wanted = [run(module, x) for x in calls]
+    with repaired(module, calls[0]) as handle:
+        found = [run(module, x, torch.float16) for x in calls]
+        assert [x.kind for x in handle.repairs] == ["range", "signature"]
+        assert "was called with other sizes (forward)" in handle.repairs[1].evidence
+        assert looked.count("trace") == 1
+        assert UNPLANNED not in vars(module)
+    errors = [measure_error(x, right) for x, right in zip(found, wanted, strict=True)]
+    assert max(errors) < 2e-3
+
+
+def test_sizes_that_lead_elsewhere_are_refused() -> None:
+    """`rescale_` keeps its exponents: what they do not hold for is refused, in fp32 as well."""
+    module, calls = make_sized()
+    wanted = [run(module, x) for x in calls]
+    rescaling = rescale_(module, (), calls[0])
+    assert all(torch.equal(run(module, calls[i]), wanted[i]) for i in (0, 1))
+    with pytest.raises(ScalingError, match="Sized was called with sizes 2x7x32"):
+        run(module, calls[2])
+    rescaling.undo()
+    assert torch.equal(run(module, calls[2]), wanted[2])
+
+
 def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
     """A call that overflows by arguments that nobody measured is made again without the plan, said once."""
     module, first = make_encoder()
@@ -251,7 +344,8 @@ def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
     wanted = run(module, second)
     with planned(module, first):
         watch = find_watch(module)
-        watch._verdicts["forward(hidden=True, late[1d], x[3d])"] = CallEnds({1: 12}, {}, 2, 3)
+        key = "forward(hidden=True, late[1d], x[3d])", ((32,), (2, 5, 32))
+        watch._verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
         with pytest.warns(StopdownWarning, match="gave values that are not finite") as said:
             found = run(module, second)
     assert len(said) == 1

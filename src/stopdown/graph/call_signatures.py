@@ -1,14 +1,14 @@
 """The signature of a call: which arguments it has beside its module's defaults, and of what kind.
 
 Exponents are found for the path that code takes, and optional arguments lead it elsewhere: what is added
-to a scaled value has to be scaled, and what leaves at another place has to be scaled back. Calls of one
-signature take one path; sizes, dtypes and values of tensors are no part of it.
+to a scaled value has to be scaled, and what leaves at another place has to be scaled back. Dtypes and
+values of tensors are no part of it. Sizes (`list_sizes`) are beside it: most lead code nowhere else.
 
 **Catches** tensors that are given or not, also in lists, tuples and mappings; their kind and number of
 dimensions; flags, words, whole numbers and objects; fractions that are 0, by which code leaves work out;
 flags that a configuration decides.
-**Does not catch** a path that any other fraction, a size or the values of a tensor decide; whole numbers
-whose name says that they are times, sizes or strengths; attributes of a module (`scaling.module_settings`).
+**Does not catch** a path that any other fraction or the values of a tensor decide; whole numbers whose name
+says that they are times or strengths; attributes of a module (`scaling.module_settings`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ _AMOUNTS = (
 _TIMES = ("*time*", "*step*", "*sigma*", "t", "s")
 """Names of fractions that are 0 at the end of a run, as at any other of its steps."""
 
+_SIZES = ("*size*", "*length*", "*frame*", "*height*", "*width*")
+"""Names of whole numbers that are sizes."""
+
 _MOST_NUMBERS = 32
+
+Sizes = tuple[tuple[int, ...], ...]
+"""The shapes of a call's tensors, and its numbers that are sizes, in the order of its arguments' names."""
 
 
 def sign_call(
@@ -45,9 +51,7 @@ def sign_call(
     Cost: some microseconds; no device is asked.
     """
     names, defaults, flags = _read_parameters(type(module), method)  # type: ignore[arg-type]
-    given = dict(zip(names, args, strict=False))
-    given.update(kwargs)
-    given.update((f"*{i}", x) for i, x in enumerate(args[len(names) :]))
+    given = _name_arguments(names, args, kwargs)
     config = getattr(module, "config", None)
     parts: list[str] = []
     for name, value in given.items():
@@ -66,6 +70,73 @@ def sign_call(
         if given.get(name) is None and getattr(config, name, None) is True:
             parts.append(f"{name} of its configuration")
     return f"{method}({', '.join(sorted(parts))})"
+
+
+def _name_arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    given = dict(zip(names, args, strict=False))
+    given.update(kwargs)
+    given.update((f"*{i}", x) for i, x in enumerate(args[len(names) :]))
+    return given
+
+
+def list_sizes(
+    module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Sizes:
+    """The sizes of a call of a module's method.
+
+    Cost: some microseconds.
+    """
+    names = _read_parameters(type(module), method)[0]  # type: ignore[arg-type]
+    given = _name_arguments(names, args, kwargs)
+    found: list[tuple[int, ...]] = []
+    for name in sorted(given):
+        _add_sizes(found, name, given[name])
+    return tuple(found)
+
+
+def _add_sizes(found: list[tuple[int, ...]], name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(tuple(value.shape))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _add_sizes(found, f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add_sizes(found, name, item)
+    elif type(value) is int and _is_like(name, _SIZES):
+        found.append((value,))
+
+
+def resize_call(
+    module: torch.nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sizes: Sizes,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The same arguments in other sizes, tensors on `meta`; None where those are of other arguments."""
+    names = _read_parameters(type(module), method)[0]  # type: ignore[arg-type]
+    given, left = _name_arguments(names, args, kwargs), iter(sizes)
+
+    def resize(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(next(left), dtype=value.dtype, device="meta")
+        if isinstance(value, Mapping):
+            return {key: resize(f"{name}.{key}", item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([resize(name, item) for item in value])
+        return next(left)[0] if type(value) is int and _is_like(name, _SIZES) else value
+
+    try:
+        made = {name: resize(name, given[name]) for name in sorted(given)}
+    except StopIteration:
+        return None
+    if next(left, None) is not None:
+        return None
+    places = [*names, *(f"*{i}" for i in range(len(args) - len(names)))][: len(args)]
+    return tuple(made.pop(name) for name in places), made
 
 
 def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:

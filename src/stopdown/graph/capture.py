@@ -41,11 +41,12 @@ from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings, take_first_line
-from stopdown.graph.call_signatures import sign_call
+from stopdown.graph.call_signatures import Sizes, list_sizes, sign_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, read_calls
-from stopdown.interception.module_paths import list_parts
+from stopdown.graph.readings import Readings
+from stopdown.interception.module_paths import ModulePaths, list_parts
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
@@ -81,9 +82,10 @@ class Capture:
         method: what was called of the module: `decode`; "" for the module itself.
         answers: what its code asked tensors for, and got, where that decides the path.
         outputs: how many tensors the call returns; the graph's outputs after them were asked for.
-        replaceable: buffers that the code computes anew, and does not read, at another size.
+        replaceable: buffers and parameters that the code does without at another size: it computes others.
         operands: what was cast, or kept in fp32, because the code mixes dtypes.
         signature: of the call, as `sign_call` writes it.
+        sizes: of the call, as `list_sizes` has them.
         keeps_clamps: the code clamps at fp16's maximum in fp32 as well.
     """
 
@@ -102,6 +104,7 @@ class Capture:
     operands: Operands
     signature: str = ""
     keeps_clamps: bool = False
+    sizes: Sizes = ()
 
 
 def capture_call(
@@ -148,6 +151,26 @@ def find_call_operands(
     Cost: one run on fake tensors.
     """
     return _ShadowCall(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
+
+
+def read_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    blocked: Collection[str] = (),
+) -> frozenset[int] | None:
+    """How a call reads its parameters and arguments; None where its code asks tensors for their values.
+
+    Args:
+        blocked: names of tensors whose rows or columns differ in exponent.
+
+    Cost: one run on fake tensors.
+    """
+    try:
+        return _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).read(blocked)
+    except Exception:  # whatever a model's code does on tensors without values
+        return None
 
 
 def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
@@ -464,6 +487,30 @@ class _ShadowCall:
             self._shadow, self._method, leaves, spec, attempt.answers, self._counts.append
         ).eval()
 
+    @property
+    def _named(self) -> tuple[torch.nn.Module, str, tuple[Any, ...], dict[str, Any]]:
+        """Module, method and arguments of the call."""
+        return (
+            self._module,
+            self._method or "forward",
+            self._attempt.args,
+            self._attempt.kwargs,
+        )
+
+    def read(self, blocked: Collection[str]) -> frozenset[int]:
+        """How the call reads its parameters and arguments, as marks (`graph.readings`)."""
+        patches = Patches()  # never undone: the shadow is thrown away with its hooks
+        paths = ModulePaths(self._shadow, patches)
+        readings = Readings(paths, _ShadowCall.read.__code__, blocked)
+        for name, tensor in name_parameters(self._shadow).items():
+            readings.name(tensor, "parameter", name)
+        for number, tensor in enumerate(self._given):
+            readings.name(tensor, "input", number)
+        with WARNINGS_IGNORED, torch.no_grad(), ignoring_warnings(Warning), self._mode, readings:
+            outputs = self._traced(*self._given)
+        readings.note_outputs(list(outputs))
+        return frozenset(readings.found)
+
     def find_operands(self) -> Operands:
         """What makes the call's operands one."""
         fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
@@ -503,9 +550,8 @@ class _ShadowCall:
             outputs=self._counts[-1],
             replaceable=replaceable,
             operands=self._attempt.operands or NO_OPERANDS,
-            signature=sign_call(
-                self._module, self._method or "forward", self._attempt.args, self._attempt.kwargs
-            ),
+            signature=sign_call(*self._named),
+            sizes=list_sizes(*self._named),
         )
 
 
@@ -541,7 +587,10 @@ class _Shaped:
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str]) -> _Calls:
-    """Filled while the shadow runs: modules with floating buffers of the checkpoint, and a call."""
+    """Filled while the shadow runs: modules that may choose by sizes what they read, and a call.
+
+    They have floating parameters or buffers of the checkpoint themselves, and are no layers of torch.
+    """
     calls: _Calls = {}
 
     def watch(path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -551,48 +600,75 @@ def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str]) -> _Calls:
 
     patches = Patches()  # never undone, as above
     for path, module in shadow.named_modules():
-        if any(f"{path}.{n}".strip(".") not in kept for n, _ in _list_tables(module)):
+        names = [name for name, _ in _list_tables(module)]
+        if any(f"{path}.{name}".strip(".") not in kept for name in names):
             hook = functools.partial(watch, path)
             patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     return calls
 
 
 def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(n, x) for n, x in module.named_buffers(recurse=False) if x.is_floating_point()]
+    named = [*module.named_buffers(recurse=False)]
+    if not type(module).__module__.startswith("torch.nn."):
+        named += module.named_parameters(recurse=False)
+    return [(name, x) for name, x in named if x.is_floating_point()]
 
 
 def _find_replaceable(
     shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Buffers that their module does without when a dimension of its arguments is doubled.
+    """What their module does without when a dimension of its arguments is twice or half as long.
 
     A table of positions that is learned for one number of frames, and computed for others: what is
-    folded into it is lost there.
+    folded into it is lost there. Of blocks that are alike one is asked; a component itself is not asked for
+    its own parameters.
     """
     found: set[str] = set()
+    known: dict[Any, frozenset[str]] = {}
     for path, call in calls.items():
         module = shadow.get_submodule(path)
-        tables = {id(x): f"{path}.{name}".strip(".") for name, x in _list_tables(module)}
-        tables = {number: name for number, name in tables.items() if name in used}
-        for longer in _list_doubled(call) if tables else ():
-            read = _Read()
-            with contextlib.suppress(Exception), mode, read:  # most cannot be doubled alone
-                args, kwargs = pytree.tree_map_only(
-                    _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), longer
-                )
-                module.forward(*args, **kwargs)
-                found.update(tables[x] for x in tables.keys() - read.seen)
+        tables = {
+            id(x): name for name, x in _list_tables(module) if path or name in module._buffers
+        }
+        tables = {x: name for x, name in tables.items() if f"{path}.{name}".strip(".") in used}
+        key = type(module), _read_settings(module), str(call), frozenset(tables.values())
+        if tables and key not in known:
+            known[key] = _find_unread(module, call, tables, mode)
+        found.update(f"{path}.{name}".strip(".") for name in (known[key] if tables else ()))
     return frozenset(found)
 
 
-def _list_doubled(call: tuple[Any, ...]) -> Iterator[Any]:
-    """A call with one dimension of one of its tensors twice as long, for each of them."""
+def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+    plain = (bool, int, float, str, type(None))
+    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, plain))
+
+
+def _find_unread(
+    module: torch.nn.Module, call: tuple[Any, ...], tables: Mapping[int, str], mode: FakeTensorMode
+) -> frozenset[str]:
+    """Names of the tables that a call of other sizes runs without."""
+    found: set[str] = set()
+    for other in _list_resized(call):
+        read = _Read()
+        with contextlib.suppress(Exception), mode, read:  # most cannot change alone
+            args, kwargs = pytree.tree_map_only(
+                _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), other
+            )
+            module.forward(*args, **kwargs)
+            found.update(tables[x] for x in tables.keys() - read.seen)
+    return frozenset(found)
+
+
+def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
+    """A call with one dimension of one of its tensors twice or half as long, for each of them."""
     leaves, spec = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
-        for dim in range(len(leaf.shape) if isinstance(leaf, _Shaped) else 0):
-            shape = tuple(n * (1 + (i == dim)) for i, n in enumerate(leaf.shape))
-            longer = [*leaves[:number], replace(leaf, shape=shape), *leaves[number + 1 :]]
-            yield pytree.tree_unflatten(longer, spec)
+        shape = leaf.shape if isinstance(leaf, _Shaped) else ()
+        for dim, size in enumerate(shape):
+            for other in (2 * size, *([size // 2] if size > 1 else [])):
+                resized = (*shape[:dim], other, *shape[dim + 1 :])
+                others = [*leaves[:number], replace(leaf, shape=resized), *leaves[number + 1 :]]
+                yield pytree.tree_unflatten(others, spec)
 
 
 class _Read(TorchFunctionMode):

@@ -443,7 +443,7 @@ def merge_scalings(
     limits = {x: y for x, y in before.limits.items() if x.partition(".")[0] not in methods}
     sizes = {x: y for x, y in before.sizes.items() if x.partition(".")[0] not in methods}
     notes = dict.fromkeys((before.note, found.note))
-    others = (x for x in before.signatures if x.partition("(")[0] not in methods)
+    others = [x for x in before.signatures if x.partition("(")[0] not in methods]
     return replace(
         found,
         exponents={**kept.exponents, **found.exponents},
@@ -461,6 +461,7 @@ def merge_scalings(
         limits={**limits, **found.limits},
         sizes={**sizes, **found.sizes},
         signatures=tuple(sorted({*found.signatures, *others})),
+        shapes={**{x: before.shapes[x] for x in others if x in before.shapes}, **found.shapes},
         inputs={k: x for k, x in before.inputs.items() if k.partition(".")[0] not in methods},
         note=" ".join(filter(None, notes)),
     )

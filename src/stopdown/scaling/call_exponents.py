@@ -108,6 +108,9 @@ def _fix_all(
         exponent = _read_exponent(folds.get(bare, ()), place, tuple(named[bare].shape))
         if exponent is None or not found.fix(unknown, exponent):
             return False
+    stated = {split_name(name)[0] for name in problem.parameters}
+    if any(folds.get(name) for name in _list_read(capture) if name not in stated):
+        return False  # a table that another size does without
     for key, unknown in problem.eps.items():
         if not found.fix(unknown, scaling.eps.get(".".join(filter(None, key)), 0)):
             return False
@@ -117,6 +120,12 @@ def _fix_all(
     beyond = scaling.multiplies.keys() - problem.multiplies.keys()
     running = {path for node in capture.graph.graph.nodes for path in list_running(node)}
     return not beyond & running and found.spread()
+
+
+def _list_read(capture: Capture) -> list[str]:
+    """Names of the parameters and buffers that a call reads."""
+    held = (node for node in capture.graph.graph.nodes if node.op == "placeholder" and node.users)
+    return [capture.parameters[node.name] for node in held if node.name in capture.parameters]
 
 
 def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:

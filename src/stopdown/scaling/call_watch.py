@@ -1,17 +1,20 @@
 """Whether the exponents in a module hold for each call of it: asked before the call, by its signature.
 
-A layer outside of all others compares the signature of a call with those that the exponents were found
-for. Another signature is traced once, without values, and the equations of its graph say what holds
-(`call_exponents`): the call goes on as it is; or arguments are multiplied before it and outputs behind it;
-or exponents are found that hold for all signatures, where somebody does that; or the module runs the call
-without its exponents, in fp32. The exponents are put back when a call needs them.
+A layer outside of all others compares the signature and the sizes of a call with those that the exponents
+were found for. Other sizes are compared once, by a run without values: what is folded has to be read as it
+was then (`graph.readings`). A call of another signature, or that reads otherwise, is traced once, without
+values, and the equations of its graph say what holds (`call_exponents`): the call goes on as it is; or
+arguments are multiplied before it and outputs behind it; or exponents are found that hold for all
+signatures, where somebody does that; or the module runs the call without its exponents, in fp32. The
+exponents are put back when a call needs them.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
-flags and outputs, and with other attributes, parts and code of the module; calls of a part alone; results
-of unmeasured signatures that are not finite; tensors that a call puts into its caller's containers and
-caches; weights that were rewritten; gradients of folded weights, and backward passes after the exponents
-have changed.
-**Does not catch** what `graph.call_signatures` and `module_settings` do not; calls of code that is compiled
+sizes, flags and outputs, and with other attributes, parts and code of the module; calls of a part alone;
+results of unmeasured signatures that are not finite; tensors that a call puts into its caller's containers
+and caches; weights that were rewritten; gradients of folded weights, and backward passes after the
+exponents have changed.
+**Does not catch** what `graph.call_signatures`, `graph.readings` and `module_settings` do not; sizes that
+lead code elsewhere which asks tensors for their values; calls of code that is compiled
 later; a part that is called by `part.forward(...)`, while another thread calls the module, or inside of
 compiled code; parameters that another method of the module uses itself; weights that are written through
 `.data` or in inference mode, and single values of a matrix; tensors that the module keeps in attributes for
@@ -60,8 +63,8 @@ from stopdown.component_calls.outermost_calls import is_in_training, is_plain
 from stopdown.component_calls.step_caches import clear_caches, in_full
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
-from stopdown.graph.call_signatures import sign_call
-from stopdown.graph.capture import name_parameters
+from stopdown.graph.call_signatures import Sizes, list_sizes, resize_call, sign_call
+from stopdown.graph.capture import name_parameters, read_call
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some, name_dtype
@@ -133,6 +136,27 @@ class WatchOptions:
     stays: bool = False
 
 
+@dataclass
+class _Kind:
+    """Calls of one signature.
+
+    Attributes:
+        ends: what holds for them; None where nothing does.
+        sizes: of those whose graph was looked at.
+        marks: how these read what is folded; None before other sizes came.
+        is_read: False where that cannot be found without values.
+    """
+
+    ends: CallEnds | None
+    sizes: list[Sizes]
+    marks: frozenset[int] | None = None
+    is_read: bool = True
+
+
+Key = tuple[str, Sizes]
+"""Signature and sizes of a call."""
+
+
 class ReplacedError(Exception):
     """Other exponents were put on: the call begins again."""
 
@@ -157,9 +181,16 @@ class CallWatch(SameInCopies):
         self.module, self.scaling, self._put, self._options = module, scaling, put, options
         self._casts = casts
         self._name = options.name or type(module).__name__
-        self._verdicts: dict[str, CallEnds | None] = dict.fromkeys(scaling.signatures, _PLAIN)
-        self._copied: dict[str, CallEnds | None] = {}
-        self._unsaid: dict[str, str] = {}
+        self._kinds = {
+            x: _Kind(_PLAIN, list(scaling.shapes[x]))
+            for x in scaling.signatures
+            if x in scaling.shapes
+        }
+        self._verdicts: dict[Key, CallEnds | None] = {
+            (name, sizes): _PLAIN for name, kind in self._kinds.items() for sizes in kind.sizes
+        }
+        self._copied: dict[Key, CallEnds | None] = {}
+        self._unsaid: dict[Key, str] = {}
         self._own, self._on, self._off = Patches(), Patches(), Patches()
         self._slots = set[str]()
         self._turn = threading.Condition(threading.RLock())
@@ -252,14 +283,14 @@ class CallWatch(SameInCopies):
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
-        signature = sign_call(copied, method, args, kwargs)
-        if signature not in self._copied:
-            self._copied[signature] = self._verdicts.get(signature) or self._trace(
-                method, args, kwargs
+        key = sign_call(copied, method, args, kwargs), list_sizes(copied, method, args, kwargs)
+        if key not in self._copied:
+            self._copied[key] = self._verdicts.get(key) or self._find_ends(
+                key, method, args, kwargs
             )
-        ends = self._copied[signature]
+        ends = self._copied[key]
         if ends is None or not ends.is_plain:
-            what = _describe_difference(signature, self.scaling, method)
+            what = self._describe_difference(key, method)
             raise ScalingError(
                 f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
                 expected="A copy of a planned or repaired module keeps its exponents for good.",
@@ -276,20 +307,20 @@ class CallWatch(SameInCopies):
     def _enter(self, call: ComponentCall) -> Any:
         if self.has_call_here:
             return call.proceed()
-        signature = self.sign(call)
+        key = self.sign(call)
         held = HeldContainers(call)
         try:
-            if signature not in self._verdicts:
-                self._judge(signature, call, held)
-            ends = self._verdicts[signature]
+            if key not in self._verdicts:
+                self._judge(key, call, held)
+            ends = self._verdicts[key]
             if ends is not None and ends.inputs and self._is_guarded(call):
                 ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
                 is_good, output, why = self._call_on(ends, call, held)
                 if is_good:
                     return output
-                self._give_up(signature, call, why)
-            return self._call_off(signature, call)
+                self._give_up(key, call, why)
+            return self._call_off(key, call)
         except ReplacedError:
             return call.begin_again()
 
@@ -320,11 +351,11 @@ class CallWatch(SameInCopies):
                 raise ReplacedError
         return False, None, _FILLED if is_filled and why == _NOT_FINITE else why
 
-    def _call_off(self, signature: str, call: ComponentCall) -> Any:
+    def _call_off(self, key: Key, call: ComponentCall) -> Any:
         """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
         with self._using(is_on=False):
             output = self._track(call, self._call_bare(call))
-        if text := self._unsaid.pop(signature, ""):
+        if text := self._unsaid.pop(key, ""):
             self._options.announce(text)
         return output
 
@@ -374,20 +405,21 @@ class CallWatch(SameInCopies):
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
         return call.save(self.module, device)
 
-    def sign(self, call: ComponentCall) -> str:
-        """Return the signature of a call, with what was set on the module since exponents were put on."""
+    def sign(self, call: ComponentCall) -> Key:
+        """Return the signature of a call, with what was set since exponents were put on, and its sizes."""
         with self._turn:
             if not self._users:  # what a call sets is not what leads it elsewhere
                 self._settings.read()
             others = self._settings.describe()
         path = _find_path(call)
         owner = call.callee.owner if path else self.module
-        signature = sign_call(owner, call.callee.method, call.args, call.kwargs)
-        signature = f"{path}:{signature}".removeprefix(":")
+        given = owner, call.callee.method, call.args, call.kwargs
+        signature = f"{path}:{sign_call(*given)}".removeprefix(":")
+        sizes = list_sizes(*given) if is_plain() else ()  # those of transformed code are no numbers
         if not others:
-            return signature
+            return signature, sizes
         start, _, rest = signature.removesuffix(")").partition("(")
-        return f"{start}({', '.join(filter(None, (rest, *others)))})"
+        return f"{start}({', '.join(filter(None, (rest, *others)))})", sizes
 
     @contextlib.contextmanager
     def _using(self, *, is_on: bool) -> Iterator[None]:
@@ -471,8 +503,8 @@ class CallWatch(SameInCopies):
 
     # What holds for a signature
 
-    def _judge(self, signature: str, call: ComponentCall, held: HeldContainers) -> None:
-        """Find what holds for calls of a signature that was not met before.
+    def _judge(self, key: Key, call: ComponentCall, held: HeldContainers) -> None:
+        """Find what holds for calls of a signature and sizes that were not met before.
 
         Args:
             held: what the call's arguments hold, which a trace may change.
@@ -480,27 +512,91 @@ class CallWatch(SameInCopies):
         method, path = call.callee.method, _find_path(call)
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
-        ends = None if held.has_kept_tensors else self._trace(method, args, kwargs, path)
+        ends = None if held.has_kept_tensors else self._find_ends(key, method, args, kwargs, path)
         held.restore()
         is_other_code = self._settings.describe()  # earlier calls would run it as well by now
         can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
         if (ends is None or ends.inputs) and can_extend and self._options.extend is not None:
-            what = _describe_difference(signature, self.scaling, method)
+            what = self._describe_difference(key, method, names_sizes=False)
             with self._options.changing():
-                if not (self._is_removed or signature in self._verdicts):
+                if not (self._is_removed or key in self._verdicts):
                     self._options.extend(replace(call, args=args, kwargs=kwargs), what)
             if self._is_removed:
                 raise ReplacedError
             ends = None
         with self._turn:
-            if signature not in self._verdicts:
+            if key not in self._verdicts:
                 if ends is None:
-                    self._give_up(signature, call, "they do not hold for that")
-                self._verdicts[signature] = ends
+                    self._give_up(key, call, "they do not hold for that")
+                self._verdicts[key] = ends
+
+    def _find_ends(
+        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
+    ) -> CallEnds | None:
+        """What a call needs so that the exponents hold; None when they do not.
+
+        Cost: for sizes that read what is folded as others of the signature did, a run without values; else
+            a capture.
+        """
+        signature, sizes = key
+        kind = self._kinds.get(signature)
+        if kind is None:
+            ends = self._trace(method, args, kwargs, path)
+            self._kinds[signature] = _Kind(ends, [sizes])
+            return ends
+        if kind.ends is None or not sizes:
+            return kind.ends
+        marks = self._read(kind, method, args, kwargs, path)
+        if marks is None or (kind.marks is not None and marks <= kind.marks):
+            return kind.ends
+        ends = self._trace(method, args, kwargs, path, is_short=False)
+        if ends is not None and (ends.inputs, ends.outputs) == (
+            kind.ends.inputs,
+            kind.ends.outputs,
+        ):
+            kind.sizes.append(sizes)
+            kind.marks = (kind.marks or frozenset()) | marks
+        return ends
+
+    def _read(
+        self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
+    ) -> frozenset[int] | None:
+        """How a call reads what is folded, and once how the first ones of its kind did; None if unknown."""
+        skeleton = self._skeleton
+        if skeleton is None or not kind.is_read or self._settings.is_other_code:
+            return None
+        self._settings.set_on(skeleton)
+        part = skeleton.get_submodule(path)
+        function = part if method == "forward" else getattr(skeleton, method)
+        blocked = {bare for bare, place in map(split_name, self.scaling.exponents) if place}
+        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
+
+        def read(args: Any, kwargs: Any) -> frozenset[int] | None:
+            given = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+            return read_call(function, given[0], given[1], torch.float16, blocked)
+
+        marks = read(args, kwargs)
+        if marks is not None and kind.marks is None:
+            resized = (resize_call(part, method, args, kwargs, x) for x in kind.sizes)
+            found = [read(*x) for x in resized if x is not None]
+            kind.marks = frozenset().union(*(x for x in found if x is not None)) if found else None
+        kind.is_read = marks is not None
+        return marks
 
     def _trace(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: str = "",
+        *,
+        is_short: bool = True,
     ) -> CallEnds | None:
+        """What a call needs at its ends by the equations of its graph.
+
+        Args:
+            is_short: a video is cut to its first frames where that can be traced.
+        """
         skeleton = self._skeleton
         if skeleton is None or self._settings.is_other_code:
             return None
@@ -510,20 +606,20 @@ class CallWatch(SameInCopies):
         scaling = restrict_scaling(self.scaling, path) if path else self.scaling
         part = skeleton.get_submodule(path)
         whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
-        short = cut_sizes(whole)
+        short = cut_sizes(whole) if is_short else whole
         for call in (short, whole) if short is not whole else (whole,):
             with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
                 capture = Captures().take(call, scaling.stream)
                 return find_ends(part, scaling, capture, *call[1:])
         return None  # nothing is known of such calls
 
-    def _give_up(self, signature: str, call: ComponentCall, why: str) -> None:
-        """Run calls of a signature without exponents from now on; it is said once one has run."""
+    def _give_up(self, key: Key, call: ComponentCall, why: str) -> None:
+        """Run calls of a signature and sizes without exponents from now on; it is said once one has run."""
         path, method = _find_path(call), call.callee.method
         what = (
             f"`{self._name}:{path}` was called alone"
             if path
-            else f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
+            else f"{self._name} was called {self._describe_difference(key, method)}"
         )
         remedy = _WHOLE if path else self._options.remedy
         remedy = _CODE if self._settings.is_other_code else remedy
@@ -536,11 +632,23 @@ class CallWatch(SameInCopies):
                 else "Its weights are stored elsewhere between calls, so its exponents stay on.",
                 remedy=remedy,
             )
-        self._verdicts[signature] = None
-        self._unsaid[signature] = (
+        self._verdicts[key] = None
+        kind = self._kinds.get(key[0])
+        if kind is None or kind.sizes in ([], [key[1]]):  # nor do they for other sizes
+            self._kinds[key[0]] = _Kind(None, [])
+        self._unsaid[key] = (
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
             f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}"
         )
+
+    def _describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
+        """`with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`, against known calls."""
+        signature, sizes = key
+        if signature not in self.scaling.signatures:
+            return _describe_difference(signature, self.scaling, method)
+        if not names_sizes:
+            return f"with other sizes ({method})"
+        return f"with sizes {', '.join('x'.join(map(str, x)) for x in sizes if x)} ({method})"
 
     # On and off
 

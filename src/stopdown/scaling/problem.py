@@ -431,7 +431,7 @@ class CallStatement:
         return self.system.unknown(outer)
 
     def _state_placeholder(self, node: Node) -> None:
-        if not is_float(node):
+        if not is_float(node) or self._is_unread(node):
             return
         name = self.call.capture.parameters.get(node.name)
         capture = self.call.capture
@@ -538,6 +538,8 @@ class CallStatement:
             parts = self.call.ranges.get(node.name, ())
             if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
                 continue
+            if self._is_unread(node):
+                continue
             interiors = self._find_interiors(node)
             for block, part in enumerate(parts):
                 self._state_limit(node, block, part, interiors)
@@ -567,6 +569,10 @@ class CallStatement:
         dtype: torch.dtype = node.meta["val"].dtype
         is_narrow = dtype == torch.float32 and not self.narrow.isdisjoint(module_classes(node))
         return torch.float16 if is_narrow else dtype
+
+    def _is_unread(self, node: Node) -> bool:
+        """Whether a parameter is not read in this call: one of another size may read it beside others."""
+        return self._is_parameter(node) and not node.users
 
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters

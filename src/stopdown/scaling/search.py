@@ -31,6 +31,7 @@ from stopdown.bounds.propagation import LEAST_STORED_LOOSE
 from stopdown.component_calls.call import PlainCall
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.fold_names import read_clamp
+from stopdown.graph.call_signatures import Sizes
 from stopdown.graph.capture import Capture
 from stopdown.graph.nodes import arguments, is_kind, strip_casts
 from stopdown.graph.range_measurement import log2_of
@@ -85,6 +86,9 @@ FEW_MODULES = 100
 
 LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
 """How much looser than measured a bound may be, tried one after the other."""
+
+MOST_SHAPES = 8
+"""Of so many calls of one signature the sizes are kept; others are compared with them when they come."""
 
 LOW_WEIGHT_BITS = -12.0
 """A weight of typical size below this loses bits in fp16."""
@@ -259,8 +263,15 @@ def find_scaling(
 
     relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
     found = take_first(Strategy(partial(find, x)) for x in relaxations)
-    signatures = tuple(sorted({call.capture.signature for call in calls}))
-    return replace(found, stream=stream, signatures=signatures)
+    shapes: dict[str, dict[Sizes, None]] = {}
+    for call in calls:
+        shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
+    return replace(
+        found,
+        stream=stream,
+        signatures=tuple(sorted(shapes)),
+        shapes={name: tuple(shapes[name])[:MOST_SHAPES] for name in sorted(shapes)},
+    )
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
