@@ -751,3 +751,76 @@ def test_code_that_is_traced_is_left_alone(run: Run) -> None:
     assert (record.exit_code, said) == (0, [])
     assert record.modules is not None
     assert record.modules.unwatched == ("TopLevelTracedModule: 1 call of TorchScript, left alone.",)
+
+
+COMPILED = """
+import sys, torch
+
+torch.manual_seed(0)
+made = []
+
+def count(graph, inputs):
+    made.append(1)
+    return graph.forward
+
+class Net(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        self.up.weight.data.mul_(scale)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+x, wide, twin = torch.arange(8.0)[None] * 5, Net(1e5).eval(), Net(1.0).eval().half()
+with torch.no_grad():
+    right, plain = wide(x), twin(x.half())
+    wide = torch.compile(wide.half(), backend=count)
+    twin = torch.compile(twin, backend=count)
+    counts = []
+    for _ in range(4):
+        assert (wide(x.half()).float() - right).abs().max() < 2e-3
+        assert torch.equal(twin(x.half()), plain)
+        counts.append(len(made))
+torch.save(counts, sys.argv[1])
+"""
+
+
+@pytest.mark.thorough
+def test_compiled_code_of_what_is_repaired_is_kept(run: Run, tmp_path: Path) -> None:
+    """From the second call on nothing is compiled, of a twin neither; all calls are guarded, and right."""
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    record, said = run(COMPILED, tmp_path / "counts.pt")
+    counts = torch.load(tmp_path / "counts.pt")
+    assert counts[1:] == [counts[1]] * 3
+    assert counts[1] - counts[0] <= 1
+    assert (record.exit_code, len(said)) == (0, 1)
+    assert record.modules is not None
+    assert {x.component: x.calls for x in record.modules.calls} == {
+        **{"Net": 1, "Net_2": 1},  # before they were compiled
+        **{"Net_3": 4, "Net_4": 4},
+    }
+    assert torch._dynamo.config.skip_nnmodule_hook_guards == before
+
+
+HOOKED = COMPILED.replace(
+    "return self.down(self.norm(self.up(x)))",
+    "return self.down(self.norm(self.up(x) + 0 * x.float()))",
+).replace("Net(1e5)", "Net(1.0)")
+"""Repaired by hooks alone, which the compiler does not look at by itself."""
+
+
+@pytest.mark.thorough
+def test_compiled_code_is_told_hooks_apart(run: Run, tmp_path: Path) -> None:
+    """A repair that only puts hooks on, and is gone between the calls, is in force at each of them."""
+    record, _ = run(
+        HOOKED.replace("Net(1.0).eval().half()", "Net(1.0).eval()").replace(
+            "twin(x.half())", "twin(x)"
+        ),
+        tmp_path / "counts.pt",
+    )
+    counts = torch.load(tmp_path / "counts.pt")
+    assert record.exit_code == 0
+    assert counts[1:] == [counts[1]] * 3
+    assert record.modules is not None
+    assert [x.action for x in record.modules.repairs] == ["cast-inputs"]

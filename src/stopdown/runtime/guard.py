@@ -163,10 +163,9 @@ class Guard(SameInCopies):
         """Put on what an earlier guard of the same components found."""
         if self._repair_cache is None:
             return
-        for name, module in find_components(self.pipe).items():
-            state = self.session.components.get(id(module))
-            for applied in self._repair_cache.put_on(state) if state else ():
-                place = name_module_path(name, split_module_path(applied.component)[1])
+        for state in self.session.components.values():
+            for applied in self._repair_cache.put_on(state):
+                place = name_module_path(state.name, split_module_path(applied.component)[1])
                 self._reused.append(f"{place}: {name_action(applied)} ({applied.precision})")
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +45,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
+from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import cast_, read_headroom
@@ -138,6 +140,7 @@ class ComponentState:
         computes_in: what its weights are cast to at each call; None where they are used as they are.
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
+        code: keeps such code for repairs that come off and return; None where they stay on.
         calibration: what its failing calls reached; it does not keep the component alive.
         on_extended: told when exponents were found for one more kind of call, and how it differs.
         notes: what its modules noted during the call of now.
@@ -153,6 +156,7 @@ class ComponentState:
     planned: tuple[ComponentPlan, ...] = ()
     computes_in: torch.dtype | None = None
     is_compiled: bool = False
+    code: KeptCode | None = None
     calibration: Calibration = field(default_factory=Calibration)
     name: str = ""
     announce: Callable[[str], None] = warn_user
@@ -256,12 +260,14 @@ class ComponentState:
             return
         with find_lock(self.module).changing(), weights_at_hand(self.module):
             self.take_off()
-            self._forget_code()
+            if not self._has_code_for(repairs):
+                self._forget_code()
             self.applied = repairs
             self._keep_waiting()
             try:
-                for repair in repairs:
-                    self._put(repair)
+                with self._keeping_code(repairs):
+                    for repair in repairs:
+                        self._put(repair)
                 if repairs != self.planned:
                     self._refuse_gradients()
             except BaseException:
@@ -289,7 +295,7 @@ class ComponentState:
         if not self.applied and not self._patches:
             return
         with find_lock(self.module).changing():
-            if self.applied:
+            if self.applied and not self._has_code_for(self.applied):
                 self._forget_code()
             with weights_at_hand(self.module):
                 self._patches.undo()
@@ -301,6 +307,15 @@ class ComponentState:
             for name, tensor in part._parameters.items():
                 if tensor is not None and tensor.is_meta:
                     self._patches.set_item(part._parameters, name, tensor)
+
+    def _has_code_for(self, repairs: tuple[ComponentPlan, ...]) -> bool:
+        """Return whether the code that was compiled tells these repairs from others."""
+        return self.code is not None and self.code.knows(self.module, repairs)
+
+    def _keeping_code(self, repairs: tuple[ComponentPlan, ...]) -> AbstractContextManager[None]:
+        if self.code is None or not (self.is_compiled and repairs):
+            return contextlib.nullcontext()
+        return self.code.numbered(self.module, repairs)
 
     def _forget_code(self) -> None:
         if self.is_compiled:
@@ -506,6 +521,7 @@ class RepairCache:
     """
 
     outdated: list[str] = field(default_factory=list)
+    code: KeptCode = field(default_factory=lambda: KeptCode(Patches()))
     _kept: WeakKeyDictionary[
         torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
     ] = field(default_factory=WeakKeyDictionary)

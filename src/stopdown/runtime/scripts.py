@@ -175,6 +175,7 @@ class ScriptGuard:
         for name in sorted(x for x in ends - {"forward"} if x.isidentifier()):
             intercept_methods((name,), patches)
         listen(self._meet_module, patches)
+        patches.defer(self._repair_cache.code.patches.undo)
 
     def _run(self, call: ComponentCall) -> Any:
         pipe: Any = call.callee.owner

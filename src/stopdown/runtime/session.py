@@ -233,7 +233,9 @@ class Session(SameInCopies):
         with self.counting:
             state = self.components.get(id(module))
             if state is None:
-                state = self.components[id(module)] = ComponentState(module)
+                returning = self.options.repair_cache
+                code = None if returning is None else returning.code
+                state = self.components[id(module)] = ComponentState(module, code=code)
                 self.patches.defer(state.leave)
             return state
 
@@ -431,6 +433,9 @@ class Session(SameInCopies):
         watch = find_watch(guarded.module)
         if is_changing() or (watch is not None and watch.has_call_here):
             return call.proceed()
+        is_wrapped = guarded.callee.owner is not guarded.module  # by torch.compile
+        if watch is not None and is_wrapped and not self.is_over:
+            return watch.lead(call)
         with find_lock(guarded.module).calling(), contextlib.suppress(ReplacedError):
             if find_watch(guarded.module) is None and not self.is_over:
                 return call.proceed()
