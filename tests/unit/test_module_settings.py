@@ -375,6 +375,19 @@ def test_code_that_is_not_looked_for_is_wrong(name: str, monkeypatch: pytest.Mon
     assert said == []
 
 
+def test_code_that_does_not_run_in_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in fp16 alone: what stopped it is said, with what to do."""
+    module = Stream()
+    with planned(module, []) as dtype:
+        lora = LoRA(module.down).half()
+        monkeypatch.setattr(lora, "add", lambda x: F.linear(x, lora.lora_down.weight))
+        monkeypatch.setattr(module.down, "forward", lora.forward)
+        with pytest.raises(ScalingError, match="stopped at operands of two dtypes") as raised:
+            call(module, dtype)
+    assert "with another down.forward (forward)" in str(raised.value)
+    assert "before the plan, guard or rescaling" in str(raised.value)
+
+
 class Processor:
     """What a part holds to be called, as an attention has its processor."""
 

@@ -61,6 +61,7 @@ from stopdown.component_calls.components import GENERAL_KEEPS, Callee
 from stopdown.component_calls.entrances import BeyondError
 from stopdown.component_calls.outermost_calls import is_in_training, is_plain
 from stopdown.component_calls.step_caches import clear_caches, in_full
+from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import Sizes, list_sizes, resize_call, sign_call
@@ -358,8 +359,19 @@ class CallWatch(SameInCopies):
 
     def _call_off(self, key: Key, call: ComponentCall) -> Any:
         """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
-        with self._using(is_on=False):
-            output = self._track(call, self._call_bare(call))
+        try:
+            with self._using(is_on=False):
+                output = self._track(call, self._call_bare(call))
+        except REFUSALS as error:
+            if not (self._casts and self._settings.is_other_code and is_refusal(error)):
+                raise
+            what = self._describe_difference(key, call.callee.method)
+            raise ScalingError(
+                f"{self._name} was called {what}, and stopped at operands of two dtypes: such calls "
+                "run without its exponents, in fp32.",
+                expected="Code that was put on since computes in the dtype of what it is given.",
+                remedy=_CODE,
+            ) from error
         if text := self._unsaid.pop(key, ""):
             self._options.announce(text)
         return output
