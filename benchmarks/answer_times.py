@@ -66,7 +66,6 @@ class Case:
 
 
 CASES = {
-    "plan shapes --steps 2": Case(("plan", "shapes", *STEPS, "-o", "OUT.json"), 12),
     "fit shapes": Case(("fit", "shapes", "--memory", "50MiB", *STEPS), 8),
     "plan shapes": Case(("plan", "shapes", "-o", "OUT.json"), 10),
     "generate shapes, first step": Case(("reach_step",), 4),

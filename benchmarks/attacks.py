@@ -55,9 +55,7 @@ _MODULE, _CALLS = "guarded module", 10_000
 SMALL = "--frames 9 --height 32 --width 32"
 COMMANDS = {
     "generate": Killed("generate shapes circle --steps 1 -o a.mp4", ("a.mp4", "a.mp4.json")),
-    "plan": Killed(
-        "plan shapes --steps 1 --frames 9 --height 32 --width 32 -o b.json", ("b.json",)
-    ),
+    "plan": Killed("plan shapes -o b.json", ("b.json",)),
     "convert": Killed(
         "convert shapes converted --plan plan.json --frames 9 --height 32 --width 32",
         ("converted",),
@@ -123,7 +121,7 @@ def prepared_folder() -> Iterator[Path]:
         (here / "prompts.txt").write_text("a red circle\na blue square\n")
         (here / "script.py").write_text("import torch, diffusers\nprint(torch.ones(2).sum())\n")
         for words in (
-            f"plan shapes --steps 1 {SMALL} -o plan.json",
+            "plan shapes -o plan.json",
             "generate shapes a --steps 1 -o made.mp4",
         ):
             command = [sys.executable, "-m", "stopdown", *words.split(), "-q"]
@@ -137,7 +135,7 @@ KILLED = {
         ("a.mp4", "a.mp4.json"),
     ),
     "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1 --frames 9", ("out",)),
-    "plan": Killed(f"plan shapes --steps 1 {SMALL} -o b.json --force", ("b.json",)),
+    "plan": Killed("plan shapes -o b.json --force", ("b.json",)),
     "convert": Killed(f"convert shapes converted --plan plan.json {SMALL} --force", ("converted",)),
 }
 """Commands that are killed, and what they make."""

@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         plan, folder = f"{place}/plan.json", f"{place}/shapes-fp16"
-        call("plan", "shapes", "-o", plan, "--steps", "4")
+        call("plan", "shapes", "-o", plan)
         record = json.loads(call("convert", "shapes", folder, "--plan", plan, "--json"))
         source = resolve_source("shapes").path
         prompts = PROMPTS[: options.prompts]

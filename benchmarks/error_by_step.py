@@ -26,7 +26,6 @@ import torch
 from stopdown import apply_plan, load, make_plan
 from stopdown.devices.environment import describe_machine
 from stopdown.numerics import relative_l2
-from stopdown.pipelines.requests import Request
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 8
@@ -124,10 +123,9 @@ class Bench:
     """The bundled pipeline with every denoiser and encoder that the variants need."""
 
     def __init__(self) -> None:
-        request = Request(steps=4)
         plans = {
-            "fp16": make_plan("shapes", device="cpu", request=request),
-            "fp16 residual": make_plan("shapes", device="cpu", request=request, residual="fp32"),
+            "fp16": make_plan("shapes", residual="native"),
+            "fp16 residual": make_plan("shapes"),
         }
         pipes = {name: load("shapes", precision=name, device="cpu") for name in ("fp32", "bf16")}
         for name, plan in plans.items():

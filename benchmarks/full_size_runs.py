@@ -10,10 +10,8 @@ first call of the component gets fp32's arguments in every format, so its error 
 Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices do; attention is torch's.
 The copies in fp32 that this takes are in what is predicted and what is measured.
 
-A certificate with an fp32 residual is what `auto` makes and keeps. *measure* is `plan --measure`: a run by
-that certificate, and then exponents from bounds where those cost nothing, else from what the component's
-calls had: a mixed certificate, with an fp32 residual. *plan* measures a run in fp32, and leaves the stream
-as it is.
+A certificate with an fp32 residual is what `auto` makes and keeps. *plan* measures a run in fp32,
+and leaves the stream as it is.
 
     python benchmarks/full_size_runs.py CogVideoX-2B
     python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
@@ -62,11 +60,9 @@ STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
 STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate",
-          "certify, fp32 residual", "fp16 by certificate, fp32 residual",
-          "measure", "fp16 after measuring", "measure, native", "fp16 after measuring, native")  # fmt: skip
-AUTO, MEASURED, NATIVE, OLD = "certify, fp32 residual", "measure", "measure, native", "plan"
-"""Stages that make plans: as `auto` does, as `plan --measure` does, as that with `--residual native`, and
-from a run in fp32."""
+          "certify, fp32 residual", "fp16 by certificate, fp32 residual")  # fmt: skip
+AUTO, OLD = "certify, fp32 residual", "plan"
+"""Stages that make plans: as `auto` does, and from a run in fp32."""
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -563,8 +559,6 @@ _MADE_BY = {
     "fp16 by plan": "plan",
     "fp16 by certificate": "certify",
     "fp16 by certificate, fp32 residual": "certify, fp32 residual",
-    "fp16 after measuring": MEASURED,
-    "fp16 after measuring, native": NATIVE,
 }
 """Stages that rest on a plan, and the stage that makes it."""
 
@@ -620,7 +614,6 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.plan_choice import find_or_certify
     from stopdown.plans.plan_files import write_plan
-    from stopdown.runtime.plan_maker import make_plan
     from stopdown.sources.sources import resolve_source
 
     watch, source = Watch(), str(folder / "model")
@@ -642,10 +635,6 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
                 source, prompts=prompts, request=request, residual="native", device="cpu",
                 progress=follow,
             )  # fmt: skip
-        elif stage in (MEASURED, NATIVE):
-            residual = "native" if stage == NATIVE else None
-            made = make_plan(source, measure=True, residual=residual, prompts=prompts, request=request,
-                             device="cpu", progress=follow)  # fmt: skip
         elif stage == AUTO:
             shutil.rmtree(os.environ["STOPDOWN_CACHE"], ignore_errors=True)
             device = choose_device("cpu")
@@ -786,33 +775,29 @@ def write_tables(report: dict[str, Any]) -> None:
 def summarise(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """What `auto` does beside bf16 and the plan that a run in fp32 gives: errors of one call."""
     lines = [
-        "`auto` takes a certificate with an fp32 residual. `plan --measure` runs by that, measures, and",
-        "takes bounds where they cost nothing, with the same residual; *certified*: of its fp16 values.",
-        "*whole calls in fp32*: of the component, while the plan was made: by `auto`, and by `--measure`.",
+        "`auto` takes a certificate with an fp32 residual; *certified*: of its fp16 values.",
+        "*whole calls in fp32*: of the component, while `auto` made the plan.",
         "",
-        "| checkpoint | bf16 | auto | bf16 : auto | after `plan --measure` | bf16 : measured |"
-        " certified | measured in fp32 | whole calls in fp32 |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| checkpoint | bf16 | auto | bf16 : auto | certified | measured in fp32 | whole calls in fp32 |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
-        bf16, auto, measured, old = (
+        bf16, auto, old = (
             row.get(x, {}).get("call_error")
             for x in (
                 "bf16",
                 f"fp16 by {AUTO}".replace("certify", "certificate"),
-                "fp16 after measuring",
                 "fp16 by plan",
             )
         )
-        made = [row.get(x, {}).get("fp32_calls") for x in (AUTO, MEASURED)]
-        calls = ", ".join("" if x is None else str(x) for x in made).rstrip(", ")
-        ratios = ["" if not (bf16 and x) else f"{bf16 / x:.1f}" for x in (auto, measured)]
-        errors = ["" if x is None else f"{100 * x:.3g} %" for x in (bf16, auto, measured, old)]
-        made_by = row.get(MEASURED, {})
+        made_by = row.get(AUTO, {})
+        calls = str(made_by.get("fp32_calls", ""))
+        ratio = f"{bf16 / auto:.1f}" if bf16 and auto else ""
+        errors = ["" if x is None else f"{100 * x:.3g} %" for x in (bf16, auto, old)]
         share = (
             f"{100 * made_by['bounded'] / made_by['values']:.3g} %" if made_by.get("values") else ""
         )
-        cells = [name, *errors[:2], ratios[0], errors[2], ratios[1], share, errors[3], calls]
+        cells = [name, *errors[:2], ratio, share, errors[2], calls]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -837,8 +822,6 @@ def format_plan(stage: str, row: dict[str, Any]) -> str:
         values += f", the others measured with {row['measured_bits']:.1f} bits of headroom"
     names = {
         OLD: "measured in fp32",
-        MEASURED: "measured by the certificate",
-        NATIVE: "measured by the certificate, stream as it is",
     }
     name = names.get(stage, stage.replace("certify", "certificate"))
     cells = [

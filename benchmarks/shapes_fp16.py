@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     scenes = split_scenes()[1][: options.prompts]
     begun = time.perf_counter()
-    plan = make_plan("shapes", device="cpu")
+    plan = make_plan("shapes")
     planned_s = round(time.perf_counter() - begun, 1)
     pipes = open_pipes(plan)
     journal = options.out.with_suffix(".jsonl")

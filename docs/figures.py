@@ -158,7 +158,7 @@ def full_runs_table() -> str:
     rows = []
     for name in _read("full_size_runs")["rows"]:
         shares = [_full(name, f"certify{end}") for end in (", fp32 residual", "")]
-        runs = ("by certificate, fp32 residual", "after measuring", "by plan", "by certificate")
+        runs = ("by certificate, fp32 residual", "by plan", "by certificate")
         rows.append(
             [
                 name,
@@ -170,8 +170,8 @@ def full_runs_table() -> str:
                 ),
             ]
         )
-    heads = ("checkpoint", "bf16", "`auto`", "after `plan --measure`", "measured in fp32",
-             "stream in fp16", "certified: `auto`", "certified: stream in fp16")  # fmt: skip
+    heads = ("checkpoint", "bf16", "`auto`", "measured in fp32", "stream in fp16",
+              "certified: `auto`", "certified: stream in fp16")  # fmt: skip
     made = [n for n in range(len(heads)) if any(row[n] != "–" for row in rows)]
     return _make_table([heads[n] for n in made], [[row[n] for n in made] for row in rows])
 
@@ -233,14 +233,6 @@ def certify_5b_seconds() -> str:
     """Seconds by the clock for the plan of a whole CogVideoX-5B, in two processes."""
     row = _read("default_run")["rows"]["CogVideoX-5B, 15 GiB"]
     return f"{row['certificate']['elapsed_s']:.0f}"
-
-
-@_figure
-def full_t5() -> str:
-    """Both plans that `--measure` makes, by a prompt without padding."""
-    name = "T5-XXL, long prompt"
-    wide, native = (_full_error(name, f"fp16 after measuring{x}") for x in ("", ", native"))
-    return f"{wide} off with the stream in fp32, {native} with `--residual native`"
 
 
 @_figure

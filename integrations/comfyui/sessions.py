@@ -128,7 +128,7 @@ class Session:
 
         if self.options.fp16 and name not in self.plans:
             log.info("Stopdown looks up, or finds, exponents for the weights of the %s.", name)
-            self.plans[name] = stopdown.make_plan(program, run=run, measure=False)
+            self.plans[name] = stopdown.make_plan(program, run=run)
         return self.plans.get(name)
 
 

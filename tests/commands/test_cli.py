@@ -641,8 +641,8 @@ def test_a_journal_stands_on_the_card(run: Any, save_tiny: SaveTiny, here: Path)
 
 
 def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
-    """A plan measures somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
-    code, _, err = run("plan", "shapes", "--device", "t4")
+    """A run is somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
+    code, _, err = run("generate", "shapes", "a", "--device", "t4")
     assert code == 2
     assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
     _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")

@@ -87,7 +87,7 @@ def test_the_shell_completes(here: Path) -> None:
     """Names of commands and choices of options, by what Typer installs for the shell."""
     for words, found in (
         ("stopdown gen", "generate"),
-        ("stopdown plan shapes --ranges b", "bound"),
+        ("stopdown generate shapes a --on-fault re", "repair"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "stopdown.app.cli"],

@@ -42,7 +42,6 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --colour red", 2, "No such option: --colour"),
     ("generate shapes a --steps many", 2, "--steps many is not a whole number. .* --steps 20."),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
-    ("plan shapes --ranges wide", 2, "is not one of 'measured', 'bound', 'auto'."),
     (
         "run --on-fault warn script.py",
         2,
@@ -94,7 +93,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("convert shapes out --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
     ("convert shapes out --height 100", 2, "The model cannot make --height 100. .* use --height 96."),
     ("convert shapes out --certify", 2, "--certify was given for shapes."),
-    ("plan shapes --height 100", 2, "The model cannot make --height 100. .* use --height 96."),
+    ("generate shapes a --height 100", 2, "The model cannot make --height 100. .* use --height 96."),
     ("compare shapes --width 100", 2, "The model cannot make --width 100. .* use --width 96."),
     ("generate shapes a --frames 10", 2, "The model cannot make --frames 10. .*--frames 9."),
     ("generate shapes a --fps nan", 2, "--fps nan is not a number."),

@@ -16,11 +16,9 @@ from stopdown.bounds import near_weights, propagation
 from stopdown.bounds.near_weights import bring_near, is_summed_in_fp32
 from stopdown.devices.environment import choose_device
 from stopdown.graph.capture import name_parameters
-from stopdown.pipelines.requests import Request
 from stopdown.plans import certified
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_program
-from stopdown.runtime.plan_maker import make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -145,17 +143,3 @@ def test_bounds_beside_what_was_measured_on_a_device(simulated: Simulated) -> No
     [entry] = measure_plan(module, run=lambda: module(given), ranges="auto").components
     assert entry.precision == "fp16", entry.reasons
     assert entry.in_force.bounded == entry.in_force.values > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["cogvideox", pytest.param("sdxl", marks=pytest.mark.slow)])
-def test_a_pipeline_is_measured_on_a_device(
-    name: str, save_tiny: Any, simulated: Simulated
-) -> None:
-    """`plan --measure` takes bounds on the device, too, and certifies what they keep in range."""
-    simulated.act_as("cuda")
-    request = Request(height=32, width=32, steps=1)
-    made = make_plan(save_tiny(name), measure=True, device=KIND, request=request)
-    for entry in made.components:
-        assert entry.precision == "fp16", entry.reasons
-        assert 0 < entry.in_force.bounded <= entry.in_force.values

@@ -20,7 +20,6 @@ from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from stopdown import testing
 from stopdown.devices.environment import Device
 from stopdown.interception.randomness import same_noise
-from stopdown.pipelines.requests import Request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,29 +74,6 @@ def test_fp16_is_nearer_than_bf16(
         errors[precision] = measure(pixels, expected)
     print(f"\n{name}: " + ", ".join(f"{key} {value:.2e}" for key, value in errors.items()))  # noqa: T201
     assert errors["fp16"] <= max(errors["bf16"], NEAR), errors
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CALLS)
-def test_a_measured_plan_runs_there(
-    name: str, accelerator: Device, save_tiny: Callable[..., Path]
-) -> None:
-    """`plan --measure` on the accelerator brings every component to fp16, with bounds beside it."""
-    folder, there = save(save_tiny, name), accelerator.torch_name
-    request = Request(
-        **{"svd": {"frames": 2}, "wan": {"frames": 5}}.get(name, {}), height=32, width=32, steps=2
-    )
-    plan = stopdown.make_plan(folder, measure=True, device=there, request=request)
-    for entry in plan.components:
-        assert entry.precision == "fp16", (entry.component, entry.reasons)
-        assert entry.in_force.bounded > 0
-    pipe = stopdown.load(folder, precision=plan, device=there)
-    pixels = call(pipe, name)
-    assert pipe.stopdown_guard.record.repairs == ()
-    expected, _ = draw(folder, name, "fp32", there)
-    error = measure(pixels, expected)
-    bf16 = measure(draw(folder, name, "bf16", there)[0], expected)
-    assert error <= max(bf16, NEAR)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,6 @@ from hostile.runner import Attack, copy_tiny, run_attack
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a", "--steps", "1", "-o", "out.png"),
-    "plan": ("plan", "MODEL", "--prompt", "a", "--steps", "1", "-o", "out.json"),
     "compare": ("compare", "MODEL", "--prompt", "a", "--steps", "1", "-o", "out.html"),
 }
 FILES = ("--image", "--mask", "--control-image")
@@ -106,14 +105,8 @@ def make_unwanted_row(command: str, name: str) -> Attack:
 
 ROWS = [
     *(make_file_row(c, flag, name) for c in COMMANDS for flag in FILES for name in CONTENTS),
-    *(make_number_row(c, number) for c in COMMANDS if c != "plan" for number in NUMBERS),
-    *(
-        make_unwanted_row(command, name)
-        for command in COMMANDS
-        for name in UNWANTED
-        # a plan draws the picture, and ranges do not depend on the strength
-        if command != "plan" or name == "control picture"
-    ),
+    *(make_number_row(c, number) for c in COMMANDS for number in NUMBERS),
+    *(make_unwanted_row(command, name) for command in COMMANDS for name in UNWANTED),
 ]
 SAMPLE = ROWS[::5]
 

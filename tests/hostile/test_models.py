@@ -26,7 +26,7 @@ from stopdown.records import Plan
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a circle", "--steps", "1", "-o", "OUT.mp4"),
     "check": ("check", "MODEL"),
-    "plan": ("plan", "MODEL", "--steps", "1", "-o", "OUT.json"),
+    "plan": ("plan", "MODEL", "-o", "OUT.json"),
     "forecast": ("fit", "MODEL", "--memory", "8GiB"),
     "convert": ("convert", "MODEL", "OUT", "--plan", "PLAN"),
     "compare": ("compare", "MODEL", "--prompt", "a circle", "--steps", "1", "-o", "OUT.html"),

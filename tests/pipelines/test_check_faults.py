@@ -23,6 +23,7 @@ from models.check_faults import (
     plant_fault,
 )
 from stopdown.pipelines.requests import Request
+from stopdown.plans.calibrated import measure_plan
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 QUICK = (
@@ -122,6 +123,6 @@ def test_a_planned_pipeline_has_no_finding(name: str) -> None:
         width=call.get("width"),
         steps=2,
     )
-    plan = stopdown.make_plan(pipe, prompts=("a",), request=request)
+    plan = measure_plan(pipe, prompts=("a",), request=request)
     with stopdown.apply_plan(pipe, plan):
         assert stopdown.check(pipe, device="v100", arguments=call_of(name)) == []

@@ -40,7 +40,6 @@ COMMANDS = (
         "check",
         "check a plan",
         "plan",
-        "plan measured",
         "convert",
         "compare",
         "bench",
@@ -84,7 +83,7 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
     said = ["--prompt", prompt[0]] if prompt else []
     run, out = [*media, *sizes, "--steps", "2"], name_output(name)
     plain = ["generate", source, *prompt, *run, "--precision", "fp16-plain", "-o", out]
-    plan = ["plan", source, "-o", "plan.json", *media, *sizes]
+    plan = ["plan", source, "-o", "plan.json"]
     convert = ["convert", source, "converted", *media, *sizes]
     Path("rows.jsonl").write_text(json.dumps(given) + "\n")
     Path("script.py").write_text(SCRIPT)
@@ -93,7 +92,6 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
         "check": [["check", source, "--precision", "fp16-plain", "--device", "t4"]],
         "check a plan": [plan, ["check", source, "--precision", "plan.json", "--device", "t4"]],
         "plan": [plan],
-        "plan measured": [["plan", source, *said, *run, "--measure", "-o", "plan.json"]],
         "convert": [convert],
         "compare": [
             ["compare", source, *said, *run, "--precisions", "fp32,fp16-plain", "-o", "c.html"]

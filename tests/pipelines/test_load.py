@@ -183,8 +183,7 @@ def test_a_pipeline_is_loaded_without_a_guard(save_tiny: SaveTiny) -> None:
 def planned(save_tiny: SaveTiny) -> tuple[Path, Plan]:
     """A tiny Stable Diffusion and its plan."""
     folder = save_tiny("sd")
-    request = stopdown.Request(steps=1, height=32, width=32)
-    return folder, stopdown.make_plan(folder, request=request)
+    return folder, stopdown.make_plan(folder)
 
 
 @pytest.mark.thorough
@@ -214,7 +213,7 @@ def test_a_guarded_pipeline_is_planned_checked_and_compared(save_tiny: SaveTiny)
     pipe = stopdown.load(save_tiny("sd"), precision="fp32", device="cpu")
     pipe.set_progress_bar_config(disable=True)
     expected = call_pipeline(pipe, "sd")
-    plan = stopdown.make_plan(pipe, request=stopdown.Request(steps=1, height=32, width=32))
+    plan = stopdown.make_plan(pipe)
     with stopdown.apply_plan(pipe, plan):
         assert np.isfinite(call_pipeline(pipe, "sd")).all()
     np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)

@@ -79,18 +79,16 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"convert.output. was given 3, a int. It is the path of a folder or",
     ),
     # calls
-    "one prompt of a wrong kind": (lambda pipe: stopdown.make_plan(pipe, prompts=3), "given 3, a"),
-    "prompts of a wrong kind": (
-        lambda pipe: stopdown.make_plan(pipe, prompts=["a", 3]),
-        r"make_plan.prompts=\[\.\.\.\]. was given 3, a int. A prompt is a text, or a table",
-    ),
     "request as a table": (
-        lambda pipe: stopdown.make_plan(pipe, request={"steps": 1}),
+        lambda pipe: stopdown.compare(pipe, "a", request={"steps": 1}),
         r"Use request=stopdown.Request\(steps=4",
     ),
-    "request as a text": (lambda pipe: stopdown.make_plan(pipe, request="a cat"), "'a cat', a str"),
+    "request as a text": (
+        lambda pipe: stopdown.compare(pipe, "a", request="a cat"),
+        "'a cat', a str",
+    ),
     "steps as a text": (
-        lambda pipe: stopdown.make_plan(pipe, request=stopdown.Request(steps="4")),  # type: ignore[arg-type]
+        lambda pipe: stopdown.compare(pipe, "a", request=stopdown.Request(steps="4")),  # type: ignore[arg-type]
         r"Request\(steps=...\) was given '4', a str. It is a whole number.",
     ),
     "height as a text": (
@@ -98,7 +96,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"Request\(height=...\) was given '9'",
     ),
     "guidance as a text": (
-        lambda pipe: stopdown.make_plan(pipe, request=stopdown.Request(guidance="high")),  # type: ignore[arg-type]
+        lambda pipe: stopdown.compare(pipe, "a", request=stopdown.Request(guidance="high")),  # type: ignore[arg-type]
         "It is a number.",
     ),
     "run that is none": (
@@ -139,7 +137,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "fp16 of a name": (lambda pipe: stopdown.fp16("shapes"), "load it first"),
     # devices and dtypes
-    "device as a number": (lambda pipe: stopdown.make_plan("shapes", device=0), "given 0, a int"),
     "device of a check": (lambda pipe: stopdown.check(pipe, device=0), 'Use device="cuda:0"'),
     "device of a comparison": (
         lambda pipe: stopdown.compare(pipe, "a", device=0),

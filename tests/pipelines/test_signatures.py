@@ -18,7 +18,6 @@ from torch import nn
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, make_case, measure_error
 from models.snapshots import assert_untouched
-from stopdown import make_plan
 from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.memory.offloader import predict_run
@@ -457,7 +456,7 @@ def test_weights_that_wait_elsewhere_are_refused() -> None:
         with pytest.raises(ScalingError, match=r"part was called with gate\[1d\]") as raised:
             run(module, {**first, "gate": torch.zeros(1)})
         del vars(module)[WAITING]
-    assert "Make the plan with such calls" in str(raised.value)
+    assert "Put the plan on with a guard, which finds exponents for such calls" in str(raised.value)
 
 
 # Calls beyond the measured range
@@ -724,7 +723,7 @@ def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.M
     monkeypatch.setattr(call_watch, "find_ends", lambda *args: None)
     pipe = make_pipeline("sd", overflow="unet")
     given: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 1}
-    plan = make_plan(pipe, prompts=[given])
+    plan = measure_plan(pipe, prompts=[given])
     with apply_plan(pipe, plan):
         before = {name: x.clone() for name, x in pipe.unet.named_parameters()}
         scaled = {**given, "cross_attention_kwargs": {"scale": 0.5}}

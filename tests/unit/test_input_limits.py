@@ -15,6 +15,7 @@ from stopdown import guard, make_plan, rescale_
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits, list_timesteps
 from stopdown.errors import StopdownWarning
 from stopdown.numerics import relative_l2
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -122,7 +123,7 @@ def test_a_call_beyond_the_certified_length_is_watched() -> None:
     module = Sums().half().float().eval().requires_grad_(False)
     short, long = (torch.rand(1, length, 8) * LATENTS for length in (8, 512))
     wanted = {len(x[0]): module(x) for x in (short, long)}
-    plan = make_plan(module, measure=False, run=lambda: module(short))
+    plan = make_plan(module, run=lambda: module(short))
     (entry,) = plan.components
     assert entry.in_force.certified
     assert not module.half()(short.half()).isfinite().all()
@@ -148,7 +149,7 @@ def test_a_fault_where_no_bound_fits_says_so(monkeypatch: pytest.MonkeyPatch) ->
     nn.init.constant_(module[1].weight, 2.0**-10)
     small, large = torch.full((2, 8), 0.01), torch.full((2, 8), 50.0)
     wanted = module(large)
-    plan = make_plan(module, measure="auto", run=lambda: module(small))
+    plan = measure_plan(module, ranges="auto", run=lambda: module(small))
     assert plan.components[0].in_force.uncertain == ("Sequential:0 (linear)",)
     with guard(module, plan, announce=lambda text: None) as handle:
         assert relative_l2(module(large.half()), wanted) < 2e-3

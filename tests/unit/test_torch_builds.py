@@ -142,7 +142,6 @@ def run(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 COMMANDS = (
     "generate shapes a -o out.mp4",
     "generate shapes a --device cuda -o out.mp4",
-    "plan shapes --device cuda -o plan.json",
     "compare shapes --prompt a -o out.html",
     "bench shapes",
     "batch shapes --prompts prompts.txt -o out",

@@ -103,12 +103,13 @@ _NOT_TAKEN = {
 
 LEFT_OUT = {
     "run": ("prompt",),
-    "plan": ("prompt", "negative", "seed", "strength"),
+    "plan": tuple(entry.name for entry in FIELDS),
     "fit": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
     "convert": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
 }
-"""What a command does not take of the fields of a request. Prompts are taken in ways of their own. Ranges
-and memory do not depend on the others, and forecasts and conversions draw pictures that they need."""
+"""What a command does not take of the fields of a request. Prompts are taken in ways of their own. A plan
+is computed from the weights. Memory does not depend on the others, and forecasts and conversions draw
+pictures that they need."""
 
 RunOptions, PlanRunOptions, FitRunOptions, ConvertRunOptions = (
     make_options(f"{name.title()}Options", (x for x in FIELDS if x.name not in names))

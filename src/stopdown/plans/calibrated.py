@@ -15,17 +15,14 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import (
-    cast_component_,
     explain_run,
     find_component,
     find_components,
@@ -33,20 +30,15 @@ from stopdown.component_calls.components import (
     read_precisions,
     runs_by_call,
 )
-from stopdown.devices.device_memory import find_host_bytes
 from stopdown.devices.environment import Device, choose_device, name_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import wait_
 from stopdown.memory.smaller_requests import choose_size
-from stopdown.number_formats import FORMATS, FP16, name_dtype
-from stopdown.numerics import HALVES
-from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.number_formats import FP16, name_dtype
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.drawn_inputs import draw_inputs
 from stopdown.pipelines.loader import (
     complete_source,
-    load_component,
     load_program,
     move_program,
 )
@@ -82,34 +74,8 @@ from stopdown.sources.sources import (
     verify_source,
 )
 
-WHOLE_COPIES = 3
-"""Copies in fp32 that a component takes while its exponents are tried: itself, and what its folds undo."""
-
-_UNTRIED = (
-    "Its ranges were measured layer by layer, because in fp32 its weights do not fit into memory. It was "
-    "not tried as a whole."
-)
-
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""
-
-
-Prepare = Callable[[Any], list[Request]]
-"""The requests that a pipeline is to run, asked before its weights are placed."""
-
-RunSafely = Callable[
-    [Source, Device, Prepare, Progress | None],
-    AbstractContextManager[tuple[Any, Plan, list[Request]]],
-]
-"""Opens a checkpoint as it runs without overflow: the pipeline, the plan that it runs by, and requests."""
-
-
-@dataclass(frozen=True)
-class SafeSource:
-    """A checkpoint, and what opens a folder so that it can be run without overflow."""
-
-    source: str | Path | Source
-    run: RunSafely
 
 
 @dataclass(frozen=True)
@@ -143,8 +109,13 @@ def measure_plan(
 ) -> Plan:
     """Find how each component of a checkpoint runs in fp16, by running it in fp32.
 
-    Args and errors are those of `make_plan`, which says what each is for. The folder of a `SafeSource` runs
-    as that opens it, and its components are measured one after the other. Everything else runs in fp32.
+    Args:
+        prompts: what to measure, one run each: a text or several, or arguments of the pipeline's call.
+        residual: as of `make_plan`; `native` is the default for a program that is no pipeline.
+        ranges: `measured`, or bounds besides: `auto` where they cost nothing, `bound` wherever it can.
+        request: sizes, steps, guidance and further arguments of the runs.
+        device: where a source is measured.
+        run: runs a program that is no pipeline once.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
     once in fp16 as planned. The next strategy is taken if that fails: without an fp32 residual stream,
@@ -166,17 +137,13 @@ def measure_plan(
         raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
     given = dataclasses.replace(given, steps=steps)
     requests: list[Request] = []
-    safe = pipe_or_source if isinstance(pipe_or_source, SafeSource) else None
-    target = safe.source if safe else pipe_or_source
+    target = pipe_or_source
     if isinstance(target, (str, Path, Source)):
         source = target
         if not isinstance(source, Source):
             source = resolve_source(source)
             verify_source(source)
         target = select_class(complete_source(source), given)
-    if safe and _comes_in_parts(target):
-        opened, requests, components = _plan_folder(target, safe.run, device, given, prompts, how)
-        return _seal_measured(opened, requests, components, steps, started)
     opened = _open(target, device, how)
     if runs_by_call(opened.pipe):
         requests = list_requests(opened.pipe, prompts, given)
@@ -218,82 +185,6 @@ def seal_made(
         **measured,
     )
     return seal_plan(made)
-
-
-def _comes_in_parts(source: Source) -> bool:
-    """Whether the components of a checkpoint can be loaded one by one."""
-    if source.kind == "file" or source.parts or source.loras or not source.pipeline_class:
-        return False
-    configs = read_configs(source.described).values()
-    return not any("quantization_config" in x for x in configs)  # loaded by libraries' own methods
-
-
-def _plan_folder(
-    source: Source,
-    run_safely: RunSafely,
-    device: str | None,
-    given: Request,
-    prompts: Sequence[str | Mapping[str, Any]],
-    how: tuple[str, str, Progress | None],
-) -> tuple[_Subject, list[Request], tuple[ComponentPlan, ...]]:
-    """Record calls of a checkpoint as it runs by its certificate, and measure each component by itself."""
-    where, resized, progress = choose_device(device or "auto"), "", how[-1]
-
-    def prepare(pipe: Any) -> list[Request]:
-        nonlocal resized
-        found = list_requests(pipe, prompts, given)
-        found, resized = _fit_size(pipe, where, found, has_weights=False)
-        return found
-
-    with run_safely(source, where, prepare, progress) as (pipe, plan, requests):
-        recorded = record_calls(pipe, requests, progress)
-        name = type(pipe).__name__
-    del pipe
-    stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
-    opened = _Subject(None, source.name, name, fingerprint(source), stored, where, *how)
-    components = []
-    for number, entry in enumerate(plan.components):
-        if progress is not None:
-            progress("measure", entry.component, number, len(plan.components))
-        calls = [_widen_call(x) for x in recorded.get(entry.component, ())]
-        made = _measure_component(source, opened, entry, calls)
-        made = dataclasses.replace(made, prompts=len(requests) if made.calls else 0)
-        components.append(_add_reason(made, recorded, resized) if resized else made)
-    return opened, requests, tuple(components)
-
-
-def _widen_call(call: ComponentCall) -> ComponentCall:
-    """A call with arguments in fp32, as a component in fp32 takes them."""
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda x: x.float() if x.dtype in HALVES else x, (call.args, call.kwargs)
-    )
-    return dataclasses.replace(call, args=args, kwargs=kwargs)
-
-
-def _measure_component(
-    source: Source, opened: _Subject, certified: ComponentPlan, calls: Sequence[ComponentCall]
-) -> ComponentPlan:
-    """A component's entry from recorded calls; that of its certificate where nothing can be measured."""
-    name = certified.component
-    if certified.precision == "as loaded":
-        return certified
-    counts = sum(
-        n // FORMATS[x].size_bytes for x, n in opened.stored.get(name, {}).items() if x in FORMATS
-    )
-    room_bytes = WHOLE_COPIES * FORMATS["fp32"].size_bytes * counts
-    is_small = room_bytes <= find_host_bytes()
-    module = load_component(source, name, torch.float32 if is_small else None)
-    if is_small:
-        module = move_program(module, _choose_room(opened.device, room_bytes))
-    else:
-        cast_component_(module, torch.float32, wait_)
-    made = _plan_component(opened, name, module, calls, verify=is_small)
-    if made.precision == "fp16" and not is_small:
-        made = dataclasses.replace(made, reasons=(*made.reasons, _UNTRIED))
-    if made.precision == "fp16" or certified.precision != "fp16":
-        return made
-    why = f"It was not measured, and keeps its certificate: {made.reasons[0]}"
-    return dataclasses.replace(certified, reasons=(*certified.reasons, why))
 
 
 def _choose_room(device: Device, needed_bytes: float) -> Device:

@@ -131,8 +131,8 @@ class WatchOptions:
     changing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     calling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     remedy: str = (
-        "Make the plan with such calls: make_plan(pipe, prompts=[{...}]), or stopdown plan SOURCE of the "
-        "pipeline that makes them."
+        "Put the plan on with a guard, which finds exponents for such calls: "
+        "stopdown.guard(pipe, plan)."
     )
     stays: bool = False
 

@@ -254,10 +254,7 @@ def describe_least(bits: float) -> str:
     return f"at least {math.floor(10 * bits) / 10:g} bits of headroom"
 
 
-_GUESSED = (
-    "for the rest the maximum is a guess. To measure them, use stopdown plan SOURCE --measure. Otherwise "
-    "let the guard watch them"
-)
+_GUESSED = "for the rest the maximum is a guess. Let the guard watch them"
 
 
 def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:

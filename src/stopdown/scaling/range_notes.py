@@ -21,10 +21,7 @@ from stopdown.component_calls.call import is_kept, is_mask
 from stopdown.numerics import bound_values, is_readable, iterate_tensors
 from stopdown.records import Scaling
 
-_REMEDY = (
-    "Run it under the guard, stopdown.guard(pipe, plan), which repairs that, or make the plan "
-    "from such calls: make_plan(pipe, prompts=[{...}])."
-)
+_REMEDY = "Run it under the guard, stopdown.guard(pipe, plan), which repairs that."
 
 
 def list_ranged(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
