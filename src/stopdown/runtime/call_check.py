@@ -38,6 +38,7 @@ class CallCheck:
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
         headroom_bits: least between a finite output in fp16 and fp16's maximum; None without one.
+        beside: operations that hid something where the result shows something else that is not finite.
     """
 
     is_finite: bool = True
@@ -48,6 +49,7 @@ class CallCheck:
     maxima: tuple[tuple[str, torch.dtype, float], ...] = ()
     limited: tuple[tuple[str, float, float], ...] = ()
     headroom_bits: float | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -86,6 +88,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         for path, _ in notes.clamping
         if (_end if is_operation(path) else _amax)(*next(pairs)) >= CLAMPED_FROM
     ]
+    beside = () if is_finite else tuple(filter(is_operation, clamped))
     if not is_finite:  # what shows is not hidden
         clamped = [path for path in clamped if not is_operation(path)]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
@@ -104,6 +107,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         tuple(maxima),
         tuple(limited),
         room,
+        beside,
     )
 
 

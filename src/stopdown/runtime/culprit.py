@@ -121,14 +121,40 @@ def find_culprit(
     return tracer.conclude(output), output
 
 
+def find_origins(
+    module: torch.nn.Module, call: Callable[[], Any], arguments: Mapping[str, Any]
+) -> tuple[frozenset[str], Any]:
+    """Of which kinds all is that is not finite in what a call returns, and what it returned.
+
+    Kinds are those of `Culprit`, `mask`, and `overflow` for what a wider format than that of the values
+    would hold.
+
+    Cost: as `find_culprit`; a copy of what an operation overwrites.
+    """
+    with Patches() as patches:
+        tracer = _Tracer(module, arguments, patches, is_exact=True)
+        with tracer:
+            output = call()
+    return tracer.list_kinds(output), output
+
+
 class _Tracer(TorchDispatchMode):
     """Looks at what every operation gives, and remembers who made what is not finite."""
 
     def __init__(
-        self, module: torch.nn.Module, arguments: Mapping[str, Any], patches: Patches
+        self,
+        module: torch.nn.Module,
+        arguments: Mapping[str, Any],
+        patches: Patches,
+        *,
+        is_exact: bool = False,
     ) -> None:
+        """
+        Args:
+            is_exact: tell what overflows in fp32 from what has no finite value.
+        """
         super().__init__()
-        self.count = 0
+        self.count, self._is_exact = 0, is_exact
         self.hidden: list[_Event] = []
         self._made: Any = WeakIdKeyDictionary()
         self._blank: Any = WeakIdKeyDictionary()
@@ -145,10 +171,29 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = args, kwargs
+        if self._is_exact and func._schema.is_mutable:
+            given = pytree.tree_map_only(torch.Tensor, torch.clone, given)
         result = func(*args, **kwargs)
         self.count += 1
-        self._look(func, args, kwargs, result)
+        event = self._look(func, args, kwargs, result)
+        if self._is_exact and event is not None and event.kind == "undefined":
+            event.kind = _tell_overflow(func, event.operation, *given, result)
         return result
+
+    def list_kinds(self, output: Any) -> frozenset[str]:
+        """Kinds of the operations that begin what is not finite in an output."""
+        left = [self._find_maker(x) for x in _floats(output) if not _is_finite(x)]
+        seen, kinds = set[int](), set[str]()
+        while left:
+            event = left.pop()
+            if id(event) in seen:
+                continue
+            seen.add(id(event))
+            left += event.causes
+            if not event.causes:
+                kinds.add("mask" if event.is_mask else event.kind or "unknown")
+        return frozenset(kinds)
 
     def note_returned(self, path: str, output: Any) -> None:
         """A module gave this: what is not finite in it was handed on by it."""
@@ -165,14 +210,14 @@ class _Tracer(TorchDispatchMode):
             return _trace_back(self.hidden[0], "clamped")
         return Culprit("intermittent")
 
-    def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Event | None:
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         outputs = _floats(result)
         kind = getattr(find_operation(name), "kind", "")
         if kind == "blank":
             for tensor in outputs:
                 self._blank[tensor] = True
-            return
+            return None
         bad = [x for x in outputs if not _is_finite(x)]
         changed = {id(x) for x in outputs}
         inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
@@ -186,12 +231,13 @@ class _Tracer(TorchDispatchMode):
             if tensor in self._made and not any(tensor is x for x in bad):
                 del self._made[tensor]
         if not bad:
-            return
+            return None
         was_bad = [self._made[x] for x in outputs if x in self._made]  # overwritten in place
         event = self._describe(func, name, args, kwargs, bad[0], inputs, was_bad)
         for tensor in bad:
             self._made[tensor] = event
             self._written[_find_storage(tensor)] = event
+        return event
 
     def _describe(
         self,
@@ -228,7 +274,7 @@ class _Tracer(TorchDispatchMode):
         if named is None and (event := self._written.get(_find_storage(tensor))) is not None:
             return event
         kind, path = named or ("unknown", "")
-        is_mask = kind == "input" and _is_only_low(tensor)
+        is_mask = not isinstance(tensor, torch.nn.Parameter) and _is_only_low(tensor)
         return _Event(self.count, path, "", tensor.dtype, [], is_mask, kind)
 
 
@@ -274,6 +320,36 @@ def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -
             fits = reached <= torch.finfo(bad.dtype).max
             return ("kernel" if fits else "range"), reached
     return "undefined", math.nan
+
+
+_GROWING = ("exp", "exp2", "expm1", "sinh", "cosh", "prod", "cumprod")
+"""What passes every format's largest value for finite operands, and is infinite for none of them."""
+
+
+def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: Any) -> str:
+    """Whether what is not finite in fp32 is in fp64: `overflow`, or `undefined`."""
+    name = operation.rstrip("_")
+    infinite = any(bool(x.isinf().any()) for x in _floats(result))
+    if name in _GROWING:
+        return "overflow" if infinite else "undefined"
+    if name == "pow" and infinite:
+        is_zero = isinstance(args[0], torch.Tensor) and bool((args[0] == 0).any())
+        return "undefined" if is_zero else "overflow"
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to("cpu", torch.float64 if x.is_floating_point() else x.dtype)
+        if isinstance(x, torch.dtype):
+            return torch.float64 if x.is_floating_point else x
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    try:
+        exact = _floats(func(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs)))
+        pairs = zip(_floats(result), exact, strict=True)
+        is_over = any(bool((~x.cpu().isfinite() & y.isfinite()).any()) for x, y in pairs)
+    except Exception:  # a kernel that has no such form: nothing is known of it
+        return "unknown"
+    return "overflow" if is_over else "undefined"
 
 
 def _widen(tree: Any, place: torch.device | None) -> Any:

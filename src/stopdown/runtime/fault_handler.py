@@ -13,6 +13,7 @@ its arguments is not made again: its fault ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -28,11 +29,12 @@ from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_fi
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
 from stopdown.records import ComponentPlan, Repair
-from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.call_check import CallCheck, list_readable
 from stopdown.runtime.component_locks import find_lock
-from stopdown.runtime.culprit import Culprit, find_culprit
+from stopdown.runtime.culprit import Culprit, find_culprit, find_origins
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
-from stopdown.runtime.fault_texts import Fault, make_error, name_fault
+from stopdown.runtime.fault_texts import Fault, describe_counts, make_error, name_fault
+from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare, find_meaning
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component
 from stopdown.runtime.run_check import Origin
@@ -67,7 +69,11 @@ class _Reference:
 
 @dataclass
 class _Case:
-    """One fault while it is worked on; `before` is what was in force on the component."""
+    """One fault while it is worked on; `before` is what was in force on the component.
+
+    Attributes:
+        meant: what the call gives in fp32, if that is not finite either and meant; known if `is_compared`.
+    """
 
     fault: Fault
     culprit: Culprit
@@ -77,6 +83,8 @@ class _Case:
     replays: int = 0
     reference: _Reference = _Reference()
     is_rescaled: bool = False
+    is_compared: bool = False
+    meant: Any = None
 
 
 class FaultHandler:
@@ -166,7 +174,7 @@ class FaultHandler:
                 "under torch.no_grad().",
             )
             return fault.output
-        if self._is_meant(fault, fault.output, fault.check):
+        if self._is_meant(fault, fault.output, fault.check) or self._is_as_before(fault):
             return fault.output
         is_known = not self._names_culprit or self._log.was_reported(fault.component, "none")
         if self._on_fault == "warn" and is_known:
@@ -174,26 +182,37 @@ class FaultHandler:
             self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
             return fault.output
         if self._on_fault == "repair":
-            count = sum(x.numel() for x in fault.guarded.module.parameters())
-            if count >= LARGE:  # what takes long does not look like a run that hangs
-                text = (
-                    f"{name_fault(fault)} Looking for the cause and a repair: with "
-                    f"{count / 1e9:.1f} billion parameters that takes as long as several of its "
-                    "calls, some of them in fp32."
-                )
-                self._log.report_once(fault.component, "begun", text)
+            self._announce_search(fault)
         culprit = self._find_culprit(fault)
         is_half = culprit.dtype in ("fp16", "bf16")
         if is_half and fault.precision == "fp32":  # its code casts by itself
             fault = replace(fault, precision=culprit.dtype)
             fault.guarded.note_own_precision(culprit.dtype)
         case = _Case(fault, culprit, begun)
+        if _may_be_meant(culprit) and self._is_as_in_fp32(case, fault.output):
+            self._count_as_right(fault)
+            return fault.output
         if self._on_fault == "warn":
             self._note(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output
         if self._on_fault == "raise":
             raise self._make_error(case)
         return self._repair(case)
+
+    def _announce_search(self, fault: Fault) -> None:
+        """Say that what takes long has begun, so that it does not look like a run that hangs."""
+        count = sum(x.numel() for x in fault.guarded.module.parameters())
+        if count >= LARGE:
+            text = (
+                f"{name_fault(fault)} Looking for the cause and a repair: with "
+                f"{count / 1e9:.1f} billion parameters that takes as long as several of its "
+                "calls, some of them in fp32."
+            )
+            self._log.report_once(fault.component, "begun", text)
+
+    def _count_as_right(self, fault: Fault) -> None:
+        with self._session.counting:
+            fault.guarded.non_finite -= 1
 
     def _look_again(self, fault: Fault) -> Fault:
         """The same call after a repair that another thread made meanwhile."""
@@ -232,8 +251,7 @@ class FaultHandler:
                 return False
             found = "are as near to those in fp32 as bf16's"
             if output is fault.output:  # and not a repaired one: the call was right
-                with self._session.counting:
-                    fault.guarded.non_finite -= 1
+                self._count_as_right(fault)
         notes.meant.update(check.clamped)
         self._log.leave(
             f"{fault.component}, {names}",
@@ -242,6 +260,70 @@ class FaultHandler:
             is_fault=not is_known,
         )
         return True
+
+    def _is_as_before(self, fault: Fault) -> bool:
+        """Whether a call gave such values as calls that were compared with fp32, and no others."""
+        check, known = fault.check, find_meaning(fault.guarded.module)
+        if fault.callee.stage not in MEANT_STAGES:  # it may be called by itself as well
+            return False
+        if check.is_finite or check.inputs or check.beside or check.clamped or not known.kinds:
+            return False
+        if not known.covers(fault.output, fault.precision):
+            return False
+        self._count_as_right(fault)
+        return True
+
+    def _is_as_in_fp32(self, case: _Case, output: Any) -> bool:
+        """Whether what is not finite in an output is meant: fp32 has it too, and bf16 is no nearer to that.
+
+        It is reported once.
+        """
+        fault = case.fault
+        if fault.callee.stage not in MEANT_STAGES or fault.check.inputs:
+            return False
+        if not case.is_compared:
+            case.is_compared, case.meant = True, self._find_meant(fault)
+        if case.meant is None:
+            return False
+        try:
+            found, near = compare(output, case.meant), None
+            if fault.precision != "fp32":
+                with contextlib.suppress(Exception):  # whatever a model's code does in bf16
+                    near = compare(self._repeat_in(fault, "bf16"), case.meant)
+            if not found.is_within(near):
+                return False
+        except ValueError:  # other outputs than in fp32
+            return False
+        find_meaning(fault.guarded.module).add(output)
+        fault.guarded.state.notes.meant.update(fault.check.beside)
+        counts = describe_counts(list_readable(output))
+        self._log.leave(
+            f"{fault.component}, what it means",
+            f"`{fault.component}` gave {counts}{fault.place}. It gives them in fp32 as well, from finite "
+            "arguments and weights: its code means them. So this is no fault, and the run continues.",
+        )
+        return True
+
+    def _find_meant(self, fault: Fault) -> Any:
+        """What the call gives in fp32, if that is not finite either and its code means it; else None."""
+        guarded, state = fault.guarded, fault.guarded.state
+        before, named = state.applied, fault.call.named
+        is_plain = not before and fault.precision == "fp32"
+        waits = vars(guarded.module).get(WAITING, False)
+        if not self._names_culprit or self._has_written(fault) or (waits and not is_plain):
+            return None
+        try:
+            if not is_plain:
+                state.put_on((cast_component("fp32"),))
+            guarded.latest.restore()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
+                kinds, output = find_origins(guarded.module, fault.call.proceed, named)
+        except Exception:  # weights that cannot be cast, code that cannot be looked at
+            return None
+        finally:
+            state.put_on(before)
+            state.notes.clear()
+        return output if kinds and kinds <= MEANT else None
 
     def _repeat_in(self, fault: Fault, precision: str, *, uncached: bool = False) -> Any:
         """Run the same call with all weights in another precision.
@@ -338,7 +420,8 @@ class FaultHandler:
             case.tried.append(f"{name}: {told}")
             return False, None
         check = self._session.check(case.fault.guarded, output)
-        if not (check.is_good or self._is_meant(case.fault, output, check)):
+        is_meant = not check.is_finite and self._is_as_in_fp32(case, output)
+        if not (check.is_good or is_meant or self._is_meant(case.fault, output, check)):
             case.tried.append(f"{name}: the same call was not finite again.")
             return False, output
         given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
@@ -519,6 +602,12 @@ class FaultHandler:
 
 
 _AS_GIVEN = "The script gets it as the model gave it."
+
+
+def _may_be_meant(culprit: Culprit) -> bool:
+    """Whether fp32 may have the same: not where it is known to be finite."""
+    is_guess = culprit.kind == "range" and math.isnan(culprit.reached)  # in place
+    return is_guess or culprit.kind in ("unknown", "written", "undefined")
 
 
 def _name_kind(fault: Fault) -> str:
