@@ -46,7 +46,7 @@ def guarded(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
 def under_run(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
     module.half()
     with Patches() as patches:
-        ScriptGuard("repair", _ignore).put_on(patches)
+        ScriptGuard(_ignore).put_on(patches)
         yield
 
 
@@ -79,9 +79,9 @@ def in_fp16(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
 
 WAYS = {x.__name__: x for x in (guarded, under_run, planned, planned_and_guarded, in_fp16)}
 QUICK = (
-    ("Qwen3Model", "states and cache", "in_fp16"),
+    ("Qwen3Model", "states and cache", "guarded"),
     ("T5EncoderModel", "states and maps", "planned_and_guarded"),
-    ("CLIPTextModel", "maps", "guarded"),
+    ("CLIPTextModel", "states", "under_run"),
 )
 
 

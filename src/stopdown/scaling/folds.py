@@ -29,6 +29,7 @@ from stopdown.graph.capture import (
 from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.module_paths import is_own
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
@@ -193,12 +194,10 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
         }
         follow_adapters(module, scaling, named, patches)
         _scale_all_eps(module, scaling.eps, patches)
+        for path, exponent in scaling.multiplies.items():
+            _hook_output(module, path, partial(_multiply_output, 2.0**exponent), patches)
         if scaling.outputs:
-            widen = partial(widen_outputs, dict(scaling.outputs))
-            _hook_output(module, "", widen, patches, first=True)
-        for path, exponent in scaling.multiplies.items():  # other hooks read what the module gives
-            multiply = partial(_multiply_output, 2.0**exponent)
-            _hook_output(module, path, multiply, patches, first=True)
+            hook_own_output(module, partial(widen_outputs, dict(scaling.outputs)), patches)
         patches.set_attribute(module, RESCALED, True)
         torch.clear_autocast_cache()
     except BaseException:
@@ -642,12 +641,16 @@ def _hook_output(
 ) -> None:
     """Change the output of a part, or of the module itself beneath the layers on it.
 
+    Hooks of others, such as those that record hidden states, read what the part gives after that.
+
     Args:
-        first: before what other hooks change.
+        first: before what other hooks of Stopdown change.
     """
     if path:
-        handle = _find_module(module, path).register_forward_hook(hook, prepend=first)
-        patches.defer(handle.remove)
+        part = _find_module(module, path)
+        patches.defer(part.register_forward_hook(hook, prepend=first).remove)
+        for number in [x for x, other in part._forward_hooks.items() if not is_own(other)]:
+            part._forward_hooks.move_to_end(number)
     else:
         hook_own_output(module, hook, patches, prepend=first)
 
