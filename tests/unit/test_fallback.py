@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError
 from stopdown.numerics import relative_l2
+from stopdown.runtime.guard import guard
 from stopdown.scaling import fallback
 from stopdown.scaling.folds import cast_
 from stopdown.scaling.rescale import rescale_
@@ -114,3 +116,31 @@ def test_a_fall_back_that_is_not_right_is_refused() -> None:
     module, x = make_leaving(Overflowing)
     with pytest.raises(CaptureError, match=r"in fp16 with casts its output is not that of fp32"):
         rescale_(module, (x,))
+
+
+class Reading(Leaving):
+    """Reads which rows a mask keeps, as Qwen-Image 2.1 does: how many there are depends on values."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.embed(x)
+        rows = torch.arange(len(x))[mask].tolist()
+        for row in rows:
+            x[row] = x[row] + self.back(torch.relu(self.wide(self.norm(x[row])))) * 1e5
+        return self.out(self.norm(x))
+
+
+def test_a_guard_repairs_what_has_no_graph() -> None:
+    """Code that reads values is nearer to fp32 than bf16 is under the guard, whatever values come next."""
+    module, x = make_leaving(Reading)
+    masks = [torch.tensor(one) for one in ([True, False, True], [False, True, True], [True] * 3)]
+    wanted = [module(x, mask) for mask in masks]
+    bf16 = copy.deepcopy(module).bfloat16()
+    errors = [relative_l2(bf16(x.bfloat16(), m), y) for m, y in zip(masks, wanted, strict=True)]
+    told: list[str] = []
+    with guard(module.half(), announce=told.append) as handle:
+        for mask, right, error in zip(masks, wanted, errors, strict=True):
+            assert relative_l2(module(x.half(), mask), right) < error / 2
+        assert module.embed.weight.dtype == torch.float16
+    assert [(one.action, one.tried) for one in handle.repairs] == [("rescaled", ())]
+    assert "matrices run in fp16 between casts, and all else in fp32" in told[0]
+    assert module.norm.weight.dtype == torch.float16

@@ -368,7 +368,7 @@ class FaultHandler:
             is_good, output = self._try(case, remedy)
             if is_good:
                 self._note_cast(fault)
-                self._note(case, remedy.recorded, remedy.reason)
+                self._note(case, remedy.recorded, _describe_remedy(remedy, state.applied))
                 return output
         state.put_on(case.before)
         fault.guarded.latest.restore()  # the next call begins as this one did
@@ -613,6 +613,14 @@ def _may_be_meant(culprit: Culprit) -> bool:
 def _name_kind(fault: Fault) -> str:
     """What tells apart calls that a repair may help: what they are given, and whether that is finite."""
     return f"{'not ' if fault.check.inputs else ''}finite|{fault.call.key}"
+
+
+def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
+    """Why a remedy does; where no graph was found, and so no exponents, what runs in fp16 instead."""
+    found = [x.scaling for x in applied if x.precision == "fp16" and x.scaling is not None]
+    if remedy.action == "rescaled" and found and not found[0].exponents and found[0].note:
+        return found[0].note
+    return remedy.reason
 
 
 def _list_shapes(output: Any) -> str:

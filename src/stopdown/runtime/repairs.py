@@ -28,12 +28,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call import ComponentCall, cast_floats
 from stopdown.component_calls.call_interception import UNPLANNED, bared
 from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.entrances import Entrance
 from stopdown.component_calls.step_caches import in_full
-from stopdown.errors import InputError, ScalingError, warn_user
+from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.patches import Patches
@@ -48,6 +48,7 @@ from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling.call_watch import WAITING, WatchOptions
+from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.scaling.measurement import Captures, add_call
 from stopdown.scaling.problem import MeasuredCall
@@ -97,6 +98,7 @@ class Calibration:
     residual: str = "native"
     stream: ResidualStream | None = None
     _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
+    _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
 
     def observe(
         self,
@@ -122,6 +124,22 @@ class Calibration:
                     demand_agreement(captures.take(one), captures.take(one, self.stream))
             add_call(kind, module, one, captures, self.stream)
         self.calls += 1
+
+    def find_by_hooks(
+        self, module: torch.nn.Module, call: ComponentCall, failure: CaptureError
+    ) -> Scaling:
+        """Find which matrices of a module without a graph can run in fp16; the rest runs in fp32.
+
+        Cost: a forward in fp32 for each kind of call that failed; the latest of each is kept.
+        """
+        args, kwargs = cast_floats((call.args, call.kwargs), torch.float32)
+        self._untraced[call.key] = call.callee.method, args, kwargs
+        calls = [
+            (module if method == "forward" else getattr(module, method), *given)
+            for method, *given in self._untraced.values()
+        ]
+        with without_autocast(), cast_(module, torch.float32):
+            return scale_by_hooks(module, calls, failure)
 
     @property
     def measured(self) -> list[MeasuredCall]:
@@ -372,7 +390,10 @@ class ComponentState:
         self.take_off()
         try:
             with bared(self.module), in_full(self.module):
-                self.calibration.observe(self.module, call)
+                try:
+                    self.calibration.observe(self.module, call)
+                except CaptureError as error:
+                    return self.calibration.find_by_hooks(self.module, call, error)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured, self.calibration.stream)
             if "" in found.fp32_modules:

@@ -649,8 +649,9 @@ def _hook_output(
     if path:
         part = _find_module(module, path)
         patches.defer(part.register_forward_hook(hook, prepend=first).remove)
-        for number in [x for x, other in part._forward_hooks.items() if not is_own(other)]:
-            part._forward_hooks.move_to_end(number)
+        hooks: dict[int, Any] = part._forward_hooks
+        for number in [x for x, other in hooks.items() if not is_own(other)]:
+            hooks[number] = hooks.pop(number)
     else:
         hook_own_output(module, hook, patches, prepend=first)
 
