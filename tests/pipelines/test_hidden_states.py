@@ -80,7 +80,7 @@ def in_fp16(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
 WAYS = {x.__name__: x for x in (guarded, under_run, planned, planned_and_guarded, in_fp16)}
 QUICK = (
     ("Qwen3Model", "states and cache", "guarded"),
-    ("T5EncoderModel", "states and maps", "planned_and_guarded"),
+    ("MistralModel", "states and cache", "planned_and_guarded"),
     ("CLIPTextModel", "states", "under_run"),
 )
 
