@@ -20,13 +20,16 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import inspect
 import io
 import linecache
+import re
+import sys
 import threading
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,15 +180,46 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
     """The ways to capture a call, cheapest first; each is for when those before have failed."""
     yield first
     yield replace(first, keeps_buffers=False)
-    if any(isinstance(x, FakeTensor) or x.is_meta for x in name_parameters(first.owner).values()):
-        return
-    yield replace(first, is_real=True)
-    if answers is None:
-        with contextlib.suppress(Exception):  # a call that fails has no answers: say why untraced
-            answers = note_answers(first.call, first.args, first.kwargs)
+    weights = name_parameters(first.owner).values()
+    if not any(isinstance(x, FakeTensor) or x.is_meta for x in weights):
+        yield replace(first, is_real=True)
+        if answers is None:
+            with contextlib.suppress(Exception):  # a call that fails has none: say why untraced
+                answers = note_answers(first.call, first.args, first.kwargs)
     if answers is not None:
         yield replace(first, answers=answers)
         yield replace(first, answers=answers, keeps_buffers=False)
+
+
+@contextlib.contextmanager
+def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
+    """Add to `found` what code of this thread asks tensors for, with the answers that it gets.
+
+    Cost: a look at each function of torch that is called.
+    """
+    with _Notes() as notes:
+        yield
+    found += notes.found
+
+
+def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
+    """The signature of a call with what its code asked tensors for: `forward(x[2d], reads 4)`."""
+    words = " ".join(str(x) for question, x in answers if not question.endswith(_OF_TEST))
+    if not words:
+        return signature
+    words = words if len(words) <= _MOST_WORDS else hashlib.sha256(words.encode()).hexdigest()[:16]
+    start, _, rest = signature.removesuffix(")").partition("(")
+    return f"{start}({', '.join(filter(None, (rest, f'reads {words}')))})"
+
+
+def strip_answers(signature: str) -> str:
+    """The signature without what `add_answers` added."""
+    return _READS.sub(")", signature)
+
+
+_OF_TEST = " of a test"
+_MOST_WORDS = 60
+_READS = re.compile(r"(, |(?<=\())reads [^,\]]*\)$")
 
 
 def note_answers(
@@ -342,6 +376,8 @@ class _Notes(TorchFunctionMode):
         if self._left is not None:
             return self._answer(func.__name__, args)
         answer = func(*args, **(kwargs or {}))
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("stopdown."):
+            return answer  # a guard asks, and not the code
         if func is torch.Tensor.tolist:  # of a fake tensor it asks for one item after the other
             self.found += [("item", x) for x in args[0].flatten().tolist()]
         else:
@@ -362,7 +398,7 @@ class _Notes(TorchFunctionMode):
         return result
 
     def _name(self, question: str, args: tuple[Any, ...]) -> str:
-        return f"{question} of a test" if id(args[0]) in self._tests else question
+        return f"{question}{_OF_TEST}" if id(args[0]) in self._tests else question
 
     def _answer(self, asked: str, args: tuple[Any, ...]) -> Any:
         assert self._left is not None
@@ -550,7 +586,7 @@ class _ShadowCall:
             outputs=self._counts[-1],
             replaceable=replaceable,
             operands=self._attempt.operands or NO_OPERANDS,
-            signature=sign_call(*self._named),
+            signature=add_answers(sign_call(*self._named), self._attempt.answers or ()),
             sizes=list_sizes(*self._named),
         )
 

@@ -29,7 +29,7 @@ import functools
 import re
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,7 +65,14 @@ from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import Sizes, list_sizes, resize_call, sign_call
-from stopdown.graph.capture import name_parameters, read_call
+from stopdown.graph.capture import (
+    Answers,
+    add_answers,
+    name_parameters,
+    noting_answers,
+    read_call,
+    strip_answers,
+)
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some, name_dtype
@@ -87,7 +94,7 @@ from stopdown.scaling.folds import (
     restrict_scaling,
     widen_outputs,
 )
-from stopdown.scaling.measurement import Captures, cut_sizes
+from stopdown.scaling.measurement import Captures, capture_answered, cut_sizes
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
 
@@ -104,6 +111,8 @@ _WATCH = "stopdown_call_watch"
 _PLAIN = CallEnds()
 _FILLED = "such calls put tensors into their arguments"
 _NOT_FINITE = "gave values that are not finite, or other outputs"
+_READ = "its code read other values, and went another way"
+_MOST_ANSWERS = 8
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
     "Replace functions and parts, and put hooks on, before the plan, guard or rescaling: take it off "
@@ -190,6 +199,14 @@ class CallWatch(SameInCopies):
         self._verdicts: dict[Key, CallEnds | None] = {
             (name, sizes): _PLAIN for name, kind in self._kinds.items() for sizes in kind.sizes
         }
+        self._reading = Counter[
+            str
+        ]()  # signatures whose code reads values, to the answers that held
+        for name, kind in list(self._kinds.items()):
+            if (base := strip_answers(name)) != name:
+                self._reading[base] = 0
+                self._kinds.setdefault(base, _Kind(_PLAIN, [])).sizes.extend(kind.sizes)
+                self._verdicts |= {(base, sizes): _PLAIN for sizes in kind.sizes}
         self._copied: dict[Key, CallEnds | None] = {}
         self._unsaid: dict[Key, str] = {}
         self._own, self._on, self._off = Patches(), Patches(), Patches()
@@ -322,40 +339,74 @@ class CallWatch(SameInCopies):
             if ends is not None and ends.inputs and self._is_guarded(call):
                 ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
-                is_good, output, why = self._call_on(ends, call, held)
+                is_good, output, why, key = self._call_on(key, ends, call, held)
                 if is_good:
                     return output
-                self._give_up(key, call, why)
+                if why != _READ:
+                    self._give_up(key, call, why)
+                elif key not in self._verdicts:
+                    self._judge(key, call, held)
             return self._call_off(key, call)
         except ReplacedError:
             return call.begin_again()
 
     def _call_on(
-        self, ends: CallEnds, call: ComponentCall, held: HeldContainers
-    ) -> tuple[bool, Any, str]:
-        """Make a call with the exponents on; return whether they hold for it, its output, and why not."""
+        self, key: Key, ends: CallEnds, call: ComponentCall, held: HeldContainers
+    ) -> tuple[bool, Any, str, Key]:
+        """Make a call with the exponents on; return whether they hold for it, its output, and why not.
+
+        Returns:
+            Last the key of the call, with the values that its code read if it reads some.
+        """
         ambient = without_autocast() if self._casts else contextlib.nullcontext()
-        why = _NOT_FINITE
+        why, reads, answers = _NOT_FINITE, key[0] in self._reading and is_plain(), list[Any]()
         with self._using(is_on=True), ambient:
             self._check_weights()
-            is_plain = ends is _PLAIN
-            restores = () if is_plain and not held else self._save(call)
+            is_known = ends is _PLAIN
+            restores = () if is_known and not (held or reads) else self._save(call)
             try:
-                is_good, output = (
-                    (True, self._call_planned(call)) if is_plain else self._call_scaled(ends, call)
-                )
+                with noting_answers(answers) if reads else contextlib.nullcontext():
+                    is_good, output = (
+                        (True, self._call_planned(call))
+                        if is_known
+                        else self._call_scaled(ends, call)
+                    )
             except BeyondError as error:
                 if not self._casts:
                     raise
                 is_good, output, why = False, None, error.what.rstrip(".")
             is_filled = held.is_filled
+            if is_good and reads and not self._is_removed:
+                key = add_answers(key[0], answers), key[1]
+                if not self._holds_for_read(key, tuple(answers), call):
+                    is_good, why = False, _READ
             if is_good and not is_filled:
-                return True, self._track(call, output), ""
+                return True, self._track(call, output), "", key
             for restore in (*restores, held.restore):
                 restore()
             if self._is_removed:  # a guard put exponents on that are for such calls
                 raise ReplacedError
-        return False, None, _FILLED if is_filled and why == _NOT_FINITE else why
+        return False, None, _FILLED if is_filled and why == _NOT_FINITE else why, key
+
+    def _holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
+        """Whether the exponents hold for a call whose code read these values.
+
+        Cost: for values that were not read before a capture, `_MOST_ANSWERS` times a signature: values
+            that never led the code elsewhere by then are compared no more.
+        """
+        if key in self._verdicts:
+            return self._verdicts[key] is not None
+        base = strip_answers(key[0])
+        if self._reading[base] >= _MOST_ANSWERS:
+            return True
+        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
+        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
+        ends = self._trace(call.callee.method, args, kwargs, _find_path(call), answers=answers)
+        if ends is None or not ends.is_plain:
+            return False
+        self._reading[base] += 1
+        self._verdicts[key] = ends
+        return True
 
     def _call_off(self, key: Key, call: ComponentCall) -> Any:
         """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
@@ -608,10 +659,12 @@ class CallWatch(SameInCopies):
         path: str = "",
         *,
         is_short: bool = True,
+        answers: Answers = (),
     ) -> CallEnds | None:
         """What a call needs at its ends by the equations of its graph.
 
         Args:
+            answers: what its code asked tensors for, and got.
             is_short: a video is cut to its first frames where that can be traced.
         """
         skeleton = self._skeleton
@@ -626,7 +679,11 @@ class CallWatch(SameInCopies):
         short = cut_sizes(whole) if is_short else whole
         for call in (short, whole) if short is not whole else (whole,):
             with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
-                capture = Captures().take(call, scaling.stream)
+                capture = (
+                    capture_answered(call, scaling.stream, answers)
+                    if answers
+                    else Captures().take(call, scaling.stream)
+                )
                 return find_ends(part, scaling, capture, *call[1:])
         return None  # nothing is known of such calls
 

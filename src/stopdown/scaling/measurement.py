@@ -166,6 +166,15 @@ def _capture_streamed(
         return capture(wide=wide, answers=answers)
 
 
+def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
+    """A capture of a call whose code asked tensors for values, with the answers that it got."""
+    function, args, kwargs = call
+    if stream is None:
+        return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
+    with with_stream(owner_of(function), stream, torch.float16) as wide:
+        return capture_call(function, args, kwargs, dtype=torch.float16, wide=wide, answers=answers)
+
+
 def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
     call, args, kwargs = one
     if any(map(is_range_clamp, capture.graph.graph.nodes)):
