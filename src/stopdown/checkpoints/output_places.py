@@ -16,7 +16,7 @@ from stopdown.number_formats import list_some
 from stopdown.records import Conversion, read_record
 from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
 from stopdown.sources.single_file_names import find_whole
-from stopdown.sources.sources import Source, has_weights
+from stopdown.sources.sources import Source
 from stopdown.sources.weight_files import open_weight_file
 
 RECORD_NAME = "stopdown.json"
@@ -97,7 +97,7 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
 
 def _refuse_unread(source: Source) -> None:
     """Refuse one file for a pipeline that no program reads from one."""
-    names = [name for name, (_, kind) in source.components.items() if has_weights(kind)]
+    names = [name for name in source.components if source.has_weights(name)]
     missing = [name for name in names if name not in find_whole(source.pipeline_class).prefixes]
     if missing and len(names) > 1:
         raise OptionError(

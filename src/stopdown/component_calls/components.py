@@ -365,8 +365,38 @@ def find_stage(component: str) -> str:
 
 
 def is_of_transformers(module_class: type) -> bool:
-    """Whether Transformers has a class, and not Diffusers."""
-    return module_class.__module__.startswith("transformers")
+    """Whether a class is one of Transformers' models, also if a pipeline of Diffusers defines it."""
+    return any(base.__module__.startswith("transformers") for base in module_class.__mro__)
+
+
+class _ConfigRead(Exception):
+    """Ends a load where its configuration is known."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def read_config(module_class: Any, folder: Path) -> Any:
+    """Return the configuration that a class of Transformers is built from, out of a folder.
+
+    A class that a pipeline of Diffusers defines may take a part of what the folder has (PRX's encoder), so
+    its own `from_pretrained` is asked.
+    """
+    from transformers import PreTrainedModel
+
+    if not module_class.__module__.startswith("transformers"):
+
+        def stop(cls: type, path: Any, *args: Any, config: Any = None, **options: Any) -> None:
+            raise _ConfigRead(config)
+
+        with Patches() as patches:
+            patches.set_class_attribute(PreTrainedModel, "from_pretrained", classmethod(stop))
+            try:
+                module_class.from_pretrained(folder, local_files_only=True)
+            except _ConfigRead as found:
+                if found.config is not None:
+                    return found.config
+    return module_class.config_class.from_pretrained(folder, local_files_only=True)
 
 
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
@@ -374,7 +404,7 @@ def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
     if is_of_transformers(module_class):
         from transformers.initialization import no_init_weights
 
-        config = module_class.config_class.from_pretrained(folder, local_files_only=True)
+        config = read_config(module_class, folder)
         # Not the class itself: its inner models would have the dtype that the config was stored with.
         with (
             no_init_weights()

@@ -335,7 +335,7 @@ def _check_source(
         calls = {
             name: list_calls(name, find_class(*entry))
             for name, entry in source.components.items()
-            if sources.has_weights(entry[1])
+            if source.has_weights(name)
         }
         known = {call: stored.get(name, "") for name in calls for call in calls[name]}
         known = {call: entry for call, entry in known.items() if entry in FORMATS}

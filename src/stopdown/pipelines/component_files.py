@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.components import build_module, is_of_transformers
+from stopdown.component_calls.components import build_module, is_of_transformers, read_config
 from stopdown.errors import SourceError
 from stopdown.number_formats import list_some
 from stopdown.pipelines.skeletons import build_empty_component
@@ -31,7 +31,7 @@ from stopdown.sources.component_classes import (
 )
 from stopdown.sources.lora_names import split_prefix
 from stopdown.sources.single_file_names import measure, take_apart
-from stopdown.sources.sources import Part, Source, has_weights
+from stopdown.sources.sources import Part, Source
 from stopdown.sources.weight_files import read_shapes
 
 _WHOLE = (
@@ -57,8 +57,8 @@ def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
     if all(any(name.startswith(kind) for name in shapes) for kind in _WHOLE):
         return ()
     found, taken = [], set[frozenset[str]]()
-    for name, (_, class_name) in described.components.items():
-        if has_weights(class_name) and (described.described / name).is_dir():
+    for name in described.components:
+        if described.has_weights(name) and (described.described / name).is_dir():
             part = _find_part(described, name, shapes, taken)
             found += [part] if part else []
     if not found:
@@ -154,7 +154,7 @@ def _load_part(source: Source, part: Part, tensors: Mapping[str, torch.Tensor]) 
             module.load_state_dict(own, strict=True, assign=True)
             return module.float()
         if library == "transformers":
-            config = kind.config_class.from_pretrained(folder, local_files_only=True)
+            config = read_config(kind, folder)
             module, report = kind.from_pretrained(
                 None, config=config, state_dict=seen, dtype=torch.float32, output_loading_info=True
             )

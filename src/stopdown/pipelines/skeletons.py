@@ -41,7 +41,7 @@ from stopdown.number_formats import name_dtype
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source, has_weights
+from stopdown.sources.sources import Source
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 """Files of which a tokenizer that knows words has one."""
@@ -117,7 +117,7 @@ def _build(
     folder = source.described / name
     if not folder.is_dir():
         return None
-    if not has_weights(class_name):
+    if not source.has_weights(name):
         return _build_side(folder, find_class(library, class_name), class_name)
     dtype = torch_dtypes.get(name, torch.float32)
     module = build_empty_component(source, name, dtype, keep_fp32)
@@ -130,12 +130,13 @@ def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
     if class_name.endswith("Scheduler"):
         with describing_failures(folder, class_name, has_weights=False):
             return kind.from_config(read_description(folder / "scheduler_config.json"))
-    if "Tokenizer" in class_name and not any((folder / name).is_file() for name in _VOCABULARIES):
+    is_tokenizer = class_name.endswith(("Tokenizer", "TokenizerFast", "Backend"))
+    if is_tokenizer and not any((folder / name).is_file() for name in _VOCABULARIES):
         return Tokens()
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except Exception:  # whatever an absent or foreign file makes it raise
-        return Tokens() if "Tokenizer" in class_name else kind()
+        return Tokens() if is_tokenizer else kind()
 
 
 class Tokens:

@@ -66,7 +66,7 @@ from stopdown.scaling.folds import (
     load_scaled,
     widen_,
 )
-from stopdown.sources.sources import Source, fingerprint, has_weights
+from stopdown.sources.sources import Source, fingerprint
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -409,8 +409,8 @@ def leaves_loras(plan: Plan, source: Source) -> bool:
 
 def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
     planned = {entry.component for entry in plan.components}
-    for name, (_, class_name) in source.components.items():
-        if has_weights(class_name) and name not in planned:
+    for name in source.components:
+        if source.has_weights(name) and name not in planned:
             yield f"it has no {name}, and {source.name} has one"
     for entry in plan.components:
         _, found = source.components.get(entry.component, ("", "nothing"))

@@ -82,7 +82,6 @@ from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
     Source,
     fingerprint,
-    has_weights,
     list_weight_files,
     narrow_source,
     read_stored_dtypes,
@@ -324,9 +323,7 @@ def list_planned(source: Source) -> list[str]:
     """The components with weights that a completed source holds."""
     held = [part.name for part in source.parts] or list(source.components)
     return [
-        name
-        for name in held
-        if has_weights(source.components[name][1]) and (source.described / name).is_dir()
+        name for name in held if source.has_weights(name) and (source.described / name).is_dir()
     ]
 
 

@@ -47,7 +47,7 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling.certificate import describe_measured, describe_share
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source, has_weights, read_stored_dtypes
+from stopdown.sources.sources import Source, read_stored_dtypes
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def gather_facts(source: Source) -> list[ComponentFacts]:
     held = {part.name for part in source.parts} or source.components.keys()
     return [
         _gather_component(source, name, stored.get(name, stored.get("checkpoint", {})), configs)
-        for name, (_, class_name) in source.components.items()
-        if name in held and has_weights(class_name) and (name in stored or name in configs)
+        for name in source.components
+        if name in held and source.has_weights(name) and (name in stored or name in configs)
     ]
 
 

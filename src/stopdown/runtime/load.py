@@ -25,7 +25,6 @@ from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import (
     OPTIONAL_COMPONENTS,
     Source,
-    has_weights,
     is_complete,
     resolve_source,
     verify_source,
@@ -89,7 +88,7 @@ def load(
     verify_source(found)
     with quiet_libraries():
         found = complete_source(found)
-        _check_parts(parts, found.components)
+        _check_parts(parts, found)
         limit = _ask_memory(memory, asked, target)
         plan = (
             dataclasses.replace(asked, memory=limit)
@@ -130,9 +129,10 @@ def _place(loaded: LoadedPipeline, source: Source, target: Device) -> LoadedPipe
     return loaded
 
 
-def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, str]]) -> None:
+def _check_parts(parts: Mapping[str, Any], source: Source) -> None:
     """Refuse parts that the pipeline has no place for, and those without a precision."""
     words = {"dtype": "precision", "torch_dtype": "precision", "device_map": "device"}
+    components = source.components
     for name, part in parts.items():
         if name not in (*components, *OPTIONAL_COMPONENTS):
             raise OptionError(
@@ -148,7 +148,8 @@ def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, s
                 expected="It takes parts without weights: a scheduler, a tokenizer, or None.",
                 remedy=f"Make it with its class, or leave {name} out.",
             )
-        if part is not None and has_weights(components.get(name, ("", name))[1]):
+        is_model = hasattr(part, "parameters") or (name in components and source.has_weights(name))
+        if part is not None and is_model:
             raise OptionError(
                 f"load() takes no other {name}: it has weights, and its precision would follow "
                 "from the weights that it replaces.",

@@ -16,6 +16,7 @@ from stopdown.interception.patches import Patches
 from stopdown.sources.headers import StoredTensor
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source_problems import make_error
+from stopdown.sources.sources import list_modules_with
 
 MOST_PARTS = 200_000
 """Modules and parameters that a component is built of; the largest published have some thousand."""
@@ -27,7 +28,7 @@ def find_class(library: str, class_name: str) -> Any:
         library = f"diffusers.pipelines.{library}"
     try:
         with quiet_libraries():
-            found = getattr(importlib.import_module(library), class_name)
+            found = _find_in_library(library, class_name)
     except (ImportError, AttributeError, RuntimeError) as error:
         package = library.partition(".")[0]
         version = importlib.import_module(package).__version__
@@ -38,6 +39,21 @@ def find_class(library: str, class_name: str) -> Any:
     if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
         raise make_error("no-component-class", library=library, class_name=class_name)
     return found
+
+
+def _find_in_library(library: str, class_name: str) -> Any:
+    module = importlib.import_module(library)
+    if library != "transformers" or hasattr(module, class_name):
+        return getattr(module, class_name)
+    for name in list_modules_with(
+        class_name
+    ):  # they give Transformers a class that it has elsewhere
+        found = getattr(importlib.import_module(f"diffusers.pipelines.{name}"), class_name, None)
+        if isinstance(found, type):
+            return found
+    from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
+
+    return simple_get_class_obj(library, class_name)  # names of earlier versions
 
 
 @contextmanager

@@ -117,6 +117,37 @@ class Source:
         """Folder of its configurations; of a single file, once `complete_source` has found it."""
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
+    def has_weights(self, name: str) -> bool:
+        """Whether a component is a model: no tokenizer, processor or scheduler.
+
+        Its library and class say so, and for other classes what its folder holds, if it is here.
+        """
+        library, class_name = self.components[name]
+        endings = _SIDE_OF_TRANSFORMERS if library == "transformers" else _SIDE
+        if any(map(class_name.endswith, endings)):
+            return False
+        folder = self.described / name
+        has_model = not folder.is_dir() or any(map(_is_of_model, os.listdir(folder)))
+        return has_model or not any((folder / x).exists() for x in _SIDE_CONFIGURATIONS)
+
+
+_SIDE = ("Scheduler", "Processor", "Guidance")
+_SIDE_OF_TRANSFORMERS = (
+    *("Tokenizer", "TokenizerFast", "Processor", "Extractor", "ImageProcessorFast"),
+    *("ImageProcessorPil", "Backend"),  # transformers 5 names generic tokenizers by what runs them
+)
+"""Endings of classes without weights. A `Tokenizer` of Diffusers is a model that turns sound into codes."""
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "spiece.model")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_SIDE_CONFIGURATIONS = (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "scheduler_config.json")
+
+
+def _is_of_model(file_name: str) -> bool:
+    """Whether a file is a model's: its configuration, weights or their index."""
+    is_weights = file_name.endswith((*WEIGHT_FILES, *hub.PICKLES, ".index.json"))
+    return is_weights or file_name == "config.json"
+
 
 _NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
 """Components and classes are Python's names; a system's names of files end at 255 bytes."""
@@ -254,7 +285,7 @@ def read_remote_headers(source: Source) -> hub.Headers:
 
 def _list_folders(source: Source) -> dict[str, bool]:
     """Component to whether it has weights."""
-    return {name: has_weights(class_name) for name, (_, class_name) in source.components.items()}
+    return {name: source.has_weights(name) for name in source.components}
 
 
 KINDS = {
@@ -386,8 +417,8 @@ def verify_source(source: Source) -> None:
 def verify_descriptions(source: Source) -> None:
     """Check what its JSON files alone are refused for; weights and folders may be missing."""
     found = list(_find_refusals(source)) if source.kind != "component" else []
-    for name, (_, class_name) in source.components.items():
-        found += _check_configurations(source.path / name, class_name, may_lack=True)
+    for name in source.components:
+        found += _check_configurations(source, name, may_lack=True)
     refuse_problems(source.name, found)
 
 
@@ -438,6 +469,16 @@ def _list_pipeline_modules() -> frozenset[str]:
     return frozenset(path.name for path in folder.iterdir() if path.is_dir())
 
 
+def list_modules_with(class_name: str) -> list[str]:
+    """Names of the pipeline modules of Diffusers that define or import a class, by their texts."""
+    return [
+        name
+        for name in sorted(_list_pipeline_modules())
+        if (path := _find_diffusers() / "pipelines" / name / "__init__.py").is_file()
+        and re.search(rf"\b{re.escape(class_name)}\b", path.read_text(encoding="utf-8"))
+    ]
+
+
 def _find_diffusers() -> Path:
     found = importlib.util.find_spec("diffusers")
     if found is None or not found.submodule_search_locations:
@@ -445,18 +486,12 @@ def _find_diffusers() -> Path:
     return Path(next(iter(found.submodule_search_locations)))
 
 
-def has_weights(class_name: str) -> bool:
-    """Return whether a source has weights of components of this class: none of a tokenizer or scheduler."""
-    plain = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "Extractor", "Guidance")
-    return not class_name.endswith((*plain, "ImageProcessorFast", "ImageProcessorPil"))
-
-
 def _find_damages(source: Source) -> Iterator[Problem]:
     for name, (_, class_name) in source.components.items():
         folder = source.path / name
         if folder.is_dir():
-            yield from _check_configurations(folder, class_name)
-            if has_weights(class_name):
+            yield from _check_configurations(source, name)
+            if source.has_weights(name):
                 yield from _check_weights(folder, source)
         elif name not in OPTIONAL_COMPONENTS:
             yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
@@ -470,15 +505,16 @@ def find_missing(source: Source) -> list[Problem]:
 
 
 def _check_configurations(
-    folder: Path, class_name: str, *, may_lack: bool = False
+    source: Source, name: str, *, may_lack: bool = False
 ) -> Iterator[Problem]:
+    folder, class_name = source.path / name, source.components[name][1]
     yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
         if path.name == "adapter_config.json":
             yield make_problem("adapter", path=path)
         elif not path.name.endswith(".index.json"):
             yield from _check_configuration(path)
-    wanted = _name_configuration(class_name)
+    wanted = ("config.json",) if source.has_weights(name) else _name_configuration(class_name)
     if wanted and not may_lack and not any(map(os.path.lexists, (folder / x for x in wanted))):
         yield make_problem(
             "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
@@ -512,16 +548,14 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
-    """The files of which one must be there for a component of this class."""
-    if has_weights(class_name):
-        return ("config.json",)
+    """The files of which one must be there for a component of this class, which has no weights."""
     if class_name.endswith("Scheduler"):
         return ("scheduler_config.json",)
-    if "Tokenizer" in class_name:
-        return ("tokenizer_config.json", "tokenizer.json", "vocab.json", "spiece.model")
-    if "Guidance" in class_name:
+    if class_name.endswith(("Tokenizer", "TokenizerFast", "Backend")):
+        return _TOKENIZER_FILES
+    if class_name.endswith("Guidance"):
         return ()
-    return ("preprocessor_config.json", "processor_config.json")
+    return _PROCESSOR_FILES
 
 
 def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
@@ -586,8 +620,8 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
         return {"checkpoint": [source.path]}
     return {
         name: find_weights(source.path / name, source.variant)[1]
-        for name, (_, class_name) in source.components.items()
-        if has_weights(class_name) and (source.path / name).is_dir()
+        for name in source.components
+        if source.has_weights(name) and (source.path / name).is_dir()
     }
 
 
