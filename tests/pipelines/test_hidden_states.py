@@ -64,8 +64,10 @@ def planned(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
 def planned_and_guarded(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
     plain = {name: x for name, x in given.items() if name in ("input_ids", "attention_mask")}
     plan = measure_plan({"part": module}, run=lambda: call_encoder(module, plain))
-    with guard({"part": module}, plan, announce=_ignore):
+    with guard({"part": module}, plan, announce=_ignore) as handle:
         yield
+        assert {x.action for x in handle.repairs} <= {"rescaled", "signature"}
+        assert not handle.session.log.left
 
 
 @contextmanager
@@ -80,7 +82,7 @@ def in_fp16(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
 WAYS = {x.__name__: x for x in (guarded, under_run, planned, planned_and_guarded, in_fp16)}
 QUICK = (
     ("Qwen3Model", "states and cache", "guarded"),
-    ("MistralModel", "states and cache", "planned_and_guarded"),
+    ("T5EncoderModel", "states and maps", "planned_and_guarded"),
     ("CLIPTextModel", "states", "under_run"),
 )
 

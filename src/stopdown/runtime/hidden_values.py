@@ -196,6 +196,8 @@ def _look(
     values = tensor.detach()
     if name in (*_CASTS, *_WHOLE_NAMES):  # NaN has no whole number
         hit = ~torch.isfinite(values).all()
+        if not is_half:  # -Inf is a logarithm of 0 there, as in T5's relative positions
+            hit = (values.isnan() | torch.isposinf(values)).any()
     elif name in _NAN_TOO:
         hit = (values.isnan() | ((torch.isposinf if is_mask else torch.isinf)(values))).any()
     else:
