@@ -241,3 +241,29 @@ def test_a_model_is_saved_with_its_exponents_after_a_call_without_them(
     pipe.save_pretrained(tmp_path / "saved")
     again = load_plain(tmp_path / "saved", FP16)
     assert relative_l2(*map(torch.as_tensor, (call_pipeline(again, "cogvideox"), wanted))) == 0
+
+
+# One component that is changed
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder", "vae"])
+def test_one_component_is_dequantized(cogvideox: Path, name: str) -> None:
+    """It is in fp32 beside others in fp16, and gets and gives what it did."""
+    wanted = torch.as_tensor(call_pipeline(load_plain(cogvideox, torch.float32), "cogvideox"))
+    pipe = load_plain(cogvideox, FP16, quantization_config=stopdown.quantization(cogvideox))
+    getattr(pipe, name).dequantize()
+    assert getattr(pipe, name).dtype == torch.float32
+    assert relative_l2(torch.as_tensor(call_pipeline(pipe, "cogvideox")), wanted) < 0.003
+
+
+def test_a_component_is_compiled_after_its_plan_was_put_on(cogvideox: Path) -> None:
+    """`pipe.transformer = torch.compile(pipe.transformer)` adds a module around it, and no adapter."""
+    wanted = torch.as_tensor(call_pipeline(load_plain(cogvideox, torch.float32), "cogvideox"))
+    pipe = load_plain(cogvideox, torch.float32)
+    guard = stopdown.fp16(pipe)
+    pipe.transformer = torch.compile(pipe.transformer)
+    with torch.compiler.set_stance("force_eager"):
+        made = call_pipeline(pipe, "cogvideox")
+    assert relative_l2(torch.as_tensor(made), wanted) < 0.003
+    assert not guard.repairs
+    guard.remove()

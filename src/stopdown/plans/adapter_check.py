@@ -64,8 +64,11 @@ class Structure:
 
 
 def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
-    """What a component is made of now; adapter layers are known by their attributes."""
-    modules = tuple(module.modules())
+    """What a component is made of now; adapter layers are known by their attributes.
+
+    What `torch.compile` puts around a module is no part of it.
+    """
+    modules = tuple(x for x in module.modules() if "_orig_mod" not in x._modules)
     layers = [layer for layer in modules if hasattr(layer, "merged_adapters")]
     found: dict[str, list[Any]] = {}
     for layer in layers:

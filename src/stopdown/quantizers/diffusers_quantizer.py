@@ -74,7 +74,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
         return model
 
     def _dequantize(self, model: Any) -> Any:  # what the model's own `dequantize` calls
-        self._loading.undo()
+        self._loading.undo(model)
         kept = {name: x for name, x in model.config.items() if name != "quantization_config"}
         model._internal_dict = type(model.config)(kept)
         return model

@@ -22,7 +22,12 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.text_encoders import list_calls
-from stopdown.component_calls.components import cast_component_, is_of_transformers
+from stopdown.component_calls.call_interception import put_cast
+from stopdown.component_calls.components import (
+    cast_component_,
+    is_of_transformers,
+    list_component_calls,
+)
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
 from stopdown.fold_names import Folds
@@ -265,9 +270,15 @@ class ModelLoad(SameInCopies):
             now = dataclasses.replace(now, scaling=scaling, reasons=reasons)
             config.plan = dataclasses.replace(config.plan, components=(now,), seal="")
 
-    def undo(self) -> None:
-        """Take the plan off: the weights are in fp32 then, as near to the stored ones as it holds them."""
+    def undo(self, module: torch.nn.Module) -> None:
+        """Take the plan off: the weights are in fp32 then, as near to the stored ones as it holds them.
+
+        Other components of a pipeline stay as they are, so arguments are cast.
+        """
         self._off.undo()
+        if self.bare is None:
+            for callee in list_component_calls({self.entry.component: module}):
+                put_cast(callee, torch.float32, Patches())  # the model's from now on
 
     def unfold_weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the weights of a model without their exponents, in fp32 where they have any.

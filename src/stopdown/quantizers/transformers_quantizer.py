@@ -62,7 +62,7 @@ class StopdownQuantizer(PlannedModel, HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Take the plan off. The weights are in fp32, whatever the dtype that the model was loaded in."""
-        self._loading.undo()
+        self._loading.undo(model)
         for config in (model.config, *_list_parts(model.config)):
             config.dtype = model.dtype
         return model
