@@ -399,8 +399,41 @@ def read_config(module_class: Any, folder: Path) -> Any:
     return module_class.config_class.from_pretrained(folder, local_files_only=True)
 
 
+def holds_models(module_class: type) -> bool:
+    """Whether a class of Diffusers holds several models, each from its own folder, and nothing itself.
+
+    `MultiControlNetModel` does: `controlnet`, `controlnet_1`…
+    """
+    return not (is_of_transformers(module_class) or hasattr(module_class, "load_config"))
+
+
+def load_held(
+    module_class: Any, folder: Path, load: Callable[[Any, Path], torch.nn.Module]
+) -> torch.nn.Module:
+    """Make such a component; its own code says from which folders.
+
+    Args:
+        load: makes one of its models, given its class and its folder.
+    """
+    from diffusers import ModelMixin
+
+    original = vars(ModelMixin)["from_pretrained"]
+
+    def load_one(cls: type, path: Any, *_: Any, **__: Any) -> torch.nn.Module:
+        with Patches() as inner:
+            inner.set_class_attribute(ModelMixin, "from_pretrained", original)
+            return load(cls, Path(path))
+
+    with Patches() as patches:
+        patches.set_class_attribute(ModelMixin, "from_pretrained", classmethod(load_one))
+        made: torch.nn.Module = module_class.from_pretrained(str(folder))
+        return made
+
+
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
     """A component from its configuration alone, under whatever mode the caller has set."""
+    if holds_models(module_class):
+        return load_held(module_class, folder, build_module)
     if is_of_transformers(module_class):
         from transformers.initialization import no_init_weights
 

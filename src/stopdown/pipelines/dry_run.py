@@ -284,6 +284,31 @@ def _sign_formats(module: torch.nn.Module) -> str:
     return str(hash(tuple(str(x.dtype) for x in module.parameters())))
 
 
+def _count_held(pipe: Any) -> int:
+    """How many models one component holds, each of which gets a picture of its own."""
+    for part in (getattr(pipe, "controlnet", None), getattr(pipe, "adapter", None)):
+        children = list(part.children()) if isinstance(part, torch.nn.Module) else []
+        if len(children) == 1 and isinstance(children[0], torch.nn.ModuleList):
+            return len(children[0])
+    return 1
+
+
+def _add_pictures(
+    pipe: Any, picture: Any, taken: Mapping[str, Any], has_image: bool
+) -> dict[str, Any]:
+    """What else of pictures a pipeline cannot do without."""
+    needed, found = list_needed(type(pipe)), dict[str, Any]()
+    for name in ("mask_image", "control_mask", "control_image"):
+        if name in needed:
+            found[name] = picture
+    if (count := _count_held(pipe)) > 1:
+        found["control_image" if "control_image" in taken else "image"] = [picture] * count
+    for name in ("video", "control_video"):
+        if name in needed and not has_image:
+            found[name] = [picture] * 9
+    return found
+
+
 def make_arguments(pipe: Any) -> dict[str, Any]:
     """Arguments for the smallest request that a pipeline takes; sizes are its own defaults if they suit."""
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -292,16 +317,10 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
         arguments["prompt"] = PROMPTS[0]
     height, width = find_own_sides(pipe) or (_SIDE, _SIDE)
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
-    needed = list_needed(type(pipe))
     for name in ("image", "images"):
         if name in taken and taken[name].default in (None, inspect.Parameter.empty):
             arguments[name] = picture
-    for name in ("mask_image", "control_mask", "control_image"):
-        if name in needed:
-            arguments[name] = picture
-    for name in ("video", "control_video"):
-        if name in needed and "image" not in arguments:
-            arguments[name] = [picture] * 9
+    arguments |= _add_pictures(pipe, picture, taken, "image" in arguments)
     if "generator" in taken:
         arguments["generator"] = torch.Generator("cpu").manual_seed(0)
     config = getattr(getattr(pipe, "transformer", None), "config", None) or {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -33,7 +34,9 @@ from stopdown.component_calls.components import (
     cast_component_,
     find_components,
     find_kept_fp32,
+    holds_models,
     is_of_transformers,
+    load_held,
 )
 from stopdown.devices.device_memory import describing_out_of_memory
 from stopdown.devices.environment import Device, choose_device
@@ -197,12 +200,20 @@ def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
 def load_component(
     source: Source, name: str, dtype: torch.dtype | None = None, mapped: Path | None = None
 ) -> Any:
-    library, class_name = source.components[name]
-    folder = source.path / name
-    variant, files = find_weights(folder, source.variant)
+    module_class = find_class(*source.components[name])
+    load = functools.partial(_load_from, wanted=source.variant, dtype=dtype, mapped=mapped)
+    if holds_models(module_class):
+        return load_held(module_class, source.path / name, load).eval()
+    return load(module_class, source.path / name)
+
+
+def _load_from(
+    module_class: Any, folder: Path, wanted: str, dtype: torch.dtype | None, mapped: Path | None
+) -> Any:
+    class_name = module_class.__name__
+    variant, files = find_weights(folder, wanted)
     stored = {path: read_header(path) for path in files}
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
-    module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
         if carries_plan(folder):  # the caller has a plan, or needs none
             module = _map_component(module_class, folder, None, stored)

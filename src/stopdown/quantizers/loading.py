@@ -201,7 +201,8 @@ class ModelLoad(SameInCopies):
         digest = join_samples(
             (name, *found[name]) for name in sorted(module.state_dict(keep_vars=True))
         )
-        if self.entry.weights != digest:
+        is_any = not self.entry.weights and self.entry.precision != "fp16"
+        if self.entry.weights != digest and not is_any:
             raise PlanError(
                 f"The plan for {self.plan.source if self.plan else 'this model'} does not belong here: "
                 f"{self.entry.component} has other weights than those that it was made for.",

@@ -21,9 +21,9 @@ from diffusers.quantizers import PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from stopdown.component_call_names import QUANT_METHOD
-from stopdown.component_calls.components import find_components
+from stopdown.component_calls.components import find_components, holds_models
 from stopdown.devices.environment import choose_device, probe_formats
-from stopdown.errors import StopdownError, take_first_line
+from stopdown.errors import StopdownError, take_first_line, warn_user
 from stopdown.interception.patches import Patches
 from stopdown.plans.applier import check_source
 from stopdown.plans.certified import list_planned
@@ -32,6 +32,7 @@ from stopdown.plans.plan_files import take_plan
 from stopdown.plans.precision import prefers_fp16
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
+from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, resolve_source, verify_source
@@ -186,6 +187,7 @@ def quantization(
         elif left:
             taken = find_or_certify(found, choose_device("auto"), only=left if carried else ())
             entries = list(taken.components)
+    entries = [_split_held(found, entry) for entry in entries]
     mapping = {
         entry.component: StopdownConfig(
             dataclasses.replace(taken, components=(entry,)), guard=guard, component=entry.component
@@ -193,6 +195,23 @@ def quantization(
         for entry in entries
     }
     return PipelineQuantizationConfig(quant_mapping={**carried, **mapping})
+
+
+def _split_held(source: Source, entry: ComponentPlan) -> ComponentPlan:
+    """Return the entry by which Diffusers loads a component; one that holds several models is in fp32.
+
+    Each of these gets the config by itself, and exponents belong to all of them together.
+    """
+    if source.kind == "file" or not holds_models(find_class(*source.components[entry.component])):
+        return entry
+    config = read_description(source.path / entry.component / "config.json")
+    count = len(source.list_folders(entry.component))
+    warn_user(
+        f"{entry.component} holds {count} models, which Diffusers loads one by one, and runs in fp32. "
+        f"stopdown.load({source.name!r}) and stopdown.fp16(pipe) plan them together."
+    )
+    reason = "Diffusers loads its models one by one."
+    return ComponentPlan(entry.component, str(config["_class_name"]), "", "fp32", reasons=(reason,))
 
 
 def _list_carried(source: Source) -> dict[str, StopdownConfig]:

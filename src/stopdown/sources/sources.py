@@ -117,6 +117,16 @@ class Source:
         """Folder of its configurations; of a single file, once `complete_source` has found it."""
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
+    def list_folders(self, name: str) -> list[Path]:
+        """The folders of a component: `controlnet_1` is a further one of `controlnet`."""
+        found, number = [self.described / name], 1
+        while (key := f"{name}_{number}") not in self.components and (
+            self.described / key
+        ).is_dir():
+            found.append(self.described / key)
+            number += 1
+        return found
+
     def has_weights(self, name: str) -> bool:
         """Whether a component is a model: no tokenizer, processor or scheduler.
 
@@ -418,7 +428,7 @@ def verify_descriptions(source: Source) -> None:
     """Check what its JSON files alone are refused for; weights and folders may be missing."""
     found = list(_find_refusals(source)) if source.kind != "component" else []
     for name in source.components:
-        found += _check_configurations(source, name, may_lack=True)
+        found += _check_configurations(source, name, source.path / name, may_lack=True)
     refuse_problems(source.name, found)
 
 
@@ -490,9 +500,10 @@ def _find_damages(source: Source) -> Iterator[Problem]:
     for name, (_, class_name) in source.components.items():
         folder = source.path / name
         if folder.is_dir():
-            yield from _check_configurations(source, name)
-            if source.has_weights(name):
-                yield from _check_weights(folder, source)
+            for each in source.list_folders(name):
+                yield from _check_configurations(source, name, each)
+                if source.has_weights(name):
+                    yield from _check_weights(each, source)
         elif name not in OPTIONAL_COMPONENTS:
             yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
 
@@ -505,9 +516,9 @@ def find_missing(source: Source) -> list[Problem]:
 
 
 def _check_configurations(
-    source: Source, name: str, *, may_lack: bool = False
+    source: Source, name: str, folder: Path, *, may_lack: bool = False
 ) -> Iterator[Problem]:
-    folder, class_name = source.path / name, source.components[name][1]
+    class_name = source.components[name][1]
     yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
         if path.name == "adapter_config.json":
@@ -619,7 +630,11 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
     if source.kind == "file":
         return {"checkpoint": [source.path]}
     return {
-        name: find_weights(source.path / name, source.variant)[1]
+        name: [
+            path
+            for folder in source.list_folders(name)
+            for path in find_weights(folder, source.variant)[1]
+        ]
         for name in source.components
         if source.has_weights(name) and (source.path / name).is_dir()
     }
@@ -666,9 +681,9 @@ def fingerprint(source: Source) -> str:
             digest.update(label.encode())
             digest.update(read_header_bytes(path))
             digest.update(read_samples(path))
-        config = source.path / name / "config.json"
-        if source.kind != "file" and config.is_file():
-            digest.update(_normalise(read_description(config)))
+        for folder in source.list_folders(name) if source.kind != "file" else ():
+            if (folder / "config.json").is_file():
+                digest.update(_normalise(read_description(folder / "config.json")))
     for lora, weight in source.loras:
         with Path(lora).expanduser().open("rb") as file:  # whole: it is small
             digest.update(f"{hashlib.file_digest(file, 'sha256').hexdigest()} {weight}".encode())
