@@ -267,3 +267,71 @@ def test_a_component_is_compiled_after_its_plan_was_put_on(cogvideox: Path) -> N
     assert relative_l2(torch.as_tensor(made), wanted) < 0.003
     assert not guard.repairs
     guard.remove()
+
+
+# Components that two pipelines share
+
+
+def make_two() -> tuple[Any, Any]:
+    """Two pipelines with UNets of their own, one autoencoder and one text encoder."""
+    import diffusers
+
+    first, second = (testing.make_pipeline("sd", overflow="unet") for _ in range(2))
+    shared = {"vae": first.vae, "text_encoder": first.text_encoder}
+    kind = diffusers.StableDiffusionPipeline
+    second = kind(**{**second.components, **shared}, requires_safety_checker=False)
+    second.set_progress_bar_config(disable=True)
+    return first, second
+
+
+def plan_by(way: str, pipe: Any) -> Any:
+    if way == "fp16":
+        guard = stopdown.fp16(pipe)
+        return guard, guard.remove
+    applied = stopdown.apply_plan(pipe, stopdown.make_plan(pipe))
+    return applied, applied.undo
+
+
+@pytest.mark.parametrize("first_off", [True, False])
+@pytest.mark.parametrize("way", ["fp16", "apply_plan"])
+@pytest.mark.filterwarnings("ignore:.*not certified")
+@pytest.mark.filterwarnings("ignore:.*of another pipeline that shares it")
+def test_a_shared_component_has_one_plan(way: str, first_off: bool) -> None:
+    """Both pipelines are right, one is after the other's plan came off, and then all bits are back."""
+    pipes = make_two()
+    wanted = [torch.as_tensor(call_pipeline(pipe, "sd")) for pipe in pipes]
+    before = [
+        {name: x.clone() for name, x in pipe.components[part].state_dict().items()}
+        for pipe in pipes
+        for part in ("unet", "vae", "text_encoder")
+    ]
+
+    def measure(number: int) -> float:
+        made = torch.as_tensor(call_pipeline(pipes[number], "sd"))
+        return relative_l2(made, wanted[number])
+
+    held, first = [plan_by(way, pipe) for pipe in pipes], int(not first_off)
+    assert max(measure(0), measure(1)) < 0.003
+    held[first][1]()
+    assert measure(1 - first) < 0.003
+    held[1 - first][1]()
+    assert max(measure(0), measure(1)) == 0
+    after = [
+        pipe.components[part].state_dict()
+        for pipe in pipes
+        for part in ("unet", "vae", "text_encoder")
+    ]
+    for then, now in zip(before, after, strict=True):
+        assert all(torch.equal(x, now[name]) for name, x in then.items())
+
+
+def test_a_plan_of_a_folder_is_refused_for_a_component_that_has_one(cogvideox: Path) -> None:
+    """Its exponents would be folded in twice."""
+    from stopdown.errors import PlanError
+
+    pipe, plan = load_plain(cogvideox, torch.float32), stopdown.make_plan(cogvideox)
+    with (
+        stopdown.apply_plan(pipe, plan),
+        pytest.raises(PlanError, match="under a plan or a repair"),
+    ):
+        stopdown.apply_plan(pipe, plan)

@@ -42,6 +42,7 @@ from stopdown.component_calls.components import (
     find_component,
     find_components,
     put_precision,
+    read_precisions,
 )
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
@@ -57,6 +58,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.scaling.folds import (
+    PLANNED,
     RESCALED,
     cast_,
     find_folded_parts,
@@ -195,6 +197,7 @@ def apply_precision(
         fold: False where there are no weights: exponents are left out.
     """
     _watch_saving(module, scaling if fold else None, patches)
+    patches.set_attribute(module, PLANNED, True)
     put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
     if scaling is not None and fold:
         watch_calls(module, scaling, put, patches, watch, casts=cast)
@@ -313,6 +316,11 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
         if entry.precision in FORMATS
     }
     halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
+    for name in [x.component for x in plan.components if x.precision == "as loaded"]:
+        if (found := find_component(pipe, name)) is not None and PLANNED in vars(found):
+            dtypes[name] = read_precisions(found)[
+                0
+            ]  # of now: its plan may come off before this one
     upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
         if (watch := find_watch(_find(pipe, name))) is not None:
@@ -373,6 +381,8 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
         elif type(modules[name]).__name__ != entry.class_name:
             found = type(modules[name]).__name__
             yield f"{name} was a {entry.class_name}, and the pipeline has a {found}"
+        elif PLANNED in vars(modules[name]) and entry.precision != "as loaded":
+            yield f"{name} is under a plan or a repair already, maybe of a pipeline that shares it"
         elif sample_weights(modules[name]) != entry.weights:
             yield f"{name} has weights other than those that were measured, or additional adapters"
         elif entry.precision == "fp16":
@@ -441,6 +451,7 @@ def load_entry(
     if entry.precision == "as loaded":
         return Patches()
     dtype, patches = FORMATS[entry.precision].torch_dtype, Patches()
+    patches.set_attribute(module, PLANNED, True)
     if entry.precision != "fp16" or (scaling := entry.scaling) is None:
         cast_component_(module, dtype, put)
         patches.defer(functools.partial(widen_, module))

@@ -73,6 +73,7 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
+from stopdown.scaling.folds import PLANNED
 from stopdown.scaling.measurement import Captures
 from stopdown.scaling.problem import Statements
 from stopdown.scaling.rescale import check_residual
@@ -235,7 +236,12 @@ def certify_program(
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
     known = [
-        (sample_weights(module), _describe_code(module), _read_call_sizes(calls.get(name, [])))
+        (
+            sample_weights(module),
+            _describe_code(module),
+            _read_call_sizes(calls.get(name, [])),
+            PLANNED in vars(module),
+        )
         for name, module in modules.items()
     ]
     key = _hash((known, stream, hands_over))
@@ -247,7 +253,17 @@ def certify_program(
     for name, module in modules.items():
         tensors = name_parameters(module)
         load = functools.partial(load_stored, tensors, find_aliases(module), dict)
-        if kind := find_quantised(module):
+        if PLANNED in vars(module):
+            components.append(
+                ComponentPlan(
+                    name,
+                    type(module).__name__,
+                    sample_weights(module),
+                    "as loaded",
+                    reasons=("It is under a plan already, of another pipeline that shares it.",),
+                )
+            )
+        elif kind := find_quantised(module):
             bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
             components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
         else:

@@ -45,6 +45,9 @@ from stopdown.scaling.clamp_constants import scale_clamps
 RESCALED = "stopdown_rescaled"
 """Attribute of a module while exponents are folded into it: it was made to fit fp16."""
 
+PLANNED = "stopdown_planned"
+"""Attribute of a module while a plan or a repair is on it, also one without exponents."""
+
 
 class Rescaling:
     """Exponents that are folded into a module; `undo` takes them off and restores every bit.
