@@ -239,7 +239,7 @@ def change_rule(stated: dict[str, Any], rng: random.Random, folder: Path) -> boo
 def change_function(stated: dict[str, Any], rng: random.Random, folder: Path) -> bool:
     """Another function of one value."""
     node = _nodes(stated, rng, lambda n: n["rule"] in ("same", "bounded"))
-    known = (*stopdown_verify.KEEPING, *stopdown_verify.SMALLER, *stopdown_verify.BOUNDED)
+    known = (*stopdown_verify.KEEPING, *stopdown_verify.SMALLER, *stopdown_verify.SATURATING)
     node["function"] = rng.choice([x for x in known if x != node["function"]])
     return True
 

@@ -5,8 +5,9 @@ component's graph, each with the rule and the values that imply its bound. This 
 again from the weights. It needs NumPy and nothing else: no torch, nothing of Stopdown.
 `docs/certificate-file.md` has the rules as formulas, and what is assumed.
 
-**Catches** bounds that do not follow, exponents that do not cancel, values beyond 65504, weights that are
-not the certificate's or that no graph reads, and lists of uncovered values that are not complete.
+**Catches** keys, types and ranges that the grammar below does not have, bounds that do not follow,
+exponents that do not cancel, values beyond 65504, weights that are not the certificate's or that no graph
+reads, files that a loader could take instead, and lists of uncovered values that are not complete.
 **Does not catch** a graph that is not the model's: the file says what the model computes.
 """
 
@@ -17,6 +18,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,12 +39,164 @@ ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-5
 LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 1.0}
 WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a term of a sum, a norm
 MOST, SMALL, ENTRIES, BASIS = 1 << 19, 1 << 21, 1 << 20, 32
+MOST_EXPONENT, LEAST_EPS = 512, 2.0**50
+
+
+# the grammar: what a certificate can say. Every object has exactly the keys that stand here
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the value of a key may be, in words, and a test of it; some keys may be left out."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    optional: bool = False
+
+
+def whole(first: int, last: int) -> Kind:
+    words = f"a whole number from {first} to {last}"
+    return Kind(words, lambda x: type(x) is int and first <= x <= last)
+
+
+def real(first: float, last: float) -> Kind:
+    words = f"a number from {first:g} to {last:g}"
+    return Kind(words, lambda x: type(x) in (int, float) and first <= x <= last)
+
+
+def one_of(*words: str) -> Kind:
+    return Kind(f"one of {', '.join(words)}", lambda x: type(x) is str and x in words)
+
+
+def text(pattern: str, words: str) -> Kind:
+    fits = re.compile(pattern).fullmatch
+    return Kind(words, lambda x: type(x) is str and x.isprintable() and bool(fits(x)))
+
+
+def listed(kind: Kind, first: int = 0, last: int = 1 << 22) -> Kind:
+    words = f"a list of {first if first == last else f'{first} to {last}'}, each {kind.words}"
+    return Kind(
+        words, lambda x: type(x) is list and first <= len(x) <= last and all(map(kind.holds, x))
+    )
+
+
+def row(*kinds: Kind) -> Kind:
+    words = f"a list of {'; '.join(kind.words for kind in kinds)}"
+    return Kind(
+        words,
+        lambda x: (
+            type(x) is list
+            and len(x) == len(kinds)
+            and all(kind.holds(value) for kind, value in zip(kinds, x, strict=True))
+        ),
+    )
+
+
+def named(name: Kind, kind: Kind) -> Kind:
+    def holds(x: Any) -> bool:
+        return type(x) is dict and all(name.holds(k) and kind.holds(v) for k, v in x.items())
+
+    return Kind(f"an object of {kind.words} by {name.words}", holds)
+
+
+def maybe(kind: Kind) -> Kind:
+    return replace(kind, optional=True)
+
+
+FLAG = Kind("true or false", lambda x: type(x) is bool)
+OBJECT = Kind("an object", lambda x: type(x) is dict)
+TEXT, NAME = text(r".{0,2000}", "printable text"), text(r".{1,500}", "a printable name")
+FOLDER = text(r"[A-Za-z_][A-Za-z0-9_]{0,99}", "the name of a component, a folder beside the others")
+FILE = text(r"\w[\w.-]{0,190}\.safetensors", "the name of a safetensors file, without a folder")
+HASH = text(r"[0-9a-f]{64}", "a sha256")
+SIZE, PLACE, DIM = whole(0, 1 << 40), whole(0, 1 << 40), whole(0, 11)
+EXPONENT, NUMBER, COUNT = whole(-128, 128), real(-3.5e38, 3.5e38), whole(1, 1 << 20)
+BOUND = row(whole(0, 1 << 17), whole(-1200, 1200))  # mantissa and exponent
+UNBOUNDED = Kind(f"null, or {BOUND.words}", lambda x: x is None or BOUND.holds(x))
+
+CERTIFICATE = {
+    "kind": one_of("certificate"), "plan": text(r"[0-9a-f]{64}|", "the seal of a plan, or nothing"),
+    "components": listed(OBJECT, 1, 100), "left": named(NAME, TEXT), "seal": HASH,
+}  # fmt: skip
+COMPONENT = {
+    "component": FOLDER, "class": TEXT, "files": listed(FILE, 1, 10_000),
+    "weights": named(NAME, OBJECT), "graphs": listed(OBJECT, 1, 1000),
+    "fp32_modules": listed(NAME), "unread": listed(NAME), "uncovered": listed(NAME),
+}  # fmt: skip
+TENSOR = {
+    # dimension 0 or 1, from, to, and the exponent of these rows or columns
+    "exponents": listed(row(whole(0, 1), PLACE, PLACE, EXPONENT)), "wide": FLAG, "sha256": HASH,
+}  # fmt: skip
+HEADER = {  # of a tensor in a safetensors file
+    "dtype": text(r"\w{1,20}", "a dtype"), "shape": listed(SIZE, 0, 12),
+    "data_offsets": row(PLACE, PLACE),
+}  # fmt: skip
+GRAPH = {
+    "method": TEXT, "nodes": listed(OBJECT, 1), "outputs": listed(row(NAME, EXPONENT), 1),
+}  # fmt: skip
+NODE = {
+    "id": NAME, "place": TEXT, "rule": NAME, "from": listed(NAME), "shape": listed(SIZE, 0, 12),
+    "dtype": one_of(*ROUNDING), "bound": UNBOUNDED, "exponents": listed(whole(-512, 512), 1),
+}  # fmt: skip
+
 MOVING = ("view", "order", "part", "join", "spread")
 KEEPING = ("cast", "copy", "relu", "neg", "abs", "leaky_relu", "range_clamp", "triangle")
 SMALLER = ("silu", "gelu", "hardswish", "mish")
 SATURATING = ("sigmoid", "tanh", "erf")
-BOUNDED = (*SATURATING, "sin", "cos", "sign", "softmax")
 SHRINKING = ("tanh", "sin", "limit")
+_READS = {"weight": NAME, "bias": maybe(NAME), "part": maybe(row(PLACE, PLACE))}
+
+# rule: its forms, each how many values it is made of, and its own keys beside those of every node
+GRAMMAR: dict[str, tuple[tuple[int | range, dict[str, Kind]], ...]] = {
+    "input": ((0, {"name": NAME, "largest": real(0, 3.5e38)}),),
+    "times": ((0, {"name": NAME, "first": NUMBER, "last": NUMBER, "count": whole(1, 10_001),
+                   "radius": real(0, 1e6)}),),
+    "known": ((0, {"name": NAME, "values": listed(NUMBER)}),),
+    "weight": ((0, {"weight": NAME}),),
+    "view": ((1, {}),),
+    "order": ((1, {"order": listed(DIM, 0, 12)}),),
+    "part": ((1, {"dim": DIM, "start": PLACE, "stop": PLACE, "step": COUNT}),),
+    "join": ((range(1, 1 << 20), {"dim": DIM}),),
+    "spread": ((1, {}),),
+    "mix": ((1, {"dims": listed(DIM, 0, 12), "of": one_of("places", "rows", "repeats", "mean")}),),
+    "either": ((range(1, 1 << 20), {"of": one_of("choice", "larger"), "number": maybe(NUMBER),
+                                    "number_exponent": maybe(EXPONENT)}),),
+    "same": ((1, {"function": one_of(*KEEPING, *SMALLER)}),),
+    "scale": ((1, {"by": EXPONENT}),),
+    "bounded": ((1, {"function": one_of(*SATURATING, "sin", "cos", "sign")}),
+                (0, {"function": one_of("sin", "cos")}),
+                (1, {"function": one_of("softmax"), "dim": DIM}),
+                (1, {"function": one_of("clamp", "limit"), "number": real(0, 3.5e38)}),
+                (0, {"function": one_of("filled"), "number": real(0, 3.5e38)})),
+    "add": ((2, {"factor": maybe(NUMBER)}),
+            (1, {"number": NUMBER, "number_exponent": maybe(EXPONENT)})),
+    "multiply": ((2, {}), (1, {"number": NUMBER})),
+    "unit": ((2, {}),),
+    "power": ((1, {"halves": whole(-64, 64)}),),
+    "exp": ((1, {}),),
+    "norm": ((1, {"inner": whole(1, 12), "eps": EXPONENT, "weight": maybe(NAME), "bias": maybe(NAME)}),
+             (1, {"groups": COUNT, "eps": EXPONENT, "weight": maybe(NAME), "bias": maybe(NAME)})),
+    "product": ((1, {**_READS, "sigma": maybe(listed(BOUND, 1, 1 << 20))}),
+                (1, {**_READS, "groups": COUNT})),
+    "lookup": ((0, {"weight": NAME}),),
+    "matmul": ((2, {}),),
+    "attention": ((range(3, 5), {}),),
+    "unknown": ((range(1 << 20), {"function": NAME, "alike": FLAG}),),
+}  # fmt: skip
+FLOATS = ("fp16", "fp32", "fp64")  # the dtypes of what reads weights
+
+STORAGE = {  # dtypes of safetensors files; every other one is refused
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
+    "U16": np.uint16, "U8": np.uint8, "BOOL": np.uint8,
+}  # fmt: skip
+LOADABLE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")  # what a loader may take
+ASSUMED = (
+    "the graphs are what the model computes, up to the shapes that are named",
+    "IEEE 754 with subnormal numbers; sums, norms and softmax in fp32 or wider where nothing else is said",
+    "no mask hides a whole row",
+)
+
 FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
     "silu": (lambda x: x / (1 + np.exp(-x)), 1.13), "relu": (lambda x: np.maximum(x, 0), 1.0),
     "sin": (np.sin, 1.0), "cos": (np.cos, 1.0), "neg": (np.negative, 1.0), "tanh": (np.tanh, 1.0),
@@ -56,6 +210,200 @@ class Refused(Exception):
 
 class Unbounded(Exception):
     """A rule gives no bound for such inputs."""
+
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+          ValueError)  # fmt: skip
+
+
+def demand(holds: Any, what: str) -> None:
+    if not holds:
+        raise Refused(what)
+
+
+def read_json(content: bytes) -> Any:
+    """Data without a name twice in one object, and without NaN and infinities."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in pairs:
+            demand(name not in made, f"the name {name!r} stands twice in one object")
+            made[name] = value
+        return made
+
+    def no_number(name: str) -> None:
+        raise Refused(f"{name} is no number")
+
+    try:
+        return json.loads(content.decode(), object_pairs_hook=once, parse_constant=no_number)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Refused(f"it cannot be read as JSON: {error}") from None
+
+
+def list_faults(value: Any, keys: dict[str, Kind]) -> list[str]:
+    """What keeps an object from having exactly these keys, each with its type and range."""
+    found = [f"{key!r} is no key of it" for key in value if key not in keys]
+    for key, kind in keys.items():
+        if key not in value:
+            found += [] if kind.optional else [f"{key!r} is missing, expected {kind.words}"]
+        elif not kind.holds(value[key]):
+            given = repr(value[key])
+            given = given if len(given) <= 60 else f"{given[:60]}..."
+            found.append(f"{key!r} is {given}, expected {kind.words}")
+    return found
+
+
+def check_keys(value: Any, keys: dict[str, Kind], where: str = "") -> None:
+    found = list_faults(value, keys) if type(value) is dict else ["it is no object"]
+    demand(not found, where + (found or [""])[0])
+
+
+def check_node(n: Node) -> None:
+    """The keys of a node are those of one form of its rule."""
+    check_keys({key: x for key, x in n.items() if key in NODE}, NODE)
+    demand(n["rule"] in GRAMMAR, f"'rule' is {n['rule']!r}, expected one of {', '.join(GRAMMAR)}")
+    faults = []
+    for count, keys in GRAMMAR[n["rule"]]:
+        found = list_faults(n, {**NODE, **keys})
+        allowed = range(count, count + 1) if isinstance(count, int) else count
+        if len(n["from"]) not in allowed:
+            words = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else f"{allowed[0]}"
+            found.append(f"it is made of {len(n['from'])} values, expected {words}")
+        faults.append(found)
+    found = min(faults, key=len)
+    demand(not found, (found or [""])[0])
+
+
+def check_graph(graph: Node, weights: dict[str, Any]) -> None:
+    """Each node has the form of its rule, and names only what stands before it."""
+    check_keys(graph, GRAPH)
+    seen, times = set[str](), 0
+    for number, n in enumerate(graph["nodes"]):
+        try:
+            check_node(n)
+            demand(n["id"] not in seen, "the name stands twice")
+            for name in n["from"]:
+                demand(name in seen, f"{name!r} is no value before it")
+            for name in (n[key] for key in ("weight", "bias") if key in n):
+                demand(name in weights, f"{name!r} is no tensor of the component")
+                demand(n["dtype"] in FLOATS, f"what reads weights is in {', '.join(FLOATS)}")
+            times += n["rule"] == "times"
+            demand(times < 2, "a second timestep: two of them need not be the same value")
+        except Refused as error:
+            raise Refused(f"{n.get('id', f'value {number}')} ({n.get('rule')}): {error}") from None
+        seen.add(n["id"])
+    names = [name for name, _ in graph["outputs"]]
+    demand(len({*names}) == len(names), "an output is stated twice")
+    for name in names:
+        demand(name in seen, f"the output {name!r} is no value of the graph")
+
+
+def check_grammar(stated: Node) -> None:
+    """A component has the keys, types and ranges of the tables above.
+
+    Raises:
+        Refused: with the first place that has not, and what was expected there.
+    """
+    check_keys(stated, COMPONENT)
+    demand(len({*stated["files"]}) == len(stated["files"]), "a file is listed twice")
+    for name, entry in stated["weights"].items():
+        check_keys(entry, TENSOR, f"{name}: ")
+    for graph in stated["graphs"]:
+        check_graph(graph, stated["weights"])
+
+
+# shapes: that of a result follows from those of its inputs and weights
+
+
+def broadcast(*shapes: Shape) -> Shape | None:
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+
+
+def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> None:  # noqa: C901 (a table of cases)
+    """The stated shape is the one that the rule makes."""
+    rule, shape, dim = n["rule"], tuple(n["shape"]), n.get("dim", 0)
+    rank, first, wrong = len(shape), (*shapes, ())[0], "the shape does not follow"
+    if rule not in ("input", "unknown"):
+        demand(0 not in shape and all(0 not in x for x in shapes), "a size is 0")
+    demand(dim < max(rank, 1), "no such dimension")
+    if rule in ("same", "scale", "power", "exp", "norm") or (rule == "bounded" and shapes):
+        demand(first == shape, wrong)
+    elif rule in ("add", "multiply", "either", "spread"):
+        demand(broadcast(*shapes, shape) == shape, wrong)
+    elif rule == "unit":
+        demand(first == shape == broadcast(shapes[1], shape), wrong)
+    elif rule == "known":
+        demand(len(n["values"]) == math.prod(shape), "there are more or fewer values than places")
+    elif rule == "view":
+        demand(math.prod(first) == math.prod(shape), "a view has other elements")
+    elif rule == "order":
+        holds = sorted(n["order"]) == [*range(len(first))]
+        demand(holds and shape == tuple(first[d] for d in n["order"]), wrong)
+    elif rule == "part":
+        demand(rank == len(first) and n["start"] < n["stop"] <= first[dim], "no such part")
+        size = len(range(n["start"], n["stop"], n["step"]))
+        demand(shape == (*first[:dim], size, *first[dim + 1 :]), wrong)
+    elif rule == "join":
+        others = {(*s[:dim], 0, *s[dim + 1 :]) for s in [shape, *shapes]}
+        holds = len(others) == 1 and sum(s[dim] for s in shapes) == shape[dim]
+        demand(holds and {len(s) for s in shapes} == {rank}, wrong)
+    elif rule == "mix":
+        dims = n["dims"]
+        kept = tuple(shape[d] if d in dims else size for d, size in enumerate(first))
+        holds = kept == shape and len({*dims}) == len(dims) and all(d < rank for d in dims)
+        demand(holds and (dims or not shape), "the shape does not follow, or nothing is mixed")
+        demand(n["of"] != "mean" or all(shape[d] == 1 for d in dims), "a mean has one place")
+    elif rule == "matmul":
+        a, b = shapes
+        demand(min(len(a), len(b), rank) > 1 and a[-1] == b[-2], "no product")
+        holds = broadcast(a[:-2], b[:-2]) == shape[:-2] and shape[-2:] == (a[-2], b[-1])
+        demand(holds, "no product")
+    elif rule == "attention":
+        q, k, v = shapes[:3]
+        holds = rank > 1 and {len(q), len(k), len(v)} == {rank} and k[-2] == v[-2]
+        demand(holds and shape == (*q[:-1], v[-1]), "no attention")
+    elif rule == "lookup":
+        w = weights[n["weight"]].shape
+        demand(len(w) == 2 and rank > 0 and shape[-1] == w[1], wrong)
+    elif rule == "weight":
+        demand(weights[n["weight"]].shape == shape, wrong)
+    if rule == "norm" and "groups" in n:
+        demand(rank > 1 and shape[1] % n["groups"] == 0, "no such groups")
+        check_vectors(n, weights, shape[1])
+    elif rule == "norm":
+        demand(n["inner"] <= rank, "no such dimensions")
+        check_vectors(n, weights, math.prod(shape[rank - n["inner"] :]))
+    elif rule == "product":
+        check_product(n, first, shape, weights)
+
+
+def check_product(n: Node, first: Shape, shape: Shape, weights: dict[str, Weight]) -> None:
+    """A linear has a matrix, a convolution groups and a weight of more dimensions."""
+    w, groups = weights[n["weight"]].shape, n.get("groups", 1)
+    demand(len(w) == 2 if "groups" not in n else len(w) > 2, "the weight has other dimensions")
+    start, stop = n.get("part", (0, w[0]))
+    demand(start < stop <= w[0] and 0 not in w, "no such part of the weight")
+    demand("part" not in n or groups == 1, "a part has no groups")
+    channel = len(shape) - len(w) + 1
+    holds = channel >= 0 and len(first) == len(shape) and first[:channel] == shape[:channel]
+    demand(holds and first[channel] == w[1] * groups, "no product")
+    demand(shape[channel] == stop - start and (stop - start) % groups == 0, "no product")
+    demand(math.prod(w[1:]) <= ENTRIES and len(n.get("sigma", ())) <= w[1], "a sum is too long")
+    if "bias" in n:
+        bias = weights[n["bias"]].shape
+        demand(bias == (w[0],), "a bias has other elements")
+
+
+def check_vectors(n: Node, weights: dict[str, Weight], size: int) -> None:
+    for w in (weights[n[key]] for key in ("weight", "bias") if key in n):
+        demand(math.prod(w.shape) == size, "a norm's weight has other elements")
+
+
+def read_number(pair: Sequence[int]) -> Fraction:
+    return Fraction(int(pair[0])) * Fraction(2) ** int(pair[1])
 
 
 @dataclass
@@ -75,15 +423,6 @@ class Value:
     exponents: Array = 0
     exact: Known | None = None
     affine: tuple[tuple[Any, ...], ...] = ()
-
-
-def demand(holds: Any, what: str) -> None:
-    if not holds:
-        raise Refused(what)
-
-
-def read_number(pair: Sequence[int]) -> Fraction:
-    return Fraction(int(pair[0])) * Fraction(2) ** int(pair[1])
 
 
 def write_number(number: float) -> list[int]:
@@ -140,7 +479,6 @@ def by_channel(x: Value) -> Array:
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     """Runs of dimensions of two shapes that hold the same elements."""
-    demand(math.prod(shape) == math.prod(target) > 0, "a view has other elements")
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -184,15 +522,6 @@ def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Ar
 def move_value(n: Node, xs: list[Value]) -> Value:
     """Peaks move along, and so does a norm where its dimensions stay recognisable."""
     shapes, shape, x, rule = [x.shape for x in xs], tuple(n["shape"]), xs[0], n["rule"]
-    whole = [np.broadcast_to(np.zeros(()), s) for s in shapes]
-    if rule == "spread":
-        holds = np.broadcast_shapes(x.shape, shape) == shape
-    elif rule == "join":
-        others = {(*s[: n["dim"]], 0, *s[n["dim"] + 1 :]) for s in [shape, *shapes]}
-        holds = len(others) == 1 and sum(s[n["dim"]] for s in shapes) == shape[n["dim"]]
-    else:
-        holds = rule == "view" or move(n, whole[:1], shapes).shape == shape
-    demand(holds, "the shape does not follow")
     norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
         rows = set()
@@ -244,19 +573,23 @@ def operands(n: Node, xs: list[Value]) -> tuple[Value, Value]:
 def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
     """`x * m ** -0.5` with `m >= mean(x**2)`: a row is no longer than the root of its length."""
     shape, below, kinds = tuple(n["shape"]), n["from"][1], set[str]()
-    power, factor, fits, safe = 1.0, 1.0, xs[0].shape == shape, False
+    power, factor, fits, safe = 1.0, 1.0, True, False
     while (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown") and fits:
-        rule, number = at["rule"], float(at.get("number", 0)) * at.get("factor", 1)
+        rule, number = at["rule"], float(at.get("number", 0))
         power *= at["halves"] / 2 if rule == "power" else 1
         factor *= number**power if rule == "multiply" and number > 0 else 1
-        larger = rule in ("add", "either") and number > 0 > power
+        larger = rule == "add" or (rule == "either" and at["of"] == "larger")
+        larger = larger and number > 0 > power
+        stored = number * 2.0 ** at.get("number_exponent", 0) if larger else 0.0
+        safe = safe or (larger and stored**power <= LEAST_EPS)  # more than what underflows
         fits = rule in ("power", "spread") or larger or (rule == "multiply" and number > 0)
-        fits, safe, below = fits and len(at["from"]) == 1, safe or larger, at["from"][0]
+        fits, below = fits and len(at["from"]) == 1, (*at["from"], "")[0]
         kinds.add(at["dtype"])
-    square = c.nodes[c.bare(at["from"][0], kinds)] if fits and at.get("mean") else at
+    mean = fits and at["rule"] == "mix" and at["of"] == "mean"
+    square = c.nodes[c.bare(at["from"][0], kinds)] if mean else at
     kind = power, square["rule"], square.get("halves")
-    if not (fits and safe and kind == (-0.5, "power", 4)
-            and c.bare(square["from"][0]) == c.bare(n["from"][0])
+    if not (mean and safe and kind == (-0.5, "power", 4)
+            and c.bare(square["from"][0], kinds) == c.bare(n["from"][0], kinds)
             and all(at["shape"][d] == 1 for d in at["dims"])
             and kinds | {at["dtype"], square["dtype"]} <= {"fp32", "fp64"}):  # fmt: skip
         raise Unbounded
@@ -268,18 +601,14 @@ def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_same(c: Graph, n: Node, xs: list[Value]) -> Value:
-    holds = n["function"] in KEEPING + SMALLER and tuple(n["shape"]) == xs[0].shape
-    demand(holds, "no such function")
     return bound(xs[0].shape, xs[0].peak, xs[0].norm, xs[0].rows)
 
 
 def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
     """No larger than a number, whatever goes in, and some functions no larger than that."""
-    shape, name, stated = tuple(n["shape"]), n["function"], ("clamp", "limit", "filled")
-    demand(name in (*BOUNDED, *stated), "no such function")
-    most = abs(float(n["number"])) if name in stated else 1.0
-    if name in SHRINKING and xs[0].peak is not None:
-        demand(xs[0].shape == shape, "the shape does not follow")
+    shape, name = tuple(n["shape"]), n["function"]
+    most = float(n.get("number", 1))
+    if name in SHRINKING and xs and xs[0].peak is not None:
         most = np.minimum(most, xs[0].peak)
     return bound(shape, most, *((1.0, (n["dim"],)) if name == "softmax" else ()))
 
@@ -290,10 +619,7 @@ def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
     Only where all of a row is taken together is it no longer than the longest row.
     """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
-    sizes = [n["shape"][d] if d in dims else size for d, size in enumerate(x.shape)]
-    holds = tuple(sizes) == shape and (dims or not shape)
-    demand(holds, "the shape does not follow, or nothing is mixed")
-    whole = any(n.get(key) for key in ("rows", "mean", "repeats")) and not x.rows & {*dims}
+    whole = n["of"] != "places" and not x.rows & {*dims}
     return bound(shape, top(x.peak, dims), x.norm if whole else math.inf, x.rows)
 
 
@@ -306,9 +632,10 @@ def rule_either(c: Graph, n: Node, xs: list[Value]) -> Value:
 def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
     (a, b), shape = xs, tuple(n["shape"])
     inner, last = a.shape[-1], len(a.shape) - 1
-    demand(b.shape[-2] == inner and shape[-2:] == (a.shape[-2], b.shape[-1]), "no product")
-    source = c.nodes[c.bare(n["from"][0])]
-    if source.get("function") == "softmax" and source["dim"] == last:
+    kinds = set[str]()
+    source = c.nodes[c.bare(n["from"][0], kinds)]
+    is_mean = source["rule"] == "bounded" and source["function"] == "softmax"
+    if is_mean and source["dim"] == last and kinds | {source["dtype"]} <= {*FLOATS}:
         return bound(shape, float(b.peak.max()) * (1 + NORM + inner * (SUM + STORED)))
     peaks = inner * float(a.peak.max()) * float(b.peak.max())
     norms = norm_over(a, [last]) * norm_over(b, [len(b.shape) - 2])
@@ -318,8 +645,6 @@ def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
 def rule_attention(c: Graph, n: Node, xs: list[Value]) -> Value:
     """A mean of the values, token by token."""
     value, shape, last = xs[2], tuple(n["shape"]), len(n["shape"]) - 1
-    fits = shape[-1] == value.shape[-1] and shape[:-1] == xs[0].shape[:-1]
-    demand(fits and xs[1].shape[-2] == value.shape[-2], "no attention")
     cut = [d for d in range(last) if d != last - 2 or value.shape[d] != shape[d]]
     return bound(shape, top(value.peak, cut), norm_over(value, [last]), (last,))
 
@@ -341,14 +666,12 @@ def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
     if not groups and n["inner"] == 1:
         one = np.ones(shape[-1])
         made.affine = ((root, g * one, (shift * one)[None], errors[1] * one),)
-    demand(shape == xs[0].shape, "the shape does not follow")
     return made
 
 
 def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
     """Any row of a table."""
     w = c.weights[n["weight"]]
-    demand(n["shape"][-1] == w.shape[1], "the shape does not follow")
     peak = np.max([np.abs(rows).max(0) for _, rows in w.read()], axis=0)
     norm = max(float(np.sqrt((rows**2).sum(1).max())) for _, rows in w.read())
     floor = STORED * float(2.0 ** -(w.rows.min() + w.columns.min()))
@@ -362,9 +685,6 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     start, stop = n.get("part", (0, w.shape[0]))
     rank, places, width = len(shape), math.prod(w.shape[2:]), math.prod(w.shape[1:])
     channel = rank - max(len(w.shape) - 1, 1)
-    fits = x.shape[channel] == w.shape[1] * groups and shape[channel] == stop - start
-    same = (*x.shape[:channel], stop - start) == shape or len(w.shape) > 2
-    demand(fits and same and len(x.shape) == rank, "no product")
     others, spatial = [d for d in range(rank) if d != channel], range(channel + 1, rank)
     peak = np.repeat(top(x.peak, others).reshape(-1) * np.ones(x.shape[channel]), places)
     norm = norm_over(x, [channel]) * math.sqrt(places)
@@ -496,7 +816,7 @@ def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
             return None
         moved = (move(n, [x[k] for x in known], shapes, 1 - k) for k in (0, 1))
         return next(moved), next(moved), math.inf
-    if rule == "mix" and n.get("repeats") and all(center.shape[d + 1] == 1 for d in n["dims"]):
+    if rule == "mix" and n["of"] == "repeats" and all(center.shape[d + 1] == 1 for d in n["dims"]):
         inside = n["dims"] and max(n["dims"]) < center.ndim - 2
         return center, radius, length if inside else math.inf
     if rule in ("same", "bounded") and n["function"] in FUNCTIONS:
@@ -585,7 +905,7 @@ def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (
         wide(e, rank, 0) if rank >= e.ndim else flat(e, range(e.ndim)).reshape(zero.shape)
         for e in es
     ]
-    if rule in ("add", "either") or n.get("alike"):
+    if rule in ("add", "either") or (rule == "unknown" and n["alike"]):
         parts = [e for e, x in zip(es, xs, strict=True) if x.peak is None or x.peak.any()]
         if n.get("number"):
             parts.append(zero + int(n.get("number_exponent", 0)))
@@ -596,7 +916,8 @@ def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (
     if rule == "matmul":
         return sum((flat(e, range(e.ndim)) for e in es), zero)
     if rule == "attention":
-        q, k, v = (flat(e, [d for d in range(rank) if d != 1 or i < 0]) if i < 2 else flat(e, [rank - 2])
+        heads = {1} if rank == 4 and len({x.shape[1] for x in xs[:3]}) == 1 else set[int]()
+        q, k, v = (flat(e, [d for d in range(rank) if d not in heads and (i < 2 or d < rank - 1)])
                    for i, e in enumerate(es[:3]))  # fmt: skip
         demand(not (q + k).any() and not any(e.any() for e in es[3:]), "scores are scaled")
         return v
@@ -625,8 +946,7 @@ class Weight:
 
     def __init__(self, path: Path, start: int, entry: Node, stated: Node) -> None:
         self.shape, self.kind = tuple(entry["shape"]), entry["dtype"]
-        kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
-        dtype, (first, last) = np.dtype(kinds.get(self.kind, np.uint8)), entry["data_offsets"]
+        dtype, (first, last) = np.dtype(STORAGE[self.kind]), entry["data_offsets"]
         count = (last - first) // dtype.itemsize
         self.raw: Array = np.zeros(0, dtype)
         if count:
@@ -634,7 +954,11 @@ class Weight:
         sizes = (*self.shape, 1, 1)
         self.rows, self.columns = (np.zeros(max(size, 1), dtype=np.int64) for size in sizes[:2])
         for dim, begin, end, exponent in stated.get("exponents", ()):
-            (self.columns if dim == 1 else self.rows)[begin:end] += int(exponent)
+            size = (*self.shape, 1)[0] if dim == 0 else (*self.shape, 0, 0)[1]
+            demand(begin < end <= size, f"no dimension {dim} from {begin} to {end} to scale")
+            (self.columns if dim == 1 else self.rows)[begin:end] += exponent
+        largest = np.abs(self.rows).max() + np.abs(self.columns).max()
+        demand(largest <= MOST_EXPONENT, "its exponents are too large")
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, Array]]:
         """Slices of rows and their values, flattened to two dimensions, in float64."""
@@ -676,7 +1000,8 @@ class Weight:
             size, error = len(gram), 600 * 2.0**-24 * float(np.trace(gram)) + 2.0**-90
             most = float(read_number(pair))
             try:
-                np.linalg.cholesky(np.eye(size) * (most - error) - gram)
+                made = np.linalg.cholesky(np.eye(size) * (most - error) - gram)
+                demand(np.isfinite(made).all(), "a singular value is not finite")
             except np.linalg.LinAlgError:
                 raise Refused("a singular value is larger than stated") from None
             total += most * (1 + 2 * size * (size + 1) * 2.0**-53)
@@ -696,18 +1021,67 @@ class Weight:
 
 
 def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, Weight]:
-    """The tensors of safetensors files by name."""
-    found = {}
+    """The tensors of safetensors files by name; no other file of the folder can be loaded in their place.
+
+    Raises:
+        Refused: a header that safetensors does not have, an unknown dtype, another file of weights.
+    """
+    found: dict[str, Weight] = {}
+    places: dict[str, str] = {}
     for name in files:
-        demand("/" not in name and name.endswith(".safetensors"), "not a file of weights")
+        check_keys({"files": [name]}, {"files": COMPONENT["files"]})
         path = folder / name
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for key, entry in header.items():
-            found[key] = Weight(path, 8 + size, entry, stated.get(key, {}))
+        demand(path.is_file(), f"{name} is not in the folder")
+        for key, (start, entry) in read_header(path).items():
+            demand(key not in found, f"{key!r} is in two files")
+            try:
+                found[key] = Weight(path, start, entry, stated.get(key, {}))
+            except Refused as error:
+                raise Refused(f"{key}: {error}") from None
+            places[key] = name
+    check_folder(folder, places, files)
     return found
+
+
+def read_header(path: Path) -> dict[str, tuple[int, Node]]:
+    """Where the data of a safetensors file begins, and what it says of each tensor."""
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        demand(size <= min(length - 8, 10**8), f"{path.name} is no safetensors file")
+        header = read_json(file.read(size))
+    demand(type(header) is dict, f"{path.name} is no safetensors file")
+    header.pop("__metadata__", None)
+    at = 0
+    for key, entry in header.items():
+        check_keys(entry, HEADER, f"{path.name}: {key!r}: ")
+        kind, (first, last) = entry["dtype"], entry["data_offsets"]
+        words = f"{path.name}: {key!r} is stored in {kind}, expected one of {', '.join(STORAGE)}"
+        demand(kind in STORAGE, words)
+        bytes_ = math.prod(entry["shape"]) * np.dtype(STORAGE[kind]).itemsize
+        demand(
+            last - first == bytes_, f"{path.name}: {key!r} has more or fewer bytes than its shape"
+        )
+    for first, last in sorted(entry["data_offsets"] for entry in header.values()):
+        demand(first == at, f"{path.name}: its tensors overlap, or leave a gap")
+        at = last
+    demand(8 + size + at == length, f"{path.name} is longer or shorter than its header says")
+    return {key: (8 + size, entry) for key, entry in header.items()}
+
+
+def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> None:
+    """What a loader takes are the listed files: no other weights, and an index that names just these."""
+    indices = 0
+    for name in sorted(path.name for path in folder.iterdir()):
+        lower = name.lower()
+        if ".index." in lower and lower.endswith(".json"):
+            index = read_json((folder / name).read_bytes())
+            listed = index.get("weight_map") if type(index) is dict else None
+            demand(listed == places, f"{name} names other files or tensors than the certificate")
+            indices += 1
+        elif lower.endswith(LOADABLE):
+            demand(name in files, f"{name} beside its files could be loaded, and is not checked")
+    demand(indices or len(files) == 1, "there are several files, and no index names them")
 
 
 class Graph:
@@ -716,7 +1090,7 @@ class Graph:
     def __init__(self, stated: Node, weights: dict[str, Weight], write: bool) -> None:
         self.stated, self.weights, self.write = stated, weights, write
         self.nodes = {n["id"]: n for n in stated["nodes"]}
-        self.read: set[str] = set()
+        self.read: set[tuple[str, str]] = set()
         self.uncovered: list[str] = []
         self.values: dict[str, Value] = {}
         self.covered = 0
@@ -747,11 +1121,11 @@ class Graph:
         return (heads, width, inner) if fits else None
 
     def bare(self, name: str, passed: set[str] | None = None) -> str:
-        """The value behind casts, whose dtypes go into `passed`."""
+        """The value behind casts and copies; the dtypes that it is cast to go into `passed`."""
         while (n := self.nodes[name])["rule"] == "same" and n["function"] in ("cast", "copy"):
-            if passed is not None:
-                passed.add(n["dtype"])
-            name = n["from"][0]
+            name, dtype = n["from"][0], n["dtype"]
+            if passed is not None and self.nodes[name]["dtype"] != dtype:
+                passed.add(dtype)
         return name
 
     def vector(self, n: Node, key: str, default: float) -> tuple[Array, Array]:
@@ -760,7 +1134,8 @@ class Graph:
             return np.full(1, default), np.zeros(1)
         w, cut = self.weights[n[key]], slice(*n.get("part", (None,)) if key == "bias" else (None,))
         whole = np.concatenate([rows.reshape(-1) for _, rows in w.read()])
-        demand(len(w.shape) < 2 or w.shape[0] == len(whole), "not a vector")
+        holds = len(w.shape) < 2 or w.shape[0] == len(whole)
+        demand(holds and not w.columns.any(), f"{n[key]} is not a vector")
         return whole[cut], STORED * 2.0 ** -w.rows[cut]
 
     def result_exponents(self, n: Node, zero: Array, dim: int) -> Array:
@@ -779,7 +1154,7 @@ class Graph:
     def compute_linear(self, n: Node, known: Known) -> Known:
         """A linear of values that are known at each timestep, with the errors of all roundings."""
         center, radius, length = known
-        w, width, shape = self.weights[n["weight"]], center.shape[-1], n["shape"]
+        w, shape = self.weights[n["weight"]], n["shape"]
         start, stop = n.get("part", (0, w.shape[0]))
         flat = (center * np.ones(w.shape[1])).reshape(-1, w.shape[1])
         held, ours = w.is_held(), np.float64 if math.prod(w.shape) <= SMALL else np.float32
@@ -810,15 +1185,16 @@ class Graph:
         if rule == "input":
             return replace(bound(shape, float(n["largest"])), exponents=zero)
         if rule == "times":
-            steps = np.linspace(float(n["first"]), float(n["last"]), n["count"]).reshape(-1, *ones)
-            exact = steps, np.full(ones, float(n["radius"])), math.inf
+            first, last, radius = float(n["first"]), float(n["last"]), float(n["radius"]) * UP
+            steps = np.linspace(first, last, n["count"]).reshape(-1, *ones)
+            describe_times(n)
+            exact = steps, np.full(ones, radius), math.inf
         elif rule == "known":
             values = np.array(n["values"], dtype=np.float64).reshape(shape)
             exact = values[None], np.abs(values) * 2.0**-20, math.inf
         else:
-            demand(rule == "weight", "no such rule")
             w = self.weights[n["weight"]]
-            demand(w.shape == shape, "the shape does not follow")
+            zero = zero if shape else zero + int(w.rows[0])
             for dim, exponents in enumerate((w.rows, w.columns)[: len(shape)]):
                 zero = zero + exponents.reshape([-1 if d == dim else 1 for d in range(len(shape))])
             size = np.concatenate([rows.reshape(-1) for _, rows in w.read()]).reshape(shape)
@@ -832,9 +1208,11 @@ class Graph:
     def derive(self, n: Node) -> Value:
         """The bound of one value, with its own rounding."""
         rule, xs, shape = n["rule"], [self.values[i] for i in n["from"]], tuple(n["shape"])
+        check_shape(n, [x.shape for x in xs], self.weights)
         if not xs and rule not in ("bounded", "lookup", "unknown"):
             return self.start(n)
         exponents, exact = find_exponents(self, n, xs), compute(self, n, xs)
+        demand(np.abs(exponents).max(initial=0) <= MOST_EXPONENT, "its exponents are too large")
         if exact is not None:
             made = bound_exact(shape, exact)
         elif any(x.peak is None for x in xs) and rule not in UNASKED:
@@ -846,13 +1224,13 @@ class Graph:
             except Unbounded:
                 return Value(shape, exponents=exponents)
         made.exponents = exponents
-        source = self.nodes[n["from"][0]]["dtype"] if xs else ""
-        exactly = rule == "same" and n["function"] in KEEPING and (
-            n["function"] != "cast" or source == n["dtype"] or (source, n["dtype"]) in WIDER)  # fmt: skip
-        return made if rule in MOVING or exactly else self.round(n, made)
+        sources, dtype = {self.nodes[i]["dtype"] for i in n["from"]}, n["dtype"]
+        wider = all(s == dtype or (s, dtype) in WIDER for s in sources)
+        whole = sources == {"int"} and dtype in ("fp32", "fp64") and made.peak.max() <= 2.0**24
+        return made if is_moved(n) and (wider or whole) else self.round(n, made)
 
     def round(self, n: Node, x: Value) -> Value:
-        once = n["rule"] == "same" and n["function"] == "cast"
+        once = is_moved(n)
         relative = ROUNDING[n["dtype"]] / (2 if once else 1)
         low = LEAST[n["dtype"]] * 2.0 ** -x.exponents.astype(float)
         more, size = relative * x.peak + low, math.prod(x.shape[d] for d in x.rows)
@@ -879,21 +1257,20 @@ class Graph:
         outputs = dict(self.stated["outputs"])
         for n in self.stated["nodes"]:
             try:
-                demand(n["id"] not in self.values and n["dtype"] in ROUNDING, "named twice")
                 self.values[n["id"]] = value = self.derive(n)
                 self.compare(n, value, users.get(n["id"], []))
                 if n["id"] in outputs:
                     demand((value.exponents == outputs[n["id"]]).all(), "an output is scaled")
-            except (Refused, KeyError, IndexError, ValueError, TypeError) as error:
-                raise Refused(f"{n['id']} ({n['rule']}): {error}") from error
+            except (Refused, *BROKEN) as error:
+                what = error if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+                raise Refused(f"{n['id']} ({n['rule']}): {what}") from error
             for name in spent.get(n["id"], ()):
                 if name not in outputs:
                     self.values[name] = Value(self.values[name].shape)
-        demand(set(outputs) <= set(self.nodes), "an output is not there")
 
     def compare(self, n: Node, value: Value, users: list[Node]) -> None:
         """The derived bound beside the stated one, and beside what fp16 holds."""
-        self.read |= {n[key] for key in ("weight", "bias") if key in n}
+        self.read |= {(n[key], n["dtype"]) for key in ("weight", "bias") if key in n}
         found = None if value.peak is None else float(value.peak.max()) if value.peak.size else 0.0
         exponents = sorted({int(e) for e in value.exponents.reshape(-1)})
         if self.write:
@@ -905,16 +1282,31 @@ class Graph:
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
             demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
-        if n["dtype"] != "fp16" or n["rule"] in ("input", "times", "known", "weight"):
-            return
         stored = None if found is None else value.peak * 2.0**value.exponents
-        if stored is not None and (not stored.size or stored.max() <= LARGEST):
-            self.covered += 1
-        elif stored is None or not users or any(u.get("function") not in SATURATING for u in users):
+        holds = stored is not None and (not stored.size or stored.max() <= LARGEST)
+        clamped = n.get("function") == "range_clamp" and value.exponents.any()
+        if (
+            n["dtype"] != "fp16" and not clamped
+        ):  # a clamp that takes effect on scaled values is another one
+            return
+        begins = n["rule"] in ("input", "times", "known", "weight")
+        ends = not users or any(n["id"] == name for name, _ in self.stated["outputs"])
+        if holds:
+            self.covered += not begins and n["dtype"] == "fp16"
+        elif stored is None or ends or not all(is_saturating(u) for u in users):
             self.uncovered.append(n["id"])
 
 
-WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64"), ("int", "fp32")}
+WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64")}
+
+
+def is_moved(n: Node) -> bool:
+    """Whether a value is as its source was, but for a cast."""
+    return n["rule"] in MOVING or (n["rule"] == "same" and n["function"] in KEEPING)
+
+
+def is_saturating(n: Node) -> bool:
+    return n["rule"] == "bounded" and n["function"] in SATURATING
 
 
 def bound_exact(shape: Shape, exact: Known) -> Value:
@@ -927,86 +1319,214 @@ def bound_exact(shape: Shape, exact: Known) -> Value:
     return made
 
 
-def seal(certificate: Node) -> str:
-    bare = {key: value for key, value in certificate.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
-
-
 def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[int, int, list[str]]:
     """How many fp16 values and weights a component has, how many are covered, and which are not.
+
+    Args:
+        write: fill in what the derivation finds, instead of comparing with it.
 
     Raises:
         Refused: the certificate does not prove what it says.
     """
-    weights = open_weights(folder / stated["component"], stated["files"], stated["weights"])
+    if write:
+        prepare(stated)
+    check_grammar(stated)
+    place = folder / stated["component"]
+    demand(place.is_dir(), "there is no such folder")
+    weights = open_weights(place, stated["files"], stated["weights"])
     demand(set(weights) == set(stated["weights"]), "the weights are other tensors")
-    read, uncovered, covered = set[str](), list[str](), 0
-    for number, entry in enumerate(stated["graphs"]):
-        graph = Graph(entry, weights, write)
-        graph.check()
-        read |= graph.read
-        covered += graph.covered
-        uncovered += [f"{number}:{name}" for name in graph.uncovered]
+    read, uncovered, covered = set[tuple[str, str]](), list[str](), 0
+    with np.errstate(all="ignore"):
+        for number, entry in enumerate(stated["graphs"]):
+            graph = Graph(entry, weights, write)
+            graph.check()
+            read |= graph.read
+            covered += graph.covered
+            uncovered += [f"{number}:{name}" for name in graph.uncovered]
     for name, weight in weights.items():
         entry, found = stated["weights"][name], hashlib.sha256(weight.raw.tobytes()).hexdigest()
         entry.update({"sha256": found} if write else {})
         demand(entry["sha256"] == found, f"{name} is another tensor")
-        if name in read:
-            holds = entry["wide"] or weight.measure() <= LARGEST
+        dtypes = {dtype for other, dtype in read if other == name}
+        if dtypes and not (entry["wide"] and "fp16" not in dtypes):
+            holds = weight.measure() <= LARGEST
             covered, uncovered = covered + holds, uncovered + [name] * (not holds)
-    rest = {"unread": sorted(set(weights) - read), "uncovered": uncovered}
+    rest = {"unread": sorted(set(weights) - {name for name, _ in read}), "uncovered": uncovered}
     stated.update(rest if write else {})
     for key, complete in rest.items():
         demand(stated[key] == complete, f"the list of {key} values is not complete")
     return covered + len(uncovered), covered, uncovered
 
 
+def prepare(stated: Node) -> None:
+    """Put in the keys that the derivation fills in."""
+    stated.update({"unread": [], "uncovered": []})
+    for entry in stated["weights"].values():
+        entry["sha256"] = "0" * 64
+    for n in (n for graph in stated["graphs"] for n in graph["nodes"]):
+        n.update({"bound": None, "exponents": [0]})
+
+
+def seal(certificate: Node) -> str:
+    bare = {key: value for key, value in certificate.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
+
+
+# what is said: which values are proven, for which inputs, what is assumed and what is not covered
+
+
+def show(number: float) -> str:
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
+
+
+def describe_times(n: Node) -> str:
+    """The timesteps that are looked at, in words; refuse a list of them that leaves some out."""
+    first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
+    name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
+    alike = f", the same at all {math.prod(n['shape'])} places" if math.prod(n["shape"]) > 1 else ""
+    if first == last and count == 1 and not n["radius"]:
+        return f"{name} is {show(n['first'])}{alike}"
+    if not n["radius"] and first.denominator == 1 and last - first == count - 1:
+        return f"every whole {name} {ends}{alike}"
+    holds = count > 1 and 2 * Fraction(n["radius"]) * (count - 1) * Fraction(UP) >= last - first > 0
+    words = f"{count} timesteps {ends}, each with a radius of {n['radius']:g}, leave others out"
+    demand(holds, f"{words}, expected each whole number, or cells without a gap")
+    return f"every {name} {ends}{alike}"
+
+
 def list_assumed(stated: Node) -> list[str]:
-    """What is taken from the file of inputs and of constants that are in no file of weights."""
-    words = {"input": "{name} up to {largest:g}", "times": "every {name} from {first:g} to {last:g}",
-             "known": "the values of {name}"}  # fmt: skip
-    nodes = [n for graph in stated["graphs"] for n in graph["nodes"] if n["rule"] in words]
-    made = [words[n["rule"]].format(**n) for n in nodes]
-    return [*dict.fromkeys(made), *(f"{path} runs in fp32" for path in stated["fp32_modules"])]
+    """What is taken from the file: of inputs, constants in no file of weights, dtypes and operations."""
+    made = []
+    for graph in stated["graphs"]:
+        method = f"{graph['method']}: " if graph["method"] else ""
+        made += [f"{method}{words}" for n in graph["nodes"] for words in describe_assumed(n)]
+        made += [f"{method}2^{e} is taken off the output {x}" for x, e in graph["outputs"] if e]
+    made += [f"{path} runs in fp32" for path in stated["fp32_modules"]]
+    made += [f"{name} is held in fp32" for name, x in stated["weights"].items() if x["wide"]]
+    return [*dict.fromkeys(made)]
+
+
+def describe_assumed(n: Node) -> Iterator[str]:
+    rule, sizes = n["rule"], " x ".join(map(str, n["shape"]))
+    if rule == "input":
+        of = f", of shape {sizes}" if sizes else ""
+        yield f"{n['name']} up to {show(n['largest'])}{of}"
+    elif rule == "times":
+        yield describe_times(n)
+    elif rule == "known":
+        yield f"the values of {n['name']}"
+    elif rule == "unknown" and n["alike"]:
+        yield f"{n['id']} ({n['function']}) is scaled as its inputs are"
+    if n["bound"] is None and n["dtype"] != "fp16":
+        yield f"{n['id']} is finite, of which there is no bound in {n['dtype']}"
+
+
+def list_saturated(stated: Node) -> list[str]:
+    """Values beyond fp16 that are not listed, since only a saturating function reads them."""
+    found = []
+    for number, graph in enumerate(stated["graphs"]):
+        for n in (n for n in graph["nodes"] if n["dtype"] == "fp16" and n["bound"]):
+            beyond = read_number(n["bound"]) * Fraction(2) ** min(n["exponents"]) > LARGEST
+            name = f"{number}:{n['id']}"
+            found += [name] * (beyond and name not in stated["uncovered"])
+    return found
+
+
+def examine(certificate: Node, folder: Path) -> dict[str, Any]:
+    """What a certificate proves of the weights in a folder, as data.
+
+    Raises:
+        Refused: the certificate does not prove what it says.
+    """
+    check_keys(certificate, CERTIFICATE)
+    names = [stated.get("component") for stated in certificate["components"]]
+    demand(len({*map(str, names)}) == len(names), "a component stands twice")
+    found: dict[str, Any] = {"verdict": "proven", "components": []}
+    for stated in certificate["components"]:
+        try:
+            values, covered, rest = check_component(stated, folder)
+        except (Refused, *BROKEN) as error:
+            raise Refused(f"{stated.get('component')}: {error}") from error
+        found["components"].append({
+            "component": stated["component"], "values": values, "covered": covered,
+            "not_covered": rest, "saturated": list_saturated(stated), "unread": stated["unread"],
+            "assumed": list_assumed(stated),
+        })  # fmt: skip
+    holds = certificate["seal"] == seal(certificate)
+    demand(holds, "the file was changed: its seal is another one")
+    found["left"] = dict(certificate["left"])
+    for path in sorted(folder.iterdir()):
+        others = path.iterdir() if path.is_dir() else ()
+        if any(x.name.lower().endswith(LOADABLE) for x in others) and path.name not in names:
+            found["left"].setdefault(path.name, "it is not in the certificate")
+    found["assumed"] = list(ASSUMED)
+    if found["left"] or any(x["not_covered"] for x in found["components"]):
+        found["verdict"] = "partly"
+    return found
+
+
+def write_lines(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for x in found["components"]:
+        covered = f"{x['covered']} of {x['values']} fp16 values and weights stay below 65504"
+        others = ", as long as the others do" if x["not_covered"] else ""
+        lines.append(f"{x['component']}: {covered}{others}")
+        lines += [f"  not covered: {name}" for name in x["not_covered"]]
+        lines += [f"  beyond 65504 before a saturating function: {y}" for y in x["saturated"]]
+        lines += [f"  no graph reads {name}" for name in x["unread"]]
+        lines += [f"  assumed: {words}" for words in x["assumed"]]
+    lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
+    return [*lines, *(f"assumed of all: {words}" for words in found["assumed"])]
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
     """What a certificate proves of the weights in a folder, in lines."""
-    lines = []
-    for stated in certificate["components"]:
-        try:
-            values, covered, rest = check_component(stated, folder)
-        except Refused as error:
-            raise Refused(f"{stated['component']}: {error}") from error
-        lines.append(
-            f"{stated['component']}: {covered} of {values} fp16 values and weights stay below 65504"
-        )
-        lines += [f"  not covered: {name}" for name in rest]
-        lines += [f"  no graph reads {name}" for name in stated["unread"]]
-        lines += [f"  assumed: {text}" for text in list_assumed(stated)]
-    lines += [f"{name}: not covered ({why})" for name, why in certificate["left"].items()]
-    demand(
-        certificate["seal"] == seal(certificate), "the file was changed: its seal is another one"
-    )
-    return lines
+    return write_lines(examine(certificate, folder))
 
 
-def main() -> int:
-    """Check a file; the exit code is 0 only if it proves what it says."""
+def print_safely(words: str, stream: Any) -> None:
+    """Without characters that move a terminal's cursor, in whatever encoding the stream has."""
+    kept = "".join(x if x.isprintable() or x == "\n" else ascii(x)[1:-1] for x in words)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(kept.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+CODES = """exit codes:
+  0  it holds, and covers every fp16 value and weight of every component
+  1  refused: it does not prove what it says
+  2  the certificate or the folder cannot be read
+  3  it holds, and something is not covered, as listed"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a file; the exit code is 0 only if it proves what it says, of every component."""
     parser = argparse.ArgumentParser(
-        prog="stopdown-verify", description=(__doc__ or "").split("\n")[0]
-    )
+        prog="stopdown-verify", description=(__doc__ or "").split("\n")[0], epilog=CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("certificate", type=Path)
     parser.add_argument("--weights", type=Path, required=True, help="Folder of the pipeline.")
-    options = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="Print what was found as JSON.")
+    options = parser.parse_args(arguments)
     try:
-        certificate = json.loads(options.certificate.read_text(encoding="utf-8"))
-        lines = check_certificate(certificate, options.weights)
-    except (Refused, OSError, ValueError, KeyError, TypeError) as error:
-        sys.stderr.write(f"Refused. {error}\n")
-        return 1
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+        if not (options.certificate.is_file() and options.weights.is_dir()):
+            raise FileNotFoundError(
+                f"expected a file {options.certificate} and a folder {options.weights}"
+            )
+        found = examine(read_json(options.certificate.read_bytes()), options.weights)
+    except Refused as error:
+        found = {"verdict": "refused", "why": str(error)}
+    except OSError as error:
+        found = {"verdict": "unreadable", "why": str(error)}
+    code = {"proven": 0, "refused": 1, "unreadable": 2, "partly": 3}[found["verdict"]]
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    elif "why" in found:
+        begins = "Refused." if code == 1 else "Cannot be read."
+        print_safely(f"{begins} {found['why']}", sys.stderr)
+    else:
+        print_safely("\n".join(write_lines(found)), sys.stdout)
+    return code
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def write_weights(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def node(key: str, rule: str, sources: list[str], shape: list[int], **more: Any) -> dict[str, Any]:
-    return {"id": key, "rule": rule, "from": sources, "shape": shape, "dtype": "fp16", **more}
+    given = {"id": key, "place": "", "rule": rule, "from": sources, "shape": shape}
+    return {**given, "dtype": "fp16", **more}
 
 
 def make_net(folder: Path, size: float = 1.0) -> dict[str, Any]:
@@ -85,12 +86,12 @@ def make_net(folder: Path, size: float = 1.0) -> dict[str, Any]:
         node("sum", "add", ["x", "y"], [2, 5, 8]),
     ]  # fmt: skip
     stated = {
-        "component": "net", "files": ["model.safetensors"], "fp32_modules": [],
+        "component": "net", "class": "Net", "files": ["model.safetensors"], "fp32_modules": [],
         "weights": {k: {"exponents": exponents.get(k, []), "wide": False} for k in tensors},
         "graphs": [{"method": "", "nodes": nodes, "outputs": [["sum", 0]]}],
     }  # fmt: skip
     stopdown_verify.check_component(stated, folder, write=True)
-    made = {"kind": "certificate", "components": [stated], "left": {}}
+    made = {"kind": "certificate", "plan": "", "components": [stated], "left": {}}
     return {**made, "seal": stopdown_verify.seal(made)}
 
 
@@ -111,7 +112,8 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "net: 12 of 12 fp16 values and weights stay below 65504",
-        "  assumed: x up to 64",
+        "  assumed: x up to 64, of shape 2 x 5 x 8",
+        *(f"assumed of all: {words}" for words in stopdown_verify.ASSUMED),
     ]
     certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
     path.write_text(json.dumps(certificate))
@@ -381,11 +383,11 @@ def test_norm_of_mixed_elements_holds_only_where_rows_are_whole():
     """Each channel may take its element from another row, as a maximum does: a row can become longer."""
     rows = np.array([[3.0, 0.0], [0.0, 3.0]])  # each of norm 3, the maximum over both of norm 4.2
     x = replace(stopdown_verify.bound((1, 2, 2), 3.0, 3.0, (2,)), exponents=0)
-    node = {"shape": [1, 1, 2], "dims": [1]}
+    node = {"shape": [1, 1, 2], "dims": [1], "of": "places"}
     found = stopdown_verify.rule_mix(None, node, [x])
     assert found.norm >= np.linalg.norm(rows.max(0))
-    for key in ("rows", "mean", "repeats"):
-        found = stopdown_verify.rule_mix(None, {**node, key: True}, [x])
+    for of in ("rows", "mean", "repeats"):
+        found = stopdown_verify.rule_mix(None, {**node, "of": of}, [x])
         assert 3.0 <= found.norm < 3.001
 
 
@@ -393,8 +395,12 @@ def test_a_mix_of_nothing_is_refused():
     """Means of neighbours name the dimension that they are taken along, even where it keeps its size."""
     x = replace(stopdown_verify.bound((1, 2, 2), np.array([[[1.0, 2.0], [8.0, 4.0]]])), exponents=0)
     with pytest.raises(stopdown_verify.Refused, match="nothing is mixed"):
-        stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [], "rows": True}, [x])
-    found = stopdown_verify.rule_mix(None, {"shape": [1, 2, 2], "dims": [1], "rows": True}, [x])
+        stopdown_verify.check_shape(
+            node("y", "mix", [], [1, 2, 2], dims=[], of="rows"), [x.shape], {}
+        )
+    mixed = node("y", "mix", [], [1, 2, 2], dims=[1], of="rows")
+    stopdown_verify.check_shape(mixed, [x.shape], {})
+    found = stopdown_verify.rule_mix(None, mixed, [x])
     assert found.peak.reshape(-1).tolist() == pytest.approx([8.0, 4.0])
 
 
@@ -423,18 +429,18 @@ def test_a_join_of_many_places_is_bounded_by_its_parts():
 def test_value_without_bound_is_listed_before_a_saturating_function(function):
     """It may be NaN, which no saturating function mends; with a bound beyond fp16 it is at most Inf."""
 
-    def list_uncovered(rule: str) -> list[str]:
+    def list_uncovered(rule: str, **more: Any) -> list[str]:
         nodes = [
             node("x", "input", [], [4], name="x", largest=1000.0),
-            node("u", rule, ["x"], [4], halves=4),
+            node("u", rule, ["x"], [4], **more),
             node("y", "bounded", ["u"], [4], function=function),
         ]  # fmt: skip
         graph = stopdown_verify.Graph({"nodes": nodes, "outputs": [["y", 0]]}, {}, True)
         graph.check()
         return graph.uncovered
 
-    assert list_uncovered("unknown") == ["u"]
-    assert list_uncovered("power") == []
+    assert list_uncovered("unknown", function="f", alike=False) == ["u"]
+    assert list_uncovered("power", halves=4) == []
 
 
 class Moving(torch.nn.Module):
@@ -595,7 +601,7 @@ def test_page_has_every_rule():
     rows = page.partition("## Rules")[2].partition("## What is assumed")[0].splitlines()
     named = [x.split("|")[1].split("`")[1::2] for x in rows if x.startswith("| `")]
     known = {*stopdown_verify.RULES, "input", "times", "known", "weight"}
-    assert {name for names in named for name in names} == known
+    assert {name for names in named for name in names} == known == {*stopdown_verify.GRAMMAR}
 
 
 # certificates of plans
@@ -623,7 +629,8 @@ def test_plan_of_an_encoder_is_covered(encoder):
     assert line.startswith("text_encoder: ")
     assert line.split()[1] == line.split()[3]
     assert any(entry["exponents"] for entry in stated["weights"].values())
-    assert not any("not covered" in x for x in rest)
+    assert not any(x.startswith("  not covered") for x in rest)
+    assert "transformer: not covered (it is not in the certificate)" in rest
 
 
 @pytest.mark.thorough

@@ -267,7 +267,7 @@ class _Exporter:
         path = self.exits.get(node)
         if path is not None and (factor := self.scaling.multiplies.get(path, 0)):
             self.inner[node] = self.ids[node]
-            scaled = {"rule": "scale", "function": "copy", "from": [self.ids[node]], "by": factor}
+            scaled = {"rule": "scale", "from": [self.ids[node]], "by": factor}
             self.ids[node] = self._add(node, scaled)
         if writes_in_place(node):
             self._change_aliases(node)
@@ -297,10 +297,11 @@ class _Exporter:
             part = new
             if shape_of(other) != shape_of(node):
                 rank, ranks = len(shape_of(node)), len(shape_of(other))
-                made = {"rule": "mix", "from": [part], "dims": [*range(rank)]}
+                made = {"rule": "mix", "from": [part], "dims": [*range(rank)], "of": "places"}
                 made = {"rule": "view", "from": [self._add(other, made, [1] * rank)]}
                 part = self._add(other, made, [1] * ranks)
-            self.ids[other] = self._add(other, {"rule": "either", "from": [self.ids[other], part]})
+            made = {"rule": "either", "from": [self.ids[other], part], "of": "choice"}
+            self.ids[other] = self._add(other, made)
 
     # operands
 
@@ -416,6 +417,8 @@ class _Exporter:
 
     def _export_same(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         name = operation(node).rstrip("_")
+        if abs(given.get("negative_slope") or 0) > 1:
+            raise _NoRule
         function = _SAME.get(name, name if name in _NAMED else "copy")
         return {"rule": "same", "function": function, "from": [self._first(node)]}
 
@@ -459,14 +462,14 @@ class _Exporter:
     def _mix(self, node: Node, last: bool = False) -> dict[str, Any]:
         """Elements of the first input in other places; with `last` each in the same channel as before."""
         source, shape = node.args[0], shape_of(node)
-        before, name = shape_of(source), self._first(node)
+        before, name, of = shape_of(source), self._first(node), "rows" if last else "places"
         if len(before) == len(shape):
             dims = [d for d in range(len(shape)) if not last or d < len(shape) - 1]
-            return {"rule": "mix", "from": [name], "dims": dims, "rows": last}
+            return {"rule": "mix", "from": [name], "dims": dims, "of": of}
         width = before[-1] if last else 1
         rows, made = [math.prod(before) // width, width], [math.prod(shape) // width, width]
         name = self._add(node, {"rule": "view", "from": [name]}, rows)
-        mixed = {"rule": "mix", "from": [name], "dims": [0], "rows": last}
+        mixed = {"rule": "mix", "from": [name], "dims": [0], "of": of}
         return {"rule": "view", "from": [self._add(node, mixed, made)]}
 
     def _export_any(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,7 +484,7 @@ class _Exporter:
             made = {"rule": "view", "from": [self._need(x, node)]}
             name = self._add(node, made, (1, *shape_of(x)))
             if shape_of(x)[0] != shape[1]:
-                padded = {"rule": "mix", "from": [name], "dims": [1], "rows": True}
+                padded = {"rule": "mix", "from": [name], "dims": [1], "of": "rows"}
                 name = self._add(node, padded, (1, *shape[1:]))
             parts.append(name)
         return {"rule": "join", "from": parts, "dim": 0}
@@ -495,7 +498,7 @@ class _Exporter:
             "rule": "mix",
             "from": [self._add(node, made, before)],
             "dims": [last],
-            "mean": True,
+            "of": "mean",
         }
         made = {"rule": "multiply", "from": [self._add(node, made, kept)], "number": 2}
         made = {"rule": "power", "halves": 1, "from": [self._add(node, made, kept)]}
@@ -526,20 +529,21 @@ class _Exporter:
             return self._mix(node)
         if not (dims := list_mixed(node)):
             return {"rule": "same", "function": "copy", "from": [self._first(node)]}
-        return {"rule": "mix", "from": [self._first(node)], "dims": dims, "rows": True}
+        return {"rule": "mix", "from": [self._first(node)], "dims": dims, "of": "rows"}
 
     def _export_repeat(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         before, shape = shape_of(node.args[0]), shape_of(node)
         if len(shape) <= len(before):
             if isinstance(given.get("repeats"), Node):
                 return self._mix(node)
-            return {**self._mix_changed(node), "repeats": True}
+            made = self._mix_changed(node)
+            return {**made, "of": "repeats"} if made["rule"] == "mix" else made
         padded = [*(1,) * (len(shape) - len(before)), *before]
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, padded)
         dims = [d for d in range(len(shape)) if padded[d] != shape[d]]
         if not dims:
             return {"rule": "same", "function": "copy", "from": [name]}
-        return {"rule": "mix", "from": [name], "dims": dims, "repeats": True}
+        return {"rule": "mix", "from": [name], "dims": dims, "of": "repeats"}
 
     def _export_pad(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("value"):
@@ -551,7 +555,7 @@ class _Exporter:
         dims = [int(d) % len(before) for d in ([dim] if isinstance(dim, int) else dim or ())]
         dims = dims or [*range(len(before))]
         kept = [1 if d in dims else size for d, size in enumerate(before)]
-        made = {"rule": "mix", "from": [self._first(node)], "dims": dims, "mean": True}
+        made = {"rule": "mix", "from": [self._first(node)], "dims": dims, "of": "mean"}
         if tuple(kept) == shape_of(node):
             return made
         return {"rule": "view", "from": [self._add(node, made, kept)]}
@@ -559,10 +563,8 @@ class _Exporter:
     def _export_choose(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         names = [given.get(key) for key in ("self", "other", "value", "source")]
         numbers = [abs(float(x)) for x in names if isinstance(x, (int, float))]
-        made = {
-            "rule": "either",
-            "from": [self._need(x, node) for x in names if isinstance(x, Node)],
-        }
+        found = [self._need(x, node) for x in names if isinstance(x, Node)]
+        made = {"rule": "either", "from": found, "of": "choice"}
         number = max((x for x in numbers if x < NEAR_FP16_END), default=0.0)
         if not made["from"]:
             return self._filled(number)
@@ -640,7 +642,7 @@ class _Exporter:
         before = shape_of(source)
         kept = [1 if d in dims else size for d, size in enumerate(before)]
         made = {"rule": "power", "halves": 4, "from": [self._first(node)]}
-        made = {"rule": "mix", "from": [self._add(node, made, before)], "dims": dims, "mean": True}
+        made = {"rule": "mix", "from": [self._add(node, made, before)], "dims": dims, "of": "mean"}
         count = math.prod(before[d] for d in dims)
         made = {"rule": "multiply", "from": [self._add(node, made, kept)], "number": count}
         return {"rule": "power", "halves": 1, "from": [self._add(node, made)]}
@@ -672,7 +674,13 @@ class _Exporter:
             (number,) = (x for x in numbers if x is not None)
             if not isinstance(number, (int, float)):
                 raise _NoRule
-            made = {"rule": "either", "from": [self._first(node)], "number": abs(float(number))}
+            of = "choice" if given.get("min") is None else "larger"
+            made = {
+                "rule": "either",
+                "from": [self._first(node)],
+                "of": of,
+                "number": abs(float(number)),
+            }
             return {**made, **self._number_exponent(node, number)}
         least, most = map(float, numbers)  # type: ignore[arg-type]
         return {"rule": "bounded", "function": "limit" if least <= 0 <= most else "clamp",
