@@ -239,12 +239,22 @@ def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = Non
     return made.view(dtype).view(tensor.shape).copy_(tensor.detach())
 
 
+_ZEROS = 2**24
+"""Bytes that are written at a time where room cannot be reserved."""
+
+
 def _reserve(path: Path, size_bytes: int) -> None:
     """Take the room on the disk now: values written into a mapping of a full one end the process."""
     try:
         with path.open("wb") as file:
-            if size_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            if hasattr(os, "posix_fallocate"):
+                if size_bytes:
+                    os.posix_fallocate(file.fileno(), 0, size_bytes)
+                return
+            for begin in range(0, size_bytes, _ZEROS):  # macOS and Windows
+                file.write(bytes(min(_ZEROS, size_bytes - begin)))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise OutputError(
             f"Weights kept on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",

@@ -561,3 +561,14 @@ def test_each_command_refuses_a_size_that_does_not_fit(
     assert re.search(r"Use --height \d+ and --width \d+\.", err)
     assert "--memory" not in err
     assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]
+
+
+def test_text_in_another_locale_is_told_apart_from_no_text() -> None:
+    """Where the locale is not UTF-8, Python reads a prompt in UTF-8 as bytes: the locale is named."""
+    word = "é 😀".encode().decode("ascii", errors="surrogateescape")
+    with pytest.raises(OptionError) as caught:
+        commands.run(["generate", "shapes", word])
+    assert str(caught.value) == (
+        "The argument é 😀 is UTF-8, and the locale of this terminal is not. Names and prompts are written "
+        "into records and pages, which are UTF-8. Set a UTF-8 locale: export LC_ALL=C.UTF-8"
+    )

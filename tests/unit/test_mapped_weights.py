@@ -15,7 +15,7 @@ import torch
 from stopdown import mapped_weights
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import choose_device
-from stopdown.errors import StopdownWarning
+from stopdown.errors import OutputError, StopdownWarning
 from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
@@ -280,3 +280,15 @@ def test_weights_are_known_wherever_they_wait(planned: tuple[Source, Plan]) -> N
         for weight in waiting.parameters():
             store.store(weight)
         assert sample_weights(waiting) == sample_weights(there)
+
+
+def test_where_no_room_can_be_reserved_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS a full disk is an error before the mapping, and no SIGBUS in it."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    path, size = tmp_path / "weights.bin", mapped_weights._ZEROS + 3
+    mapped_weights._reserve(path, size)
+    assert path.stat().st_size == size
+    with pytest.raises(OutputError, match="No space left on device"):
+        mapped_weights._reserve(Path("/dev/full"), size)

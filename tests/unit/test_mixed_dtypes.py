@@ -11,7 +11,9 @@ from torch import nn
 from models.mixed_dtype_models import make_block, make_call
 from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
+from stopdown.errors import CaptureError
 from stopdown.graph import capture as capturing
+from stopdown.graph import mixed_dtypes
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.numerics import relative_l2
@@ -242,3 +244,64 @@ def test_a_clamp_of_infinities_does_not_pin_the_stream() -> None:
     cast_(module, torch.float16, rescaling)
     assert relative_l2(module(x.half()).float(), plain) < 0.005
     rescaling.undo()
+
+
+class Halving(nn.Module):
+    """Divides its values until they are small, which Inf never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.up.weight.data.mul_(1e5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 8]`, the same again."""
+        x = self.up(x)
+        while x.abs().max() > 1e4:
+            x = x / 2
+        found: torch.Tensor = self.norm(x)
+        return found
+
+
+def test_a_loop_that_never_ends_in_fp16_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for mixed dtypes runs the code in plain fp16, and stops; exponents are found anyway."""
+    monkeypatch.setattr(mixed_dtypes, "MOST_OPERATIONS", 2_000)
+    module, half = Halving().eval(), Halving().eval().half()
+    x = torch.arange(8.0)[None] * 5
+    with torch.no_grad():
+        with pytest.raises(CaptureError) as caught:
+            mixed_dtypes.find_operands(lambda: half(x.half()), half)
+        before = module(x)
+        rescaling = rescale_(module, x)
+        assert torch.equal(module(x), before)
+        cast_(module, torch.float16, rescaling)
+        assert relative_l2(module(x.half()).float(), before) < 1e-3
+    assert str(caught.value) == (
+        "The code of Halving had not ended after 2,000 operations in fp16. A loop that goes on until "
+        "values are small does not end for values that fp16 cannot hold. Run it in bf16 or fp32."
+    )
+
+
+class Conjugates(nn.Module):
+    """Multiplies complex numbers by conjugated ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.up.weight.data.mul_(1e6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 8]`, the same again."""
+        pairs = torch.view_as_complex(self.up(x).unflatten(-1, (4, 2)).contiguous())
+        turned = pairs.conj() * torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+        found: torch.Tensor = self.norm(torch.view_as_real(turned.resolve_conj()).flatten(-2))
+        return found
+
+
+def test_conjugated_complex_tensors_are_measured() -> None:
+    """A conjugation that PyTorch has not carried out yet is no raw error; fp32 bits stay."""
+    module, x = Conjugates().eval(), torch.ones(1, 8)
+    with torch.no_grad():
+        before = module(x)
+        rescale_(module, x)
+        assert torch.equal(module(x), before)

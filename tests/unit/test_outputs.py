@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import filelock
 import pytest
@@ -339,3 +340,17 @@ def test_a_folder_in_use_keeps_its_lock(tmp_path: Path) -> None:
             raise AssertionError("It was held twice.")
         assert (tmp_path / LOCK).exists()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_on_windows_the_system_is_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    """A signal would end the process there: what killed processes left is known by its handle."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        outputs, "_has_ended_on_windows", lambda pid: asked.append(pid) or has_ended
+    )
+    with mock.patch.object(os, "name", "nt"):
+        is_alive = outputs._is_alive(7)
+    assert (is_alive, asked) == (not has_ended, [7])

@@ -215,11 +215,13 @@ def test_auto_makes_a_plan_once_and_keeps_it(
 def test_a_cached_plan_that_was_edited_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged file in the cache is no error."""
+    """A damaged file in the cache is no error, and is replaced."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
     path = files.write_cached_plan(PLAN)
     path.write_text("{")
     assert files.read_cached_plan(PLAN.fingerprint) is None
+    assert files.write_cached_plan(PLAN) == path
+    assert files.read_cached_plan(PLAN.fingerprint) == PLAN
     assert path.is_relative_to(environment.cache_folder())
 
 

@@ -117,7 +117,14 @@ def _refuse_bytes(words: list[str]) -> None:
     """Refuse what is no text: it would go into records and pages, which are UTF-8."""
     for word in words:
         if any("\udc80" <= character <= "\udcff" for character in word):
-            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            given = word.encode(errors="surrogateescape")
+            shown = given.decode(errors="backslashreplace")
+            if shown.encode() == given:  # the bytes are right, and read as another encoding
+                raise OptionError(
+                    f"The argument {shown} is UTF-8, and the locale of this terminal is not.",
+                    expected="Names and prompts are written into records and pages, which are UTF-8.",
+                    remedy="Set a UTF-8 locale: export LC_ALL=C.UTF-8",
+                )
             raise OptionError(
                 f"The argument {shown} holds bytes that are not UTF-8.",
                 expected="Names and prompts are written into records and pages, which are UTF-8.",

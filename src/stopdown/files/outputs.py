@@ -30,7 +30,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import InputError, OptionError, OutputError
 
@@ -354,9 +354,9 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process is there; where asking would end it (Windows), it is."""
-    if os.name != "posix":
-        return True
+    """Whether a process is there, or may be."""
+    if os.name != "posix":  # where asking by a signal would end it
+        return not _has_ended_on_windows(pid)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -364,6 +364,24 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def _has_ended_on_windows(pid: int) -> bool:
+    """Whether Windows knows no process of this number, or one that has ended."""
+    import ctypes
+
+    kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    process = kernel.OpenProcess(_SYNCHRONIZE, False, pid)
+    if not process:
+        return bool(ctypes.get_last_error() == _NO_SUCH_PROCESS)  # type: ignore[attr-defined,unused-ignore]
+    try:
+        return bool(kernel.WaitForSingleObject(process, 0) == 0)
+    finally:
+        kernel.CloseHandle(process)
+
+
+_SYNCHRONIZE, _NO_SUCH_PROCESS = 0x00100000, 87
+"""The right to wait for a process, and what `OpenProcess` says of a number that no process has."""
 
 
 def discard(part: Path) -> None:

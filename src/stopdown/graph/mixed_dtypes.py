@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from stopdown.errors import CaptureError
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.own_hooks import hook_own_arguments
 from stopdown.interception.patches import Patches
@@ -46,6 +47,10 @@ _WEIGHTED: dict[Any, tuple[str, ...]] = {
 """Functions that take operands of one dtype to the names of their arguments, in order."""
 
 
+MOST_OPERATIONS = 200_000
+"""Of one call, after which its code is taken to go on for ever; the largest models have a tenth of them."""
+
+
 def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
     """What makes operands one in a call of a shadow, which has the dtypes to come.
 
@@ -67,6 +72,14 @@ def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> 
         cast_to_weights(shadow, Operands(known.cast_inputs), patches)
         with _Watch(shadow, patches) as found, ignored:
             call()
+    if found.count > MOST_OPERATIONS:
+        raise CaptureError(
+            f"The code of {type(shadow).__name__} had not ended after {MOST_OPERATIONS:,} operations in "
+            "fp16.",
+            expected="A loop that goes on until values are small does not end for values that fp16 cannot "
+            "hold.",
+            remedy="Run it in bf16 or fp32.",
+        )
     wide = found.wide.union(known.fp32_parameters)
     cast = found.cast.union(known.cast_inputs) - {x.rpartition(".")[0] for x in wide}
     return Operands(tuple(sorted(cast)), tuple(sorted(wide)))
@@ -130,11 +143,12 @@ class _Watch(TorchFunctionMode):
     Attributes:
         cast: paths of layers that were handed another dtype than their weight has.
         wide: parameters of layers whose own code widens what they are handed.
+        count: operations so far; from a limit on each is refused.
     """
 
     def __init__(self, module: torch.nn.Module, patches: Patches) -> None:
         super().__init__()
-        self.cast, self.wide = set[str](), set[str]()
+        self.cast, self.wide, self.count = set[str](), set[str](), 0
         self._names = {id(x): name for name, x in module.named_parameters()}
         self._given: dict[str, set[torch.dtype]] = {}
         for path, part in module.named_modules():
@@ -148,6 +162,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self.count += 1
+        if self.count > MOST_OPERATIONS:
+            raise RuntimeError("The call has too many operations.")
         kwargs = dict(kwargs or {})
         names = _WEIGHTED.get(func)
         if names is None or (func in PRODUCT_FUNCTIONS and _is_autocast(args, kwargs)):

@@ -264,7 +264,7 @@ class _Runner(torch.fx.Interpreter):
         ):  # inside of `vmap`: all of them are measured
             value = torch._C._functorch.get_unwrapped(value)
         if value.is_complex():
-            value = torch.view_as_real(value)
+            value = torch.view_as_real(value.resolve_conj())
         if node in self.masked:
             value = value[value > -NEAR_FP16_END / 2]
         amax, rms, least, bad = summarise_magnitudes(value)

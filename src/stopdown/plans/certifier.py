@@ -67,7 +67,7 @@ class Certifier:
             return self
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, json.dumps(self._task)],
+                [sys.executable, "-m", PROGRAM],
                 env={**copy_variables(), "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.PIPE,  # the process ends when it is closed
                 stdout=subprocess.PIPE,
@@ -77,6 +77,7 @@ class Certifier:
             )
         except OSError:  # there is no interpreter to begin: this process plans everything
             return self
+        self._tell(json.dumps(self._task))
         self._reader = threading.Thread(target=self._follow, args=(self._process,), daemon=True)
         self._reader.start()
         torch.set_num_threads(self._threads - self._given or self._threads)
@@ -88,6 +89,15 @@ class Certifier:
                 self._process.kill()
                 self._reader.join()
             self._take_threads()
+
+    def _tell(self, line: str) -> None:
+        """Write a line to the process, unbuffered: nothing is left to write when the pipe is closed."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        left = f"{line}\n".encode()
+        with contextlib.suppress(BrokenPipeError):
+            while left:
+                left = left[os.write(self._process.stdin.fileno(), left) :]
 
     def _follow(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -112,10 +122,7 @@ class Certifier:
         """Let the process have all threads, and return when it has ended."""
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        # Unbuffered, so nothing is left to write when the pipe is closed.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._process.stdin.fileno(), f"{self._threads}\n".encode())
+        self._tell(str(self._threads))
         while self._process.poll() is None:
             if progress is not None and self._told:
                 progress(*self._told)

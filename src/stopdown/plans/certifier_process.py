@@ -58,5 +58,6 @@ def _listen() -> None:
 
 
 if __name__ == "__main__":
+    task = json.loads(sys.stdin.readline())
     threading.Thread(target=_listen, daemon=True).start()
-    certify_components(json.loads(sys.argv[1]))
+    certify_components(task)

@@ -25,7 +25,7 @@ from stopdown.argument_types import check_type
 from stopdown.devices.environment import cache_folder, read_version
 from stopdown.errors import InputError, OutputError, PlanError, warn_user
 from stopdown.files.json_files import UnreadableError, parse_json, read_small_file
-from stopdown.files.outputs import explain_refusal, write_numbered, written_beside
+from stopdown.files.outputs import discard, explain_refusal, write_numbered, written_beside
 from stopdown.number_formats import FORMATS
 from stopdown.records import (
     ComponentPlan,
@@ -35,6 +35,7 @@ from stopdown.records import (
     convert_record,
     describe_other,
     from_json,
+    read_kind,
     to_json,
 )
 
@@ -198,6 +199,8 @@ def write_cached_plan(plan: Plan) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_refusal(path.parent, error, "in STOPDOWN_CACHE") from error
+    if path.is_file() and read_kind(path) is None:  # damaged: it would be in the way of every run
+        discard(path)
     write_plan(plan, path)
     return path
 
