@@ -12,8 +12,9 @@ import torch
 import stopdown
 from models.lora_cases import draw_lora, load_lora, name_lora
 from models.pipeline_calls import call_pipeline, load_plain
+from models.signature_cases import draw_ip_adapter, draw_picture
 from stopdown import testing
-from stopdown.errors import SourceError, StopdownWarning
+from stopdown.errors import PlanError, SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 
 pytestmark = pytest.mark.thorough
@@ -327,11 +328,47 @@ def test_a_shared_component_has_one_plan(way: str, first_off: bool) -> None:
 
 def test_a_plan_of_a_folder_is_refused_for_a_component_that_has_one(cogvideox: Path) -> None:
     """Its exponents would be folded in twice."""
-    from stopdown.errors import PlanError
-
     pipe, plan = load_plain(cogvideox, torch.float32), stopdown.make_plan(cogvideox)
     with (
         stopdown.apply_plan(pipe, plan),
         pytest.raises(PlanError, match="under a plan or a repair"),
     ):
         stopdown.apply_plan(pipe, plan)
+
+
+# IP-Adapters
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Stable Diffusion whose UNet overflows."""
+    return testing.save_pipeline("sd", tmp_path_factory.mktemp("models") / "sd", overflow="unet")
+
+
+def load_ip_adapter(pipe: Any) -> dict[str, Any]:
+    weights = draw_ip_adapter(pipe.unet)
+    pipe.load_ip_adapter([weights], subfolder="", weight_name="", image_encoder_folder=None)
+    return {"ip_adapter_image_embeds": [draw_picture(2).to(pipe.dtype)]}
+
+
+@pytest.mark.filterwarnings("ignore:.*not certified")
+def test_a_pipeline_with_an_ip_adapter_runs_in_fp16(sd: Path) -> None:
+    """The dry run gives it a picture, without an example."""
+    pipe = load_plain(sd, torch.float32)
+    given = load_ip_adapter(pipe)
+    wanted = torch.as_tensor(call_pipeline(pipe, "sd", **given))
+    guard = stopdown.fp16(pipe)
+    assert [x.precision for x in guard.plan.components] == ["fp16"] * 3
+    assert relative_l2(torch.as_tensor(call_pipeline(pipe, "sd", **given)), wanted) < 0.003
+    guard.remove()
+
+
+def test_an_ip_adapter_after_a_plan_is_refused_with_the_way(sd: Path) -> None:
+    """Diffusers casts the whole UNet for it: that was called a cast of the user's."""
+    pipe = load_plain(sd, torch.float32)
+    guard = stopdown.fp16(pipe)
+    with pytest.raises(PlanError, match=r"An IP-Adapter.*load the IP-Adapter.*fp16\(pipe\)"):
+        load_ip_adapter(pipe)
+    guard.remove()
+    given = load_ip_adapter(pipe)
+    assert given

@@ -293,6 +293,17 @@ def _count_held(pipe: Any) -> int:
     return 1
 
 
+def _list_ip_adapters(pipe: Any) -> list[int]:
+    """For each IP-Adapter that was loaded into a pipeline, how many values describe a picture."""
+    denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+    found = getattr(denoiser, "encoder_hid_proj", None)
+    layers = [
+        [x for x in part.modules() if isinstance(x, torch.nn.Linear)]
+        for part in getattr(found, "image_projection_layers", ())
+    ]
+    return [linear[0].in_features for linear in layers if linear]
+
+
 def _add_pictures(
     pipe: Any, picture: Any, taken: Mapping[str, Any], has_image: bool
 ) -> dict[str, Any]:
@@ -303,6 +314,11 @@ def _add_pictures(
             found[name] = picture
     if (count := _count_held(pipe)) > 1:
         found["control_image" if "control_image" in taken else "image"] = [picture] * count
+    if "ip_adapter_image" in taken and (widths := _list_ip_adapters(pipe)):
+        if getattr(pipe, "image_encoder", None) is not None:
+            found["ip_adapter_image"] = [picture] * len(widths)
+        else:  # for no picture and for one
+            found["ip_adapter_image_embeds"] = [torch.zeros(2, 1, width) for width in widths]
     for name in ("video", "control_video"):
         if name in needed and not has_image:
             found[name] = [picture] * 9

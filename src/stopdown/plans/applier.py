@@ -217,10 +217,22 @@ class _Pickling(CopyHook):
         )
 
 
+def _refuse_ip_adapter(class_name: str, *_: object, **__: object) -> None:
+    raise PlanError(
+        f"An IP-Adapter was given to a {class_name} under a plan or a repair.",
+        expected="Its layers add to values that have exponents, and Diffusers casts the model for it.",
+        remedy="Take the plan off first (.undo(), or .remove() of the guard), load the IP-Adapter, and put "
+        "a plan on again: stopdown.fp16(pipe).",
+    )
+
+
 _SAVING = (
     "Take the plan off first (.undo()), or write a converted model: stopdown convert. A pipeline that "
     "was loaded with quantization_config=stopdown.quantization(SOURCE) is saved with its plan."
 )
+
+
+_TAKES_IP_ADAPTER = "_load_ip_adapter_weights"
 
 
 def _refuse_saving(class_name: str, *_: object, **__: object) -> None:
@@ -237,7 +249,7 @@ def _watch_saving(
     patches: Patches,
     savers: tuple[str, ...] = (),
 ) -> None:
-    """Refuse to pickle or save a module or parts, and warn once when scaled weights are taken.
+    """Refuse to pickle or save a module, and an IP-Adapter; warn once when scaled weights are taken.
 
     Args:
         savers: packages that may take them.
@@ -246,6 +258,9 @@ def _watch_saving(
     if is_changed and not savers and hasattr(module, "save_pretrained"):
         refuse = functools.partial(_refuse_saving, type(module).__name__)
         patches.set_attribute(module, "save_pretrained", refuse)
+    if is_changed and not savers and hasattr(module, _TAKES_IP_ADAPTER):
+        refuse = functools.partial(_refuse_ip_adapter, type(module).__name__)
+        patches.set_attribute(module, _TAKES_IP_ADAPTER, refuse)
     warned = list[bool]()
     parts = [module] if scaling is None else find_folded_parts(module, scaling)
     folded = {id(part): part for part in parts}
