@@ -266,3 +266,20 @@ def test_an_argument_without_an_option_is_given_by_name(run: Run, here: Path) ->
     assert code == 2
     assert "DiTPipeline does not take the argument colour." in err
     assert "class_labels" in err
+
+
+def test_weights_that_are_computed_of_others_are_planned(run: Run, here: Path) -> None:
+    """Sound decoders normalise their weights by hooks; plans, copies and fp16 runs take them as others."""
+    make_stable_audio().to(torch.bfloat16).save_pretrained(here / "model")
+    words = ("generate", "model", "a", "--steps", 2)
+    for name, precision in (("a", "fp32"), ("b", "fp16"), ("c", "vae.encode=fp32,vae.decode=bf16")):
+        code, out, err = run(*words, "--precision", precision, "-o", f"{name}.wav", "-v")
+        assert code == 0, err
+        if precision == "fp16":
+            assert "deepcopy" not in out
+    exact, *others = (soundfile.read(here / f"{x}.wav")[0] for x in "abc")
+    assert all(np.abs(x - exact).mean() < 0.004 for x in others)
+    pipe = diffusers.DiffusionPipeline.from_pretrained("model")
+    with stopdown.fp16(pipe, prompt="a", num_inference_steps=2):
+        made = pipe("a", num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+    assert torch.isfinite(made.audios).all()

@@ -16,7 +16,7 @@ from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import Callee
-from stopdown.errors import OptionError, ScalingError
+from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
@@ -359,3 +359,85 @@ def test_a_wide_output_behind_fp32_sums_of_the_whole_module() -> None:
         output = module(x.half())
     assert output.dtype == torch.float32
     assert output.isfinite().all()
+
+
+SPLITS = {
+    "chunk": lambda x: x.chunk(2, dim=-1),
+    "split": lambda x: x.split(x.shape[-1] // 2, dim=-1),
+    "unbind": lambda x: x.unflatten(-1, (2, -1)).unbind(-2),
+    "slices": lambda x: (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]),
+}
+PRODUCTS = {
+    "sdpa": functional.scaled_dot_product_attention,
+    "matmul": lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-1) @ v,
+    "bmm": lambda q, k, v: torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v),
+    "baddbmm": lambda q, k, v: (
+        torch.baddbmm(
+            torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype), q, k.transpose(1, 2)
+        ).softmax(-1)
+        @ v
+    ),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bqk,bkd->bqd", torch.einsum("bqd,bkd->bqk", q, k).softmax(-1), v
+    ),
+}
+
+
+class _FusedCross(torch.nn.Module):
+    """Cross attention with norms of query and key, whose key and value are one projection of text."""
+
+    def __init__(self, split: Any, product: Any) -> None:
+        super().__init__()
+        self.enter, self.text = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.norm, self.text_norm = torch.nn.LayerNorm(16), torch.nn.LayerNorm(16)
+        self.to_q, self.to_kv = torch.nn.Linear(16, 16), torch.nn.Linear(16, 32)
+        self.to_out = torch.nn.Linear(16, 16)
+        self.split, self.product = split, product
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        x, text = self.enter(x), self.text(text)
+        text = text + self.text_norm(text)
+        key, value = self.split(self.to_kv(text))
+        query = functional.rms_norm(self.to_q(self.norm(x)), (16,))
+        x = x + self.to_out(self.product(query, functional.rms_norm(key, (16,)), value))
+        return self.to_out(self.norm(x))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_parts_of_one_projection_have_the_dtype_of_the_others(split: str, product: str) -> None:
+    """Query, key and value have one dtype under a stream, however a projection of several is split."""
+    torch.manual_seed(0)
+    module = _FusedCross(SPLITS[split], PRODUCTS[product]).eval().requires_grad_(False)
+    for layer in (module.enter, module.to_out):
+        layer.weight.mul_(2.0**12)
+    x, text = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    call = (module, (x, text), {})
+    stream = plan_stream(module, [call], Captures())
+    assert "to_kv" in stream.cast_input_down
+    assert not {"to_q", "to_kv"} & {*stream.cast_output_up}
+    expected = module(x, text)
+    rescaling = rescale_(module, calls=[call], residual="fp32")
+    cast_(module, torch.float16, rescaling)
+    found = module(x.half(), text.half())
+    assert relative_l2(found.float(), expected) < 0.004
+
+
+def test_a_stream_that_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that does not run as it is has no answers: the stream is refused, and nothing is raised."""
+    torch.manual_seed(0)
+    module = _FusedCross(SPLITS["chunk"], PRODUCTS["sdpa"]).eval().requires_grad_(False)
+    call = (module, (torch.randn(2, 5, 16), torch.randn(2, 3, 16)), {})
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("Expected query, key, and value to have the same dtype")
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        if "wide" in options:
+            raise CaptureError("it cannot be captured")
+        return capture_call(*given, **options)
+
+    monkeypatch.setattr(measurement, "note_answers", fail)
+    monkeypatch.setattr(measurement, "capture_call", refuse)
+    with pytest.raises(ScalingError, match="it cannot be captured"):
+        plan_stream(module, [call], Captures())

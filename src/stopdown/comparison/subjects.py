@@ -31,6 +31,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError, StopdownError
+from stopdown.graph.capture import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
@@ -289,7 +290,8 @@ def _describe(
 
 def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
     dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
-    copied = copy.deepcopy(pipe)
+    derived = [detach_derived(module) for module in find_components(pipe).values()]
+    copied = copy.deepcopy(pipe, {k: v for memo in derived for k, v in memo.items()})
     for module in find_components(copied).values():
         cast_component_(module, dtype)
     if plan is not None:

@@ -305,6 +305,16 @@ def find_mode(module: torch.nn.Module) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
+    """What `copy.deepcopy` of a module has to start from: tensors that its code computed of parameters.
+
+    `torch.nn.utils.weight_norm` leaves such a one as an attribute, and PyTorch refuses to copy it while it
+    knows what it was computed from.
+    """
+    held = (x for part in module.modules() for x in vars(part).values())
+    return {id(x): x.detach() for x in held if isinstance(x, torch.Tensor) and not x.is_leaf}
+
+
 def renew_fakes(
     module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
 ) -> dict[int, Any]:
@@ -323,6 +333,7 @@ def renew_fakes(
         for x in table.values()
         if type(x) in (OrderedDict, dict) and not x
     }
+    memo |= detach_derived(module)
     for tensor in (x for x in held if isinstance(x, FakeTensor)):
         memo[id(tensor.fake_mode)] = mode
         if id(tensor) not in known:

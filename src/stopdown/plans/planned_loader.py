@@ -20,6 +20,7 @@ from stopdown.component_calls.components import (
     list_calls,
 )
 from stopdown.devices.environment import Device, Support
+from stopdown.graph.capture import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import wait_
 from stopdown.memory.offloader import Offloader
@@ -148,7 +149,9 @@ def _load_bare(
     for callee in find_callees(pipe):
         name = callee.component_name
         if callee.name in wanted and wanted[callee.name] != widest[name]:
-            narrow = cast_component_(copy.deepcopy(callee.owner), wanted[callee.name])
+            narrow = cast_component_(
+                copy.deepcopy(callee.owner, detach_derived(callee.owner)), wanted[callee.name]
+            )
             move_program(narrow, device)
             patches.set_attribute(callee.owner, callee.method, getattr(narrow, callee.method))
     if move:

@@ -68,6 +68,7 @@ from stopdown.graph.call_signatures import Sizes, list_sizes, resize_call, sign_
 from stopdown.graph.capture import (
     Answers,
     add_answers,
+    detach_derived,
     name_parameters,
     noting_answers,
     read_call,
@@ -894,7 +895,7 @@ def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
     """The module with weights on `meta`, to be traced; None where it cannot be copied."""
-    memo: dict[int, Any] = {}
+    memo = detach_derived(module)
     for tensor in name_parameters(module).values():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, torch.nn.Parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -159,7 +160,10 @@ def _capture_streamed(
         with with_stream(owner_of(call), stream, torch.float16) as wide:
             return capture(wide=wide, answers=answers)
     except CaptureError:  # under the hooks of a stream the module itself cannot be asked
-        answers = note_answers(call, args, kwargs or {})
+        with contextlib.suppress(
+            Exception
+        ):  # a call that fails has no answers: the stream is refused
+            answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise
     with with_stream(owner_of(call), stream, torch.float16) as wide:

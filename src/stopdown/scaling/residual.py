@@ -219,7 +219,7 @@ class _Reader:
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:
             node = waiting.pop()
-            if node in found or not is_float(node):
+            if node in found or not _has_floats(node):
                 continue
             found.add(node)
             if node not in self.weighted and not self._is_functional(node):
@@ -312,6 +312,14 @@ def _trace(value: object, *kinds: str) -> set[Node]:
         if known is not None and ("rearranges" in known.traits or known.kind in kinds):
             waiting.extend(node.all_input_nodes)
     return found
+
+
+def _has_floats(node: Node) -> bool:
+    """Whether a value is floating, or has parts that are: query, key and value of one projection."""
+    parts = node.meta.get("val")
+    if not isinstance(parts, (tuple, list)):
+        return is_float(node)
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in parts)
 
 
 def _origin(node: Node) -> Node:
