@@ -280,6 +280,28 @@ def test_weights_that_are_computed_of_others_are_planned(run: Run, here: Path) -
     exact, *others = (soundfile.read(here / f"{x}.wav")[0] for x in "abc")
     assert all(np.abs(x - exact).mean() < 0.004 for x in others)
     pipe = diffusers.DiffusionPipeline.from_pretrained("model")
-    with stopdown.fp16(pipe, prompt="a", num_inference_steps=2):
+    planned = stopdown.fp16(pipe, prompt="a", num_inference_steps=2)
+    with planned, pytest.warns(StopdownWarning, match="held at full scale"):
         made = pipe("a", num_inference_steps=2, generator=torch.Generator().manual_seed(0))
     assert torch.isfinite(made.audios).all()
+
+
+def test_a_refusal_that_names_no_option_advises_none(
+    run: Run, save_tiny: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what names an argument of the call is answered with it; all else with how one is given."""
+    model = save_tiny("sd", "fp32")
+
+    def refuse(pipe: Any, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(said)
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "check_inputs", refuse)
+    for said, advice in (
+        ("Invalid sample size.", "--arg NAME=VALUE"),
+        ("`height` has to be divisible by 8.", "Change the option that it names."),
+    ):
+        code, _, err = run("generate", model, "a", *SMALL)
+        assert code == 2
+        assert "StableDiffusionPipeline refused the request: " in err
+        assert advice in err
+        assert ("Change the option" in err) == ("height" in said)

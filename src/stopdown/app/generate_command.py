@@ -240,7 +240,11 @@ def _find_source(
         found = find_source(options, display, with_weights=False)
         refuse_missing_prompt(found.pipeline_class, found.components, request)
         if not is_complete(found):
+            load_libraries(display)
             from stopdown.app.size_limits import show_before_download
+            from stopdown.sources.needed_packages import refuse_missing_packages
+
+            refuse_missing_packages(found)
 
             kept.forecast = show_before_download(options, found, request, display)
             from stopdown.plans.plan_choice import certified_on_arrival

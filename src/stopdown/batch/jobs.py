@@ -29,6 +29,7 @@ from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.needed_packages import refuse_missing_packages
 from stopdown.sources.sources import Source, fingerprint
 
 
@@ -153,6 +154,8 @@ def prepare(
     """
     device = choose_device(settings.device)
     described = resolve_whole(settings, with_weights=False, progress=progress)
+    if described.kind == "hub":  # before its weights are downloaded
+        refuse_missing_packages(described)
     with certified_on_arrival(described, settings.precision, device, progress=progress):
         source = resolve_whole(settings, progress=progress)
     with naming_line(item):  # its media decide which pipeline class serves all

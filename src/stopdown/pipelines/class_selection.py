@@ -12,6 +12,7 @@ from stopdown.pipelines.requests import Request, find_target, name_arguments
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.needed_packages import refuse_missing_packages
 from stopdown.sources.sources import Source
 
 _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
@@ -80,5 +81,6 @@ def select_pipeline(
 ) -> Source:
     """A source, complete, with the class that serves a request, which it takes."""
     found = select_class(complete_source(source, progress=progress), request)
+    refuse_missing_packages(found)
     prepare_check(found)(request)
     return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -263,8 +265,18 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{type(pipe).__name__} refused the request: {str(error).strip()}",
-            remedy="Change the option that it names.",
+            remedy="Change the option that it names."
+            if _names_argument(pipe, str(error))
+            else "Its own code says so of what it was given. To give an argument that has no option, "
+            'use request=stopdown.Request(arguments={"NAME": ...}).',
         ) from error
+
+
+def _names_argument(pipe: Any, text: str) -> bool:
+    """Whether a text names an argument that a pipeline's call takes, as code or by an option's name."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    words = set(re.findall(r"\w+", text))
+    return bool(words & ({*taken} - {"self"}))
 
 
 def write_result(

@@ -160,9 +160,7 @@ def _capture_streamed(
         with with_stream(owner_of(call), stream, torch.float16) as wide:
             return capture(wide=wide, answers=answers)
     except CaptureError:  # under the hooks of a stream the module itself cannot be asked
-        with contextlib.suppress(
-            Exception
-        ):  # a call that fails has no answers: the stream is refused
+        with contextlib.suppress(Exception):  # of a call that fails: the stream is refused
             answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise
