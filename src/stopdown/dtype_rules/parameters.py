@@ -159,18 +159,23 @@ def check_values(
 ) -> Iterator[Finding]:
     """Findings about the values of live components' weights, as they are in a precision.
 
+    Small values of a component that has exponents are left out: its plan weighed what they lose.
+
     Args:
         precisions: component → format that it is to be cast to; absent ones stay.
 
     Cost: a few passes over every weight that is in memory.
     """
     for name, module in components.items():
+        is_rescaled = getattr(module, RESCALED, False)
         kept_fp32 = find_kept_parameters(module, "fp16")
         for path, parameter in module.named_parameters():
             if parameter.is_floating_point() and not parameter.is_meta:
                 target = precisions.get(name) or name_dtype(parameter.dtype)
                 target = "fp32" if target == "fp16" and path in kept_fp32 else target
-                yield from check_tensor(name_module_path(name, path), parameter.detach(), target)
+                for found in check_tensor(name_module_path(name, path), parameter.detach(), target):
+                    if not (is_rescaled and found.kind == "weight-subnormal"):
+                        yield found
 
 
 def check_files(
