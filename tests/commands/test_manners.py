@@ -538,7 +538,7 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
     refuse_too_large(source, dataclasses.replace(request, **smaller), device, Display())
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "compare", "batch"])
+@pytest.mark.parametrize("command", ["generate", "compare", "batch"])
 def test_each_command_refuses_a_size_that_does_not_fit(
     command: str, run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

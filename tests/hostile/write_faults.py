@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stopdown.app import cli
+from stopdown.app import cli, run_command
 from stopdown.files import outputs
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
@@ -61,13 +61,19 @@ def _replace_work() -> None:
     runs.make_frames = run
     calibrated.measure_plan = certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
-    put_on = ScriptGuard.put_on
+    put_on, execute, guards = ScriptGuard.put_on, run_command.execute, list[ScriptGuard]()
 
-    def put_on_repaired(self: ScriptGuard, patches: Any) -> None:
+    def put_on_noted(self: ScriptGuard, patches: Any) -> None:
         put_on(self, patches)
-        self.plan = make_plan("repaired")
+        guards.append(self)
 
-    ScriptGuard.put_on = put_on_repaired  # type: ignore[method-assign]
+    def execute_and_repair(start: Any) -> Any:
+        found = execute(start)
+        guards[-1].plan = make_plan("repaired")
+        return found
+
+    ScriptGuard.put_on = put_on_noted  # type: ignore[method-assign]
+    run_command.execute = execute_and_repair
     finding = Finding("range", "vae", "large", "mend it")
     seen = SimpleNamespace(name="v100", title="V100")
     checked = SimpleNamespace(findings=(finding,), seen=None, profile=seen, precisions={})

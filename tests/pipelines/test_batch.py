@@ -254,7 +254,7 @@ def test_items_of_programs_are_checked_like_those_of_files(
         ),
         (
             ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
-            "'webp' is not one of 'mp4', 'webm', 'gif', 'png'",
+            "A .webp file holds one frame.",
         ),
         (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
     ],

@@ -423,13 +423,13 @@ def test_what_a_pipeline_refuses_is_one_message(run: Any, monkeypatch: pytest.Mo
     import diffusers
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("`guidance` must be odd.")
+        raise ValueError("`guidance_scale` must be odd.")
 
     monkeypatch.setattr(diffusers.CogVideoXPipeline, "check_inputs", refuse)
     with pytest.raises(InputError) as caught:
         run("cogvideox")
     assert str(caught.value) == (
-        "CogVideoXPipeline refused the request: `guidance` must be odd. Change the option that it "
+        "CogVideoXPipeline refused the request: `guidance_scale` must be odd. Change the option that it "
         "names."
     )
 

@@ -466,17 +466,15 @@ def test_inputs_beyond_the_headroom_are_said_once() -> None:
     """Without a guard a plan says when an argument is larger than measured by more than its headroom."""
     module, first = make_encoder()
     large = {"x": first["x"] * 2.0**16}
+    wanted = run(module, large)
     with planned(module, first):
         run(module, {"x": first["x"] * 2})
         with pytest.warns(StopdownWarning) as said:
             found = [run(module, large) for _ in range(3)]
     texts = [str(x.message) for x in said]
-    assert not found[0].isfinite().all()
-    assert len(texts) == 2
+    assert measure_error(found[0], wanted) < 2e-3  # they were in range all the same
+    assert len(texts) == 1
     assert texts[0].startswith("`part` was called with x up to ")
-    assert texts[1].startswith(
-        "`part` gave values that are not finite under its plan. Run it under"
-    )
     assert "bits of headroom: values inside may leave fp16." in texts[0]
 
 

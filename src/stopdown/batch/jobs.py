@@ -173,7 +173,7 @@ def prepare(
             plan = choose_plan(source, settings.precision, device, request=first, progress=progress)
     pipeline_class = find_class("diffusers", source.pipeline_class)
     suffix = settings.suffix or choose_suffix(pipeline_class, Request())
-    check_format(pipeline_class, Request(), f"item{suffix}")
+    check_format(pipeline_class, first, f"item{suffix}")
     settings = dataclasses.replace(settings, suffix=suffix)
     job = Job(settings, source.pipeline_class, model, plan if plan.is_bare else None)
     return PreparedBatch(job, source, plan, device_name)

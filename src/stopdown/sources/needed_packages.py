@@ -2,7 +2,7 @@
 
 Diffusers and Transformers put an object that raises in the place of a class whose packages are missing, and
 name the packages there. The module of a pipeline imports some under `if is_ftfy_available():`, and its code
-calls them all the same.
+calls them anyway.
 
 **Catches** both, and processors that make a processor of videos of their own.
 **Does not catch** imports inside of functions. A module that asks a second time whether the package is here
