@@ -520,9 +520,10 @@ UNBUILDABLE = [
         ),
     )
     for row in (
-        *grow_rows([(name, damage, misfit(component))], ("generate", "plan")),
-        make_row(
-            name, "check", damage, f"{class_name} could not be built from MODEL/{component}: "
+        *grow_rows([(name, damage, misfit(component))], ("generate",)),
+        *grow_rows(
+            [(name, damage, f"{class_name} could not be built from MODEL/{component}: ")],
+            ("check", "plan"),
         ),
     )
 ]
@@ -539,12 +540,16 @@ SIDES = [
         ("a schedule as text", fields(SCHEDULER, num_train_timesteps="many"), "linspace()"),
     )
     for row in (
-        *grow_rows([(name, damage, PIPELINE + said)], ("generate", "plan")),
-        make_row(
-            name,
-            "check",
-            damage,
-            f"CogVideoXDDIMScheduler could not be built from MODEL/scheduler: {said}",
+        *grow_rows([(name, damage, PIPELINE + said)], ("generate",)),
+        *grow_rows(
+            [
+                (
+                    name,
+                    damage,
+                    f"CogVideoXDDIMScheduler could not be built from MODEL/scheduler: {said}",
+                )
+            ],
+            ("check", "plan"),
         ),
     )
 ] + grow_rows(
@@ -556,7 +561,7 @@ SIDES = [
             PIPELINE,
         ),
     ],
-    ("generate", "plan"),
+    ("generate",),  # a plan is computed from weights, and needs no tokenizer
 )
 
 FORECASTS = [

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,7 +237,7 @@ def _load_from(
         )
     missing = sorted(map(str, report.get("missing_keys") or ()))
     misfits = sorted(map(str, report.get("mismatched_keys") or ()))
-    unknown = _find_unknown(model, {*map(str, report.get("unexpected_keys") or ())}, tensors)
+    unknown = find_unknown(model, {*map(str, report.get("unexpected_keys") or ())}, tensors)
     found = [f"they lack {list_some(missing)}"] if missing else []
     found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
     found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
@@ -316,8 +317,8 @@ def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 def carries_plan(folder: Path) -> bool:
     """Whether a component's configuration carries a plan for its weights as they are."""
-    method = read_description(folder / "config.json").get("quantization_config") or {}
-    if method.get("quant_method") != QUANT_METHOD:
+    method = read_description(folder / "config.json").get("quantization_config")
+    if not isinstance(method, dict) or method.get("quant_method") != QUANT_METHOD:
         return False
     if method.get("folded"):
         raise SourceError(
@@ -328,7 +329,7 @@ def carries_plan(folder: Path) -> bool:
     return True
 
 
-def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
+def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
     """Tensors of the weights that a model of this configuration should have and has not.
 
     Encoders are published with a whole of which they are a part: CLIP with its vision model, UMT5
@@ -336,6 +337,8 @@ def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable
     """
     # Buffers that are computed anew; older versions stored them.
     unexpected = unexpected - {name for name, _ in model.named_buffers()}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = {x for x in unexpected if not any(re.search(known, x) for known in ignored)}
     if is_of_transformers(type(model)):
         parts = {name.partition(".")[0] for name in {*stored} - unexpected}
         unexpected = {name for name in unexpected if name.partition(".")[0] in parts}

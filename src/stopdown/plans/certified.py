@@ -47,7 +47,13 @@ from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.loader import carries_plan, complete_source, load_component, load_program
+from stopdown.pipelines.loader import (
+    carries_plan,
+    complete_source,
+    find_unknown,
+    load_component,
+    load_program,
+)
 from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeletons import (
@@ -79,6 +85,8 @@ from stopdown.scaling.problem import Statements
 from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.scaling.weight_checks import find_quantised
+from stopdown.sources.descriptions import read_description
+from stopdown.sources.headers import StoredTensor, read_header
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
     Source,
@@ -482,14 +490,15 @@ def open_component(
     buffers = functools.cache(lambda: name_parameters(_make(source, name)))
     aliases = find_aliases(module)
     with contextlib.ExitStack() as stack:
+        stored = dict[str, StoredTensor]()
         for path in list_weight_files(source)[name] if loaded is None else ():
             file = stack.enter_context(safe_open(path, framework="pt"))
             held.update(dict.fromkeys(file.keys(), file))
             parts.update(list_parts(path))
-        if loaded is None and not all(held.keys() & {key, *aliases[key]} for key in aliases):
-            held = dict(
-                name_parameters(load_component(source, name))
-            )  # named otherwise in the file
+            stored.update(read_header(path))
+        if loaded is None and not (_is_plain(source, name) and _fits(module, aliases, stored)):
+            # named otherwise in the file, or not the model's: its class takes them, or says why not
+            held = dict(name_parameters(load_component(source, name)))
             parts = {}
         order = [parts.pop(key) for names in aliases.values() for key in names if key in parts]
         ahead = stack.enter_context(ReadAhead(order))
@@ -508,6 +517,26 @@ def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     for key, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(key)
     return {key: tuple(group) for group in names.values() for key in group}
+
+
+def _is_plain(source: Source, name: str) -> bool:
+    """Whether the configuration of a component asks for no way of its own to read weights."""
+    config = read_description(source.described / name / "config.json")
+    return config.get("quantization_config") is None
+
+
+def _fits(
+    module: torch.nn.Module,
+    aliases: Mapping[str, tuple[str, ...]],
+    stored: Mapping[str, StoredTensor],
+) -> bool:
+    """Whether stored tensors are those of a module, by their names, sizes and formats."""
+    shapes = {name: tuple(x.shape) for name, x in module.named_parameters(remove_duplicate=False)}
+    for key, names in aliases.items():
+        found = [stored[name] for name in {key, *names} if name in stored]
+        if not found or any(x.shape != shapes[key] or x.dtype not in FORMATS for x in found):
+            return False
+    return not find_unknown(module, {*stored} - aliases.keys(), stored)
 
 
 def build_with_tables(source: Source, name: str) -> torch.nn.Module:
