@@ -28,8 +28,9 @@ from stopdown.batch.prompt_maker import PromptMaker
 from stopdown.batch.prompts import Item
 from stopdown.batch.worker import Worker
 from stopdown.devices.environment import describe_machine
+from stopdown.frames.media import write_media
 from stopdown.runtime.guard import GuardOptions
-from stopdown.runtime.runs import make_frames, write_frames
+from stopdown.runtime.runs import make_frames
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,7 +51,7 @@ def make_loop(items: list[Item], folder: Path) -> Callable[[], float]:
         for item in items:
             name = str(folder / f"{item.seed}.mp4")
             made = make_frames(loaded, item.make_request(), output=name, settings=GuardOptions())
-            write_frames(name, made.frames, 8.0)
+            write_media(name, made.output, 8.0)
         return time.perf_counter() - begun
 
     folder.mkdir()

@@ -13,6 +13,7 @@ from torch import nn
 
 from models.pipeline_calls import quiet
 from stopdown import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.hidden_values import FUNCTIONS, noting_hidden
 
@@ -252,7 +253,7 @@ def test_what_is_swallowed_with_exponents_on_is_found(way: str, end: str) -> Non
     if way == "repaired":
         module, plan = module.half(), None
     else:
-        plan = make_plan(module, run=lambda: module(x), residual=way)
+        plan = measure_plan(module, run=lambda: module(x), residual=way)
     with guard(module, plan, announce=quiet) as handle:
         module(x.half())
         found = module(large.half())
