@@ -30,7 +30,7 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
-from stopdown.runtime.hidden_values import FUNCTIONS
+from stopdown.runtime.hidden_values import FUNCTIONS, load_compiler
 
 _HIDING = ("clamp", "nan_to_num")
 _HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}
@@ -114,6 +114,7 @@ def find_culprit(
 
     Cost: the call once, with one pass and one host read for each operation.
     """
+    load_compiler()
     with Patches() as patches:
         tracer = _Tracer(module, arguments, patches)
         with tracer:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -121,6 +123,23 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
             _watchers -= 1
             if not _watchers:
                 _patches.undo()
+
+
+def load_compiler() -> None:
+    """Import PyTorch's compiler with its functions as they were: it keeps a table of those that it finds.
+
+    A mode that looks at each operation imports it, and a table of replaced functions breaks graphs of code
+    that is compiled later.
+    """
+    with _CHANGING:
+        if "torch._dynamo" in sys.modules:
+            return
+        _patches.undo()
+        try:
+            importlib.import_module("torch._dynamo")
+        finally:
+            if _watchers:
+                _put_on()
 
 
 def _put_on() -> None:
