@@ -106,6 +106,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         made = certify_plan(
             source,
             precision=options.precision,
+            residual="fp32",
             progress=display.progress,
             scope=Scope(keeps=True),
         )
