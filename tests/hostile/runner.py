@@ -118,7 +118,7 @@ def find_faults(attack: Attack, outcome: Outcome, folder: Path) -> Iterator[str]
             yield f"{path} was left, changed or removed"
 
 
-_KEPT = (".cache", ".cache/timings", ".cache/timings/*")
+_KEPT = (".cache", ".cache/timings", ".cache/timings/*", ".cache/plans", ".cache/plans/*.json")
 """What a run may leave: how long the formats of this machine take, where it has more than one."""
 
 

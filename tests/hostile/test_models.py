@@ -602,6 +602,7 @@ QUANTISED = grow_rows(
         )
         for file, component in ((ENCODER, "text_encoder"), (DENOISER, "transformer"))
         for value in ({}, 5, [])
+        if value != {} or file == ENCODER  # Diffusers takes none for no quantisation
     ],
     ("generate", "plan"),
 )

@@ -117,7 +117,7 @@ def find_own_sides(pipe: Any) -> tuple[int, int] | None:
     size = config.get("sample_size")
     both = size if isinstance(size, (list, tuple)) else (size, size)
     height, width = config.get("sample_height") or both[0], config.get("sample_width") or both[-1]
-    if not height or not width:
+    if not (height and width and isinstance(height, int) and isinstance(width, int)):
         return None
     scale: Any = getattr(pipe, "vae_scale_factor_spatial", None)
     scale = scale or getattr(pipe, "vae_scale_factor", 8)
