@@ -62,32 +62,29 @@ KEPT = Scaling(
     exponents=EXPONENTS.exponents, multiplies=EXPONENTS.multiplies, fp32_modules=("conv_out",)
 )
 
-CASTS: dict[str, tuple[str, Callable[[torch.nn.Module], Any], str]] = {
-    "float": ("unet", lambda x: x.float(), "unet was cast after its plan was put on"),
-    "bf16": ("unet", lambda x: x.to(torch.bfloat16), "is bf16, and was fp16"),
-    "of another": ("text_encoder", lambda x: x.float(), "text_encoder was cast after its plan"),
+CASTS: dict[str, tuple[str, Callable[[torch.nn.Module], Any]]] = {
+    "float": ("unet", lambda x: x.float()),
+    "bf16": ("unet", lambda x: x.to(torch.bfloat16)),
+    "of another": ("text_encoder", lambda x: x.float()),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", CASTS)
-def test_a_cast_under_a_plan_is_named(pipe: Any, row: str) -> None:
-    """The call that fails names the component that was cast, which may be another one."""
-    name, cast, said = CASTS[row]
+def test_a_cast_under_a_plan_is_met_at_the_entrances(pipe: Any, row: str) -> None:
+    """A component that was cast, or the one behind it, gets its arguments in its dtype."""
+    name, cast = CASTS[row]
+    wanted = torch.as_tensor(pipe(**SMALL).images)
     with apply_plan(pipe, plan_plainly(pipe, unet=EXPONENTS)):
         cast(getattr(pipe, name))
-        with pytest.raises(PlanError, match="unet stopped at operands of two dtypes") as raised:
-            pipe(**SMALL)
-    assert said in raised.value.what
-    assert isinstance(raised.value.__cause__, RuntimeError)
+        found = torch.as_tensor(pipe(**SMALL).images)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
 
 
 @pytest.mark.thorough
 def test_other_errors_are_the_programs_own(pipe: Any) -> None:
-    """An error that is not about dtypes, and one without a cast, pass as they are."""
+    """An error that is not about dtypes passes as it is."""
     with apply_plan(pipe, plan_plainly(pipe, unet=EXPONENTS)):
-        with pytest.raises(RuntimeError, match="dtype"):
-            pipe.unet(torch.ones(1, 4, 8, 8), 1, torch.ones(1, 2, 32))
         pipe.vae.bfloat16()
         with pytest.raises(TypeError, match="unexpected keyword"):
             pipe.vae(nothing=1)
