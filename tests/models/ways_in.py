@@ -362,8 +362,24 @@ def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe
 def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     converted = folder.with_name(f"{folder.name}-fp16")
     if not converted.exists():
-        stopdown.convert(folder, converted)
+        run_command("convert", folder, converted)
     yield load_plain(converted, torch.float16)
+
+
+def run_command(*words: object) -> None:
+    """Run a command of the command line in this process.
+
+    Raises:
+        OptionError: its exit code is not 0, with its last line.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            cli.main([str(x) for x in words])
+    except SystemExit as ended:
+        if ended.code:
+            last = said.getvalue().strip().rpartition("\n")[2]
+            raise OptionError(last, expected="", remedy="") from None
 
 
 def _run_script(table: Table, name: str, change: str) -> Found:
@@ -385,15 +401,7 @@ def _generate(table: Table, name: str, change: str, precision: str = "fp16") -> 
     for number, options in enumerate(list_commands(table, name)[change]):
         output = table.folder / f"{name}-{change}-{number}.png".replace(" ", "-")
         words = ["generate", table.save(name), *options, "--precision", precision, "-o", output]
-        words += ["--steps", 2, "--force", "--quiet"]
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            try:
-                cli.main([str(x) for x in words])
-            except SystemExit as ended:
-                if ended.code:
-                    last = said.getvalue().strip().rpartition("\n")[2]
-                    raise OptionError(last, expected="", remedy="") from None
+        run_command(*words, "--steps", 2, "--force", "--quiet")
         frames.append(torch.as_tensor(read_image(output)).float() / 255)
     return Found(frames)
 

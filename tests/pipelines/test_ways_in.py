@@ -1,4 +1,4 @@
-"""Every way in beside every kind of change: right, repaired, or refused in one sentence, and never wrong."""
+"""Every way in beside every kind of change: right, repaired, or refused in one sentence; never wrong."""
 
 from __future__ import annotations
 
