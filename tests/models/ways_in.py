@@ -272,14 +272,13 @@ def _rescale(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
 
 
 def record_calls(pipe: Pipe, model: Model) -> list[tuple[nn.Module, list[Any]]]:
-    """Return the first call of each component in one run, as `rescale_` takes calls."""
+    """Return the calls of each component in one run, as `rescale_` takes calls."""
     seen: dict[str, tuple[nn.Module, list[Any]]] = {}
 
     def note(name: str, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             calls = seen.setdefault(name, (module, []))[1]
-            if not any(x[0] == function for x in calls):
-                calls.append((function, args, kwargs))
+            calls.append((function, args, kwargs))
             return function(*args, **kwargs)
 
         return record
