@@ -361,7 +361,8 @@ def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe
 def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
     converted = folder.with_name(f"{folder.name}-fp16")
     if not converted.exists():
-        run_command("convert", folder, converted)
+        size = [x for key in ("height", "width") if key in model.call for x in (f"--{key}", 32)]
+        run_command("convert", folder, converted, *size)
     yield load_plain(converted, torch.float16)
 
 
@@ -441,6 +442,10 @@ WAYS = {
 
 COMMANDS = ("run", "generate")
 """Ways of a command line."""
+
+CONVERTED = ("first call", "second call", "another size first", "another size after")
+"""Changes that a converted folder meets, with optional arguments: nothing of Stopdown runs there. Its LoRAs
+are converted with it, and states inside of its encoder are those of its own weights."""
 
 OPENS_FOLDER = ("load", "quantization_config", "convert")
 """Ways that leave no time between loading and finding exponents."""
@@ -549,6 +554,8 @@ def is_cell(name: str, way: str, change: str) -> bool:
     if way == "generate":
         changes = ("first call", "second call", "another size first", "optional arguments")
         return name in PICTURES and change in (*changes, "LoRA before")
+    if way == "convert":
+        return change in (*CONVERTED, "optional arguments")
     return not (row.prepare and way in OPENS_FOLDER)
 
 
