@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -150,10 +151,12 @@ def fill_small(cell: Cell) -> Outcome:
     ).bfloat16()  # a guard is given fp16's weights
     bf16 = max(compare(_flatten(half(x.bfloat16())), y) for x, y in zip(calls, want, strict=True))
     try:
-        net, handle = WAYS[cell.way](make_net(cell.end), calls[0])
-        with handle as entered:
-            found = [_flatten(net(x.half())) for x in calls]
-            repairs = getattr(entered, "repairs", ())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            net, handle = WAYS[cell.way](make_net(cell.end), calls[0])
+            with handle as entered:
+                found = [_flatten(net(x.half())) for x in calls]
+                repairs = getattr(entered, "repairs", ())
     except StopdownError as error:
         return Outcome("refused", reason=take_first_line(error))
     except Exception as error:  # what plain PyTorch runs, and this does not
