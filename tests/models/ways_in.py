@@ -261,14 +261,17 @@ CHANGES = {
 
 Prepare = Callable[[Pipe], None]
 
+Opened = tuple[Pipe, Any]
+"""A pipeline, and the handle of what was put on it; None for none."""
+
 
 @contextmanager
-def _rescale(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
+def _rescale(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
     pipe = load_plain(folder, torch.float32)
     prepare(pipe)
     for module, calls in record_calls(pipe, model):
         stopdown.rescale_(module, calls=calls, cast=True)
-    yield pipe
+    yield pipe, None
 
 
 def record_calls(pipe: Pipe, model: Model) -> list[tuple[nn.Module, list[Any]]]:
@@ -306,64 +309,42 @@ def record_calls(pipe: Pipe, model: Model) -> list[tuple[nn.Module, list[Any]]]:
     return found
 
 
-@contextmanager
-def _apply_plan(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
-    pipe = load_plain(folder, torch.float32)
-    prepare(pipe)
-    stopdown.apply_plan(pipe, stopdown.make_plan(pipe))
-    yield pipe
+def _open(dtype: torch.dtype, put_on: Callable[[Pipe], Any]) -> Any:
+    """Return a way that loads with plain Diffusers, prepares, and then puts something on."""
+
+    @contextmanager
+    def open_pipe(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
+        pipe = load_plain(folder, dtype)
+        prepare(pipe)
+        with put_on(pipe) as handle:
+            yield pipe, handle
+
+    return open_pipe
 
 
 @contextmanager
-def _guard(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
-    pipe = load_plain(folder, torch.float16)
-    prepare(pipe)
-    with stopdown.guard(pipe) as guard:
-        pipe.stopdown_guard = guard
-        yield pipe
-
-
-@contextmanager
-def _guard_with_plan(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
-    pipe = load_plain(folder, torch.float32)
-    prepare(pipe)
-    with stopdown.guard(pipe, stopdown.make_plan(pipe)) as guard:
-        pipe.stopdown_guard = guard
-        yield pipe
-
-
-@contextmanager
-def _fp16(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
-    pipe = load_plain(folder, torch.float32)
-    prepare(pipe)
-    with stopdown.fp16(pipe) as guard:
-        pipe.stopdown_guard = guard
-        yield pipe
-
-
-@contextmanager
-def _load(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
+def _load(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
     pipe = stopdown.load(folder, precision="fp16", device="cpu")
     pipe.set_progress_bar_config(disable=True)
     try:
-        yield pipe
+        yield pipe, pipe.stopdown_guard
     finally:
         pipe.stopdown_guard.remove()
 
 
 @contextmanager
-def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
+def _quantization(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
     config = stopdown.quantization(folder)
-    yield load_plain(folder, torch.float16, quantization_config=config)
+    yield load_plain(folder, torch.float16, quantization_config=config), None
 
 
 @contextmanager
-def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
+def _convert(folder: Path, model: Model, prepare: Prepare) -> Iterator[Opened]:
     converted = folder.with_name(f"{folder.name}-fp16")
     if not converted.exists():
         size = [x for key in ("height", "width") if key in model.call for x in (f"--{key}", 32)]
         run_command("convert", folder, converted, *size)
-    yield load_plain(converted, torch.float16)
+    yield load_plain(converted, torch.float16), None
 
 
 def run_command(*words: object) -> None:
@@ -420,20 +401,15 @@ def list_commands(table: Table, name: str) -> dict[str, list[list[Any]]]:
     return found
 
 
-@contextmanager
-def leave_plain(folder: Path, model: Model, prepare: Prepare) -> Iterator[Pipe]:
-    """Load in plain fp16, with nothing of Stopdown."""
-    pipe = load_plain(folder, torch.float16)
-    prepare(pipe)
-    yield pipe
-
+leave_plain = _open(torch.float16, contextlib.nullcontext)
+"""Plain Diffusers in fp16, with nothing of Stopdown."""
 
 WAYS = {
     "rescale_": _rescale,
-    "apply_plan": _apply_plan,
-    "guard": _guard,
-    "guard + plan": _guard_with_plan,
-    "fp16": _fp16,
+    "apply_plan": _open(torch.float32, lambda x: stopdown.apply_plan(x, stopdown.make_plan(x))),
+    "guard": _open(torch.float16, stopdown.guard),
+    "guard + plan": _open(torch.float32, lambda x: stopdown.guard(x, stopdown.make_plan(x))),
+    "fp16": _open(torch.float32, stopdown.fp16),
     "load": _load,
     "quantization_config": _quantization,
     "convert": _convert,
@@ -540,10 +516,9 @@ class Table:
             return _generate(self, name, change)
         model, row = MODELS[name], CHANGES[change]
         prepare = row.prepare or (lambda *_: None)
-        with WAYS[way](self.save(name), model, lambda pipe: prepare(pipe, model)) as pipe:
-            found = row.make(pipe, model)
-            guard = getattr(pipe, "stopdown_guard", None)
-            return Found(found, bool(guard is not None and guard.repairs))
+        with WAYS[way](self.save(name), model, lambda x: prepare(x, model)) as opened:
+            pipe, handle = opened
+            return Found(row.make(pipe, model), bool(getattr(handle, "repairs", ())))
 
 
 def is_cell(name: str, way: str, change: str) -> bool:

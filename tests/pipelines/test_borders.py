@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +12,20 @@ import stopdown
 from models.lora_cases import draw_lora, load_lora, name_lora
 from models.pipeline_calls import call_pipeline, load_plain
 from models.signature_cases import draw_ip_adapter, draw_picture
+from models.zimage import make_zimage
 from stopdown import testing
 from stopdown.errors import PlanError, SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
 
 FP16 = torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Plans that are kept are those of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("STOPDOWN_CACHE", str(folder))
-        yield folder
-
-
-def make_z_image() -> Any:
-    """A tiny Z-Image whose encoder gives hidden states of a hundred thousand, as that of LTX-2 does."""
-    import diffusers
-    import transformers
-
-    torch.manual_seed(0)
-    encoder = transformers.Qwen3Model(
-        transformers.Qwen3Config(
-            vocab_size=128,
-            hidden_size=16,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-        )
-    ).eval()
-    with torch.no_grad():
-        for layer in encoder.layers:
-            layer.mlp.up_proj.weight.mul_(2.0**9)
-            layer.mlp.down_proj.weight.mul_(2.0**17)
-    transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=16,
-        axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
-    )
-    transformer.x_pad_token.data.zero_()
-    transformer.cap_pad_token.data.zero_()
-    vae = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        block_out_channels=[8, 8],
-        latent_channels=4,
-        norm_num_groups=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    )
-    letters = [chr(97 + number) for number in range(26)]
-    words = ["<|endoftext|>", "<unk>", *letters, "\u0120"]
-    tokenizer = transformers.Qwen2Tokenizer(
-        vocab={word: number for number, word in enumerate(words)},
-        merges=[],
-        unk_token="<unk>",
-        pad_token="<|endoftext|>",
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return diffusers.ZImagePipeline(
-        scheduler=scheduler,
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        transformer=transformer,
-    )
 
 
 @pytest.fixture(scope="module")
 def z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "z-image"
-    make_z_image().to(torch.bfloat16).save_pretrained(folder)
+    make_zimage().to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,9 @@ from stopdown.numerics import relative_l2
 from stopdown.plans.certified import list_planned
 from stopdown.sources.sources import resolve_source, verify_source
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
 
 FP16 = torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Plans that are kept are those of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("STOPDOWN_CACHE", str(folder))
-        yield folder
 
 
 def make_tokenizer() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,9 @@ from stopdown.scaling.call_watch import CallWatch, find_watch
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
 
 FP16 = torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Plans that are kept are those of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("STOPDOWN_CACHE", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,9 @@ from stopdown.numerics import relative_l2
 from stopdown.sources.sources import resolve_source, verify_source
 from stopdown.testing import make_pipeline
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
 
 FP16 = torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Plans that are kept are those of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("STOPDOWN_CACHE", str(folder))
-        yield folder
 
 
 def make() -> Any:
