@@ -162,7 +162,7 @@ def test_no_block_harms_the_shell_it_is_pasted_into() -> None:
 def test_the_flowcharts_are_told_in_words() -> None:
     """Whoever cannot see the diagrams finds each of their commands in the text below them."""
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")
-    diagrams, words = page.split("## The steps in words")
+    diagrams, words = page.split("## Step by step")
     assert diagrams.count("```mermaid") == 2
     drawn = set(find_commands(diagrams))
     assert len(drawn) >= 8
