@@ -1,11 +1,10 @@
-"""Two pictures: plain Diffusers beside `stopdown generate`, with the same prompt and the same seed.
+"""The README's picture: plain Diffusers beside `stopdown generate`, with the same prompt and the same seed.
 
-`split.png`, the README's, is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right.
-The contact sheet has all frames of plain Diffusers in fp16, bf16 and fp32, and of Stopdown. Plain Diffusers
-is called as its documentation does, and its frames are saved as it saves them. Stopdown is a command.
+`split.png` is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right. Plain Diffusers
+is called as its documentation does, and its frames are saved as it saves them. Stopdown is a command. Other
+scripts draw their rows of frames with `draw_contact_sheet`.
 
-    python benchmarks/contact_sheet.py           # a CPU emulates fp16: some minutes
-    python benchmarks/contact_sheet.py --sheet
+    python benchmarks/contact_sheet.py  # a CPU emulates fp16: some minutes
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) 
     return np.stack([np.asarray(frame) for frame in video])
 
 
-def run_stopdown(prompt: str, options: argparse.Namespace, precision: str = "auto") -> np.ndarray:
+def run_stopdown(prompt: str, options: argparse.Namespace, precision: str) -> np.ndarray:
     """Frames `[T, H, W, 3]` uint8 of the command."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/frames/"
@@ -169,19 +168,11 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frame", type=int, default=2, help="of the split picture")
-    parser.add_argument("--sheet", action="store_true", help="draw the contact sheet instead")
     options = parser.parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)
     black = run_diffusers(options.prompt, torch.float16, options)
-    if not options.sheet:
-        made = run_stopdown(options.prompt, options, "fp16")
-        print(draw_split(black, made, IMAGES / "split.png", options.frame))
-        return
-    rows = [("Diffusers fp16", black)]
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        rows.append((f"Diffusers {name}", run_diffusers(options.prompt, dtype, options)))
-    rows.append(("stopdown generate", run_stopdown(options.prompt, options)))
-    print(draw_contact_sheet(rows, IMAGES / "contact-sheet.png", scale=1.5))
+    made = run_stopdown(options.prompt, options, "fp16")
+    print(draw_split(black, made, IMAGES / "split.png", options.frame))
 
 
 if __name__ == "__main__":
