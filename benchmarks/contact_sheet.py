@@ -1,8 +1,8 @@
-"""The README's picture: plain Diffusers beside `stopdown generate`, with the same prompt and the same seed.
+"""The README's picture: plain Diffusers beside `stopdown generate`, the same prompt and seed.
 
-`split.png` is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right. Plain Diffusers
-is called as its documentation does, and its frames are saved as it saves them. Stopdown is a command. Other
-scripts draw their rows of frames with `draw_contact_sheet`.
+`split.png` is one frame: plain Diffusers in fp16 on the left, Stopdown in fp16 on the right. Plain
+Diffusers is called as its documentation does, and its frames are saved as it saves them. Stopdown is a
+command. Other scripts draw their rows of frames with `draw_contact_sheet`.
 
     python benchmarks/contact_sheet.py  # a CPU emulates fp16: some minutes
 """
