@@ -15,7 +15,7 @@ from stopdown.bounds.near_weights import bring_near
 from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device
 from stopdown.graph.capture import name_parameters
-from stopdown.plans.certified import certify_component
+from stopdown.plans.certified import TracedCalls, certify_component
 from stopdown.scaling import certificate, search
 from stopdown.scaling.certificate import BoundedCalls
 
@@ -74,7 +74,9 @@ def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "bound_kinds", keep)
-        return certify_component(module, [call], "fp32", load, hands_over=False), found
+        return certify_component(
+            module, TracedCalls(module, [call]), "fp32", load, hands_over=False
+        ), found
 
 
 def check_bounds(module: torch.nn.Module, call: ComponentCall, device: Device) -> None:

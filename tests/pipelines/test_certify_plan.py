@@ -27,6 +27,7 @@ from stopdown.plans import certifier, plan_choice
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import (
     Scope,
+    TracedCalls,
     certify_component,
     certify_plan,
     load_stored,
@@ -188,7 +189,9 @@ def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> No
     call = make_call(*args, **kwargs)
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
-        scaling = certify_component(module, [call], "native", load, hands_over=hands_over)
+        scaling = certify_component(
+            module, TracedCalls(module, [call]), "native", load, hands_over=hands_over
+        )
         found = [x for key, x in scaling.limits.items() if is_encoded(key)]
         assert found == [limit if hands_over else 128.0]
 

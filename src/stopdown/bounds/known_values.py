@@ -21,9 +21,8 @@ from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, NARROW_WEIGHT_FLOOR, WE
 from stopdown.bounds.values import AffineRows, Bound, Shape, broadcast, inflate, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture
-from stopdown.graph.nodes import arguments, is_float, is_kind, is_split, shape_of
+from stopdown.graph.nodes import arguments, is_float, is_kind, is_split, read_magnitude, shape_of
 from stopdown.graph.range_measurement import Range
-from stopdown.number_formats import NEAR_FP16_END
 from stopdown.numerics import CACHED_VALUES, measure_amax, summarise_magnitudes
 
 SMALL = 1 << 16
@@ -265,8 +264,7 @@ class Operands:
     def find(self, value: Any) -> Bound | None:
         """The bound of an argument, if there is one: of a number its magnitude, else what is known."""
         if isinstance(value, (int, float)):
-            size = 0.0 if abs(value) >= NEAR_FP16_END else abs(float(value))
-            return uniform(size, ())
+            return uniform(read_magnitude(self.node, value), ())
         return self.known.bound(value) if isinstance(value, Node) else None
 
     def bound(self, value: Any) -> Bound:

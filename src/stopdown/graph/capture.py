@@ -54,7 +54,7 @@ from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import has_values, iterate_tensors
 from stopdown.records import Operands
 
 _PREFIX = "component"
@@ -261,6 +261,20 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch
     """The tensors among a call's arguments: positional first, keywords by name."""
     leaves, _ = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def sign_capture(capture: Capture) -> str:
+    """Return the hash of what a captured call computes, but for the values of its weights."""
+    made = hashlib.sha256(repr((capture.parameters, capture.answers, capture.operands)).encode())
+    for node in capture.graph.graph.nodes:
+        target = node.target if isinstance(node.target, str) else str(node.target)
+        made.update(repr((node.name, target, node.args, node.kwargs, module_path(node))).encode())
+    for name, constant in capture.constants.items():
+        made.update(name.encode())
+        if isinstance(constant, torch.Tensor) and has_values(constant):
+            values = constant.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            made.update(values.numpy().tobytes())
+    return f"{made.hexdigest()} {capture.signature} {capture.keeps_clamps}"
 
 
 def module_path(node: Node) -> str:

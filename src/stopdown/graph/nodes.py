@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -154,6 +155,36 @@ def is_range_clamp(node: Node) -> bool:
     names = ("min", "max") if found.kind == "clamp" else ("neginf", "posinf")
     sizes = [smallest_constant(given.get(name)) for name in names]
     return all(NEAR_FP16_END <= size <= FP16.largest for size in sizes)
+
+
+_FILLING = ("choice", "fill", "filled", "padding", "constant", "index_put", "scatter")
+_MOVING = (
+    *("cast", "identity", "reshape", "expansion", "permutation", "slice", "select"),
+    *("repetition", "index", "subtract", "subtract_from"),
+)
+
+
+def read_magnitude(node: Node, number: float) -> float:
+    """Return the magnitude of a number that an operation takes; 0 of the sentinel of a mask.
+
+    A sentinel fills, or it multiplies a mask: `(1 - mask) * torch.finfo(dtype).min`. What else is
+    multiplied by such a number, or has it added, gets as large.
+    """
+    size = abs(float(number))
+    found = find_operation(operation(node))
+    if size < NEAR_FP16_END or found is None:
+        return size
+    if found.kind == "multiply":
+        return 0.0 if any(map(_is_mask, node.all_input_nodes)) else size
+    hides = number < 0 or math.isinf(size) or size <= FP16.largest
+    return 0.0 if hides and found.kind in _FILLING else size
+
+
+def _is_mask(node: Node) -> bool:
+    """Whether a value is made of truth values or whole numbers alone, as `1 - mask` is."""
+    while is_kind(node, *_MOVING) and len(node.all_input_nodes) == 1 and is_float(node):
+        (node,) = node.all_input_nodes
+    return not is_float(node)
 
 
 def smallest_constant(value: Any) -> float:

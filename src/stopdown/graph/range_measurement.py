@@ -30,6 +30,7 @@ from stopdown.graph.nodes import (
     is_kind,
     is_range_clamp,
     operation,
+    read_magnitude,
 )
 from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16, NEAR_FP16_END
@@ -144,9 +145,8 @@ def find_masked(capture: Capture) -> frozenset[Node]:
         if bool(find_sentinels(capture.constants.get(node.name)).any()):
             masked.add(node)
         numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
-        sentinel = any(abs(x) >= NEAR_FP16_END and is_float(node) for x in numbers)
-        counts = is_kind(node, "slice", "counting")
-        if (sentinel and not counts) or masked & set(node.all_input_nodes):
+        sentinel = any(abs(x) >= NEAR_FP16_END and not read_magnitude(node, x) for x in numbers)
+        if sentinel or masked & set(node.all_input_nodes):
             masked.add(node)
     return frozenset(masked)
 

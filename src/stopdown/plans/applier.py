@@ -68,6 +68,7 @@ from stopdown.scaling.folds import (
     load_scaled,
     widen_,
 )
+from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.sources import Source, fingerprint
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
@@ -332,10 +333,10 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
     }
     halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
     for name in [x.component for x in plan.components if x.precision == "as loaded"]:
-        if (found := find_component(pipe, name)) is not None and PLANNED in vars(found):
-            dtypes[name] = read_precisions(found)[
-                0
-            ]  # of now: its plan may come off before this one
+        found = find_component(pipe, name)
+        held = () if found is None or find_quantised(found) else read_precisions(found)
+        if found is not None and (len(held) == 1 or PLANNED in vars(found)):
+            dtypes[name] = held[0]  # of now: its plan may come off before this one
     upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
         if (watch := find_watch(_find(pipe, name))) is not None:

@@ -41,13 +41,13 @@ from stopdown.graph.nodes import (
     is_split,
     list_mixed,
     operation,
+    read_magnitude,
     read_order,
     shape_of,
     strip_casts,
 )
 from stopdown.graph.operations import Operation, find_operation
 from stopdown.graph.range_measurement import find_sentinels
-from stopdown.number_formats import NEAR_FP16_END
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
@@ -562,10 +562,10 @@ class _Exporter:
 
     def _export_choose(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         names = [given.get(key) for key in ("self", "other", "value", "source")]
-        numbers = [abs(float(x)) for x in names if isinstance(x, (int, float))]
+        numbers = [read_magnitude(node, x) for x in names if isinstance(x, (int, float))]
         found = [self._need(x, node) for x in names if isinstance(x, Node)]
         made = {"rule": "either", "from": found, "of": "choice"}
-        number = max((x for x in numbers if x < NEAR_FP16_END), default=0.0)
+        number = max(numbers, default=0.0)
         if not made["from"]:
             return self._filled(number)
         return {**made, "number": number} if number else made
@@ -578,7 +578,6 @@ class _Exporter:
             return {"rule": "add", "from": pair, **({} if factor == 1 else {"factor": factor})}
         number = float(other) * factor
         made = {"rule": "add", "from": [self._need(first, node)]}
-        number = 0.0 if abs(number) >= NEAR_FP16_END else number
         return {**made, "number": number, **self._number_exponent(node, other)}
 
     def _number_exponent(self, node: Node, number: Any) -> dict[str, int]:
@@ -594,15 +593,14 @@ class _Exporter:
         if not isinstance(number, (int, float)) or given.get("alpha", 1) != 1:
             raise _NoRule
         turned = {"rule": "same", "function": "neg", "from": [self._first(node)]}
-        number = 0.0 if abs(number) >= NEAR_FP16_END else float(number)
-        return {"rule": "add", "from": [self._add(node, turned)], "number": number}
+        return {"rule": "add", "from": [self._add(node, turned)], "number": float(number)}
 
     def _export_multiply(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         first, other = given["self"], given["other"]
         if not isinstance(first, Node):
             first, other = other, first
         if not isinstance(other, Node):
-            number = 0.0 if abs(other) >= NEAR_FP16_END else float(other)
+            number = float(other) if read_magnitude(node, other) else 0.0
             return {"rule": "multiply", "from": [self._need(first, node)], "number": number}
         if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
             pair = (
@@ -699,7 +697,7 @@ class _Exporter:
         number = given.get("fill_value", given.get("value", 1.0))
         if not isinstance(number, (int, float)):
             raise _NoRule
-        return self._filled(0.0 if abs(number) >= NEAR_FP16_END else float(number))
+        return self._filled(read_magnitude(node, number))
 
     def _export_copied(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         name = self._need(node.args[1], node)

@@ -22,7 +22,6 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch.utils import _pytree as pytree
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.bounds.known_values import Load
 from stopdown.bounds.near_weights import bring_home, bring_near
-from stopdown.component_calls.call import ComponentCall
+from stopdown.component_calls.call import ComponentCall, PlainCall
 from stopdown.component_calls.call_interception import bared
 from stopdown.component_calls.components import (
     explain_run,
@@ -44,7 +43,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_memory import free_memory, is_out_of_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
-from stopdown.graph.capture import name_parameters
+from stopdown.graph.capture import name_parameters, sign_capture
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import (
@@ -219,8 +218,8 @@ def certify_program(
 ) -> Plan:
     """Find or make the plan of a loaded pipeline or other program, from its weights.
 
-    A plan is kept for these weights, the code and plain attributes of these modules, and the sizes of these
-    calls. What cannot be planned is left as it is loaded.
+    A plan is kept for these weights, and for the graphs and sizes of these calls. What cannot be planned is
+    left as it is loaded.
 
     Args:
         run: runs a program that is no pipeline once. It ends at the first call of each component, and
@@ -243,46 +242,63 @@ def certify_program(
         modules = {name: module for name, module in found.items() if module is not None}
     if not modules:
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
-    known = [
-        (
-            sample_weights(module),
-            _describe_code(module),
-            _read_call_sizes(calls.get(name, [])),
-            PLANNED in vars(module),
-        )
-        for name, module in modules.items()
-    ]
-    key = _hash((known, stream, hands_over))
-    kept = read_cached_plan(key)
+    bare = {name: _bring_bare(module) for name, module in modules.items()}
+    traced = {
+        name: TracedCalls(module, calls.get(name, []))
+        for name, module in bare.items()
+        if not (PLANNED in vars(modules[name]) or find_quantised(module))
+    }
+    key = _sign_program(modules, traced, (stream, hands_over))
+    kept = read_cached_plan(key) if key else None
     if kept is not None and kept.versions == read_class_versions():
         return kept
     context = _Context({}, {}, stream, None, unseen, progress, hands_over, left="as loaded")
     components = []
     for name, module in modules.items():
-        tensors = name_parameters(module)
-        load = functools.partial(load_stored, tensors, find_aliases(module), dict)
-        if PLANNED in vars(module):
-            components.append(
-                ComponentPlan(
-                    name,
-                    type(module).__name__,
-                    sample_weights(module),
-                    "as loaded",
-                    reasons=("It is under a plan already, of another pipeline that shares it.",),
-                )
-            )
-        elif kind := find_quantised(module):
-            bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
-            components.append(_fall_back(context, bare, f"Its weights are quantised ({kind})."))
+        entry = ComponentPlan(name, type(module).__name__, "", "as loaded")
+        if name in traced:
+            tensors = name_parameters(module)
+            load = functools.partial(load_stored, tensors, find_aliases(module), dict)
+            with bared(bare[name]):  # a guard may be on it
+                entry = _plan_component(context, name, bare[name], load, traced[name])
+        elif PLANNED in vars(module):
+            why = "It is under a plan already, of another pipeline that shares it."
+            entry = dataclasses.replace(entry, weights=sample_weights(module), reasons=(why,))
         else:
-            is_here = all(x.device.type in ("cpu", "meta") for x in tensors.values())
-            here, made = module if is_here else copy_to_host(module), calls.get(name, [])
-            with bared(here):  # a guard may be on it
-                components.append(_plan_component(context, name, here, load, made))
+            why = f"Its weights are quantised ({find_quantised(module)})."
+            entry = dataclasses.replace(entry, weights=sample_weights(module), precision="fp32")
+            entry = _fall_back(context, entry, why)
+        components.append(entry)
     identity = type(program).__name__, key, type(program).__name__
     plan = seal_made(identity, components, started, choose_device("cpu"))
-    keep_plan(plan)
+    if key:
+        keep_plan(plan)
     return plan
+
+
+def _bring_bare(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module whose weights are on the host, or a copy of it without weights."""
+    places = {x.device.type for x in name_parameters(module).values()}
+    return module if places <= {"cpu", "meta"} else copy_to_host(module)
+
+
+def _sign_program(
+    modules: Mapping[str, torch.nn.Module], traced: Mapping[str, TracedCalls], known: object
+) -> str:
+    """Return the key under which a program's plan is kept, "" where a call cannot be captured.
+
+    Code is compared by the graphs that it gives: closures, functions of other modules and tables in plain
+    attributes are in them.
+    """
+    signs: list[object] = [known]
+    try:
+        for name, module in modules.items():
+            with bared(module):
+                graphs = traced[name].sign() if name in traced else ""
+            signs.append((name, type(module).__name__, sample_weights(module), graphs))
+    except CaptureError:
+        return ""
+    return _hash(signs)
 
 
 def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
@@ -291,49 +307,8 @@ def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
     return any(call.kwargs.get("output_hidden_states") for call in recorded)
 
 
-def _describe_code(module: torch.nn.Module) -> list[Any]:
-    """List what a module's parts compute besides their weights: the code and plain attributes of each."""
-    return [
-        (
-            path,
-            *_read_methods(type(part)),  # type: ignore[arg-type]
-            sorted(
-                (name, value)
-                for name, value in vars(part).items()
-                if type(value) in (int, float, str) and not name.startswith("_")
-            ),
-        )
-        for path, part in module.named_modules()
-    ]
-
-
 def _hash(known: object) -> str:
     return hashlib.sha256(repr(known).encode()).hexdigest()
-
-
-@functools.cache
-def _read_methods(kind: type) -> tuple[Any, ...]:
-    methods = (
-        (name, method.__code__)
-        for base in kind.__mro__
-        if base is not torch.nn.Module
-        for name, method in vars(base).items()
-        if isinstance(method, FunctionType)
-    )
-    return tuple((name, _read_instructions(code)) for name, code in methods)
-
-
-def _read_instructions(code: CodeType) -> tuple[Any, ...]:
-    """Read what code does, the same in each process: sets of constants are sorted."""
-    constants = [
-        _read_instructions(x)
-        if isinstance(x, CodeType)
-        else sorted(map(repr, x))
-        if isinstance(x, frozenset)
-        else repr(x)
-        for x in code.co_consts
-    ]
-    return (code.co_code, code.co_names, constants)
 
 
 def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
@@ -413,9 +388,10 @@ class _Components:
         return [name for name in self.modules if name not in self.made]
 
     def _plan_one(self, name: str, certifier: Certifier) -> None:
-        module, calls = self.modules[name], self.calls.get(name, [])
+        module = self.modules[name]
+        traced = TracedCalls(module, self.calls.get(name, []))
         with open_component(self.source, name, module, self.loaded.get(name)) as load:
-            made = _plan_component(self.context, name, module, certifier.beside(load), calls)
+            made = _plan_component(self.context, name, module, certifier.beside(load), traced)
         self.made[name] = made
         if name in self.keys and made.scaling is not None:
             keep_plan(seal_plan(Plan(self.source.name, self.keys[name], components=(made,))))
@@ -426,17 +402,17 @@ def _plan_component(
     name: str,
     module: torch.nn.Module,
     load: Load,
-    made: list[ComponentCall],
+    traced: TracedCalls,
 ) -> ComponentPlan:
     reading = _TensorReader(load, name, module, context.progress)
     bare = ComponentPlan(name, type(module).__name__, "", "fp32")
     if name in context.others:
         planned = leave_component(bare, context.others[name])
-    elif not made:
+    elif not traced.calls:
         planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     else:
         try:
-            scaling = _scale_near(context, module, made, reading)
+            scaling = _scale_near(context, module, traced, reading)
             if "" in scaling.fp32_modules:
                 raise ScalingError(_WHOLE)
         except (CaptureError, ScalingError) as error:
@@ -449,11 +425,11 @@ def _plan_component(
 
 
 def _scale_near(
-    context: _Context, module: torch.nn.Module, made: Sequence[ComponentCall], load: Load
+    context: _Context, module: torch.nn.Module, traced: TracedCalls, load: Load
 ) -> Scaling:
     """As `certify_component`, on an accelerator while its memory allows."""
     scale = functools.partial(
-        certify_component, module, made, context.residual, hands_over=context.hands_over
+        certify_component, module, traced, context.residual, hands_over=context.hands_over
     )
     if (near := bring_near(load, context.device)) is not None:
         try:
@@ -594,9 +570,29 @@ class _TensorReader:
         return join_samples((name, *self._samples[name]) for name in self._names)
 
 
+class TracedCalls:
+    """Calls of one component and their captures, each made once."""
+
+    def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
+        self.calls: list[PlainCall] = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
+        self.captures = Captures()
+        self._made = made
+
+    def sign(self) -> tuple[object, ...]:
+        """Return what tells apart the calls' graphs at their sizes.
+
+        Raises:
+            CaptureError: the code cannot be traced.
+
+        Cost: a capture for each call (seconds).
+        """
+        graphs = [sign_capture(self.captures.take_short(call)) for call in self.calls]
+        return (*_read_call_sizes(self._made), *graphs)
+
+
 def certify_component(
     module: torch.nn.Module,
-    made: Sequence[ComponentCall],
+    traced: TracedCalls,
     residual: str,
     load: Load,
     *,
@@ -608,8 +604,7 @@ def certify_component(
         hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. What
             encoders give may then be anything that fp16 holds, if exponents for that cost nothing.
     """
-    calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
-    captures = Captures()
+    calls, captures = traced.calls, traced.captures
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(captures.take(x, stream), *x[1:]) for x in calls]

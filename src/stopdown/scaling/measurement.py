@@ -36,6 +36,7 @@ class Captures:
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
         self._short: dict[int, PlainCall] = {}
+        self._clamping: dict[int, bool] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
         """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
@@ -45,6 +46,8 @@ class Captures:
         key = id(call), stream is None
         if key not in self._made or self._made[key][1] != stream:
             made = self._capture(call, stream)
+            if any(map(is_range_clamp, made.graph.graph.nodes)):
+                made = replace(made, keeps_clamps=self._keeps_clamps(call))
             self._made[key] = call, stream, made  # while the call is held nothing else has its id
         return self._made[key][2]
 
@@ -63,6 +66,11 @@ class Captures:
             return capture_call(function, args, kwargs, dtype=torch.float16)
         plain = self._made.get((id(self._short.get(id(call), call)), True))
         return _capture_streamed(*call, stream, plain and plain[2].operands)
+
+    def _keeps_clamps(self, call: PlainCall) -> bool:
+        if id(call) not in self._clamping:
+            self._clamping[id(call)] = _clamps_anyway(call)
+        return self._clamping[id(call)]
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
@@ -179,19 +187,14 @@ def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: An
 
 def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
     call, args, kwargs = one
-    if any(map(is_range_clamp, capture.graph.graph.nodes)):
-        capture = replace(capture, keeps_clamps=_clamps_anyway(one))
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
     ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
     return MeasuredCall(capture, blocks, ranges)
 
 
 def _clamps_anyway(one: PlainCall) -> bool:
-    """Whether a call in fp32 clamps at fp16's maximum; of one in fp16 it is not known."""
+    """Whether a call clamps at fp16's maximum in fp32 as well: it is then part of the model."""
     call, args, kwargs = one
-    weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
-    if any(x.dtype != torch.float32 for x in weights):
-        return False
     try:
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
     except CaptureError:
