@@ -262,6 +262,43 @@ def test_a_mask_of_whole_numbers_is_bounded() -> None:
         assert 10000 <= bound.largest <= 20200
 
 
+LOWEST = float(torch.finfo(torch.float16).min)
+
+
+@pytest.mark.parametrize("number", [6e4, -65504.0, 2.0**18, -(2.0**18)])
+@pytest.mark.parametrize("way", ["times", "plus"])
+def test_a_large_number_is_no_sentinel(way: str, number: float) -> None:
+    """A value that the code multiplies by a large number, or adds it to, gets as large."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * number if way == "times" else x + number
+
+    case = bound_module(Model(), torch.randn(2, 4).half())
+    (bound,) = [x for n, x in case.bounds.values.items() if n in ("mul", "add")]
+    assert bound is not None
+    assert bound.largest >= abs(number)
+
+
+@pytest.mark.parametrize("way", ["times", "fill", "where"])
+def test_a_sentinel_of_a_mask_bounds_nothing(way: str) -> None:
+    """What a mask hides values with counts as 0, whether it fills or multiplies the mask."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            mask = attention_mask[:, None].to(x.dtype)
+            if way == "times":
+                return x + (1.0 - mask) * LOWEST
+            chosen = mask.bool() if way == "fill" else ~mask.bool()
+            return (
+                x.masked_fill(chosen, LOWEST) if way == "fill" else torch.where(chosen, x, LOWEST)
+            )
+
+    call = {"x": torch.randn(2, 1, 4).half(), "attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}
+    case = bound_one(Model(), Model(), (), call)
+    assert all(x is not None and x.largest < 1000 for x in case.bounds.values.values())
+
+
 class Joined(nn.Module):
     """Joins two values without elements, as an encoder of few frames does with what it kept."""
 

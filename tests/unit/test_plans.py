@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -493,3 +494,66 @@ def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
     handle.undo()
     torch.save(module.state_dict(), io.BytesIO())
     torch.save(module, io.BytesIO())
+
+
+class Branch(nn.Module):
+    """Two residual branches beyond fp16, and what an attribute or a closure does with their sum."""
+
+    def __init__(self, change: Any, table: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.change, self.table = change, [torch.full((16,), table)]
+        self.first.weight.data.mul_(3e4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.change(self.first(x) + self.first(-x.flip(0)))
+        return self.last(nn.functional.layer_norm(stream, (16,))) * self.table[0].to(x.dtype)
+
+
+def use(change: Any) -> Any:
+    """Return code whose instructions are the same whatever it calls."""
+    return lambda h: change(h)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: Branch(use(lambda h: h.clamp(-1e4, 1e4))), lambda: Branch(use(lambda h: h), 2.0**16)],
+    ids=["closure", "table"],
+)
+@torch.no_grad()
+def test_a_kept_plan_is_that_of_the_same_graph(
+    other: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A plan that is kept for one module serves its twin, and none that computes something else."""
+    from stopdown import apply_plan, make_plan
+    from stopdown.plans import certified
+
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    made = list[str]()
+    plan_one = certified._plan_component
+    monkeypatch.setattr(
+        certified, "_plan_component", lambda *args: made.append("one") or plan_one(*args)
+    )
+    x = torch.randn(4, 16)
+    first, twin, third = Branch(use(lambda h: h)), Branch(use(lambda h: h)), other().eval()
+    for module in (first, twin, third):
+        want = module(x)
+        with apply_plan(module, make_plan(module, run=lambda: module(x)), cast=False):  # noqa: B023
+            assert torch.equal(module(x), want)
+    assert len(made) == 2
+
+
+@torch.no_grad()
+def test_a_component_left_as_loaded_takes_what_a_planned_one_gives() -> None:
+    """A module in fp32 that no exponents fit is given fp16 by its neighbour, and runs."""
+    from models.small_ways import WIDTH, make_net
+    from stopdown import apply_plan, make_plan
+
+    wide, x = make_net("output beyond widened"), torch.randn(4, WIDTH)
+    plan = make_plan(wide, run=lambda: wide(x))
+    assert plan.components[0].precision == "as loaded"
+    want = wide(x)
+    with apply_plan(wide, plan):
+        found = wide(x.half())
+    assert (found - want).norm() < 1e-3 * want.norm()
