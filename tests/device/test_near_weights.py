@@ -54,7 +54,8 @@ def plan_there() -> Any:
     module, call = make_encoder()
     load = module.state_dict().__getitem__
     context = certified._Context({}, {}, "fp32", choose_device(KIND), "", None, False)
-    made = certified._plan_component(context, "encoder", module, load, [call])
+    traced = certified.TracedCalls(module, [call])
+    made = certified._plan_component(context, "encoder", module, load, traced)
     return made.in_force
 
 

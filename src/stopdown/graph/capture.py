@@ -274,7 +274,7 @@ def sign_capture(capture: Capture) -> str:
         if isinstance(constant, torch.Tensor) and has_values(constant):
             values = constant.detach().cpu().contiguous().view(-1).view(torch.uint8)
             made.update(values.numpy().tobytes())
-    return f"{made.hexdigest()} {capture.signature} {capture.keeps_clamps}"
+    return f"{made.hexdigest()} {capture.signature}"
 
 
 def module_path(node: Node) -> str:

@@ -586,8 +586,11 @@ class TracedCalls:
 
         Cost: a capture for each call (seconds).
         """
-        graphs = [sign_capture(self.captures.take_short(call)) for call in self.calls]
-        return (*_read_call_sizes(self._made), *graphs)
+        signs = _read_call_sizes(self._made)
+        for call in self.calls:
+            made = self.captures.take_short(call)
+            signs += [sign_capture(made), self.captures.keeps_clamps(call, made)]
+        return tuple(signs)
 
 
 def certify_component(

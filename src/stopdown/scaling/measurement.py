@@ -36,18 +36,23 @@ class Captures:
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
         self._short: dict[int, PlainCall] = {}
-        self._clamping: dict[int, bool] = {}
+        self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
         """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
 
         Cost: a capture (seconds), the first time.
         """
+        made = self._take(call, stream)
+        if self.keeps_clamps(call, made) and not made.keeps_clamps:
+            made = replace(made, keeps_clamps=True)
+            self._made[id(call), stream is None] = call, stream, made
+        return made
+
+    def _take(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         key = id(call), stream is None
         if key not in self._made or self._made[key][1] != stream:
             made = self._capture(call, stream)
-            if any(map(is_range_clamp, made.graph.graph.nodes)):
-                made = replace(made, keeps_clamps=self._keeps_clamps(call))
             self._made[key] = call, stream, made  # while the call is held nothing else has its id
         return self._made[key][2]
 
@@ -58,7 +63,7 @@ class Captures:
 
         Cost: a capture (seconds), the first time.
         """
-        return self.take(self._short.setdefault(id(call), cut_sizes(call)))
+        return self._take(self._short.setdefault(id(call), cut_sizes(call)), None)
 
     def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
         if stream is None:
@@ -67,10 +72,16 @@ class Captures:
         plain = self._made.get((id(self._short.get(id(call), call)), True))
         return _capture_streamed(*call, stream, plain and plain[2].operands)
 
-    def _keeps_clamps(self, call: PlainCall) -> bool:
+    def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
+        """Whether a clamp at fp16's maximum belongs to the model: its call in fp32 has one as well.
+
+        Cost: a capture, the first time, if the call has such a clamp.
+        """
+        if not any(map(is_range_clamp, made.graph.graph.nodes)):
+            return False
         if id(call) not in self._clamping:
-            self._clamping[id(call)] = _clamps_anyway(call)
-        return self._clamping[id(call)]
+            self._clamping[id(call)] = call, _clamps_anyway(call)
+        return self._clamping[id(call)][1]
 
 
 def cut_sizes(call: PlainCall) -> PlainCall:
