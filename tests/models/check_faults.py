@@ -606,7 +606,7 @@ FAULTS = (
     Fault(
         "a stored value of 1e6, asked for in fp16", "weights", "sd", BF16, "v100",
         fill_stored("unet", "conv_in.weight", 1e6), "weight-out-of-range", "unet:conv_in.weight",
-        stored=True, precision="fp16",
+        stored=True, precision="fp16-plain",
     ),
     Fault(
         "weights of 1e-6 in fp16", "weights", "flux", FP16, "v100",
@@ -641,11 +641,11 @@ FAULTS = (
     ),
     Fault(
         "Gemma 2 in fp16", "model", "sana", FP16, "v100", nothing, "model-needs", "text_encoder",
-        stored=True, precision="fp16",
+        stored=True, precision="fp16-plain",
     ),
     Fault(
         "stored in bf16, asked for in fp16", "model", "cogvideox", BF16, "v100", nothing,
-        "range-unplanned", "text_encoder", stored=True, precision="fp16",
+        "range-unplanned", "text_encoder", stored=True, precision="fp16-plain",
     ),
 )  # fmt: skip
 """Every planted fault."""

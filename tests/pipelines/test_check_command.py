@@ -28,9 +28,9 @@ def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:
     folder = save_pipeline("cogview3plus", tmp_path / "model")
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    code, out, err = run("check", folder, "--precision", "fp16", "--device", "v100")
+    code, out, err = run("check", folder, "--precision", "fp16-plain", "--device", "v100")
     assert code == 1, err
-    assert "wrong: clamp-may-bite at transformer:transformer_blocks.0" in out
+    assert "WRONG RESULT transformer:transformer_blocks.0  [clamp-may-bite]" in out
     assert "stopdown plan " in out
     assert "SOURCE" not in out
     assert "Traceback" not in err
@@ -75,7 +75,7 @@ def test_fix_writes_a_folder_in_one_precision(run: Run, tmp_path: Path) -> None:
         "check",
         folder,
         "--precision",
-        "fp16",
+        "fp16-plain",
         "--device",
         "v100",
         "--fix",
@@ -120,7 +120,16 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
         }
         command = [sys.executable, "-m", "stopdown.app.cli", "check", "maker/tiny"]
         done = subprocess.run(
-            [*command, "--precision", "fp16", "--device", "v100", "--json", "--revision", "main"],
+            [
+                *command,
+                "--precision",
+                "fp16-plain",
+                "--device",
+                "v100",
+                "--json",
+                "--revision",
+                "main",
+            ],
             capture_output=True,
             text=True,
             env=environment,
@@ -130,8 +139,8 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
     record = from_json(done.stdout, CheckRecord)
     (planned,) = [finding for finding in record.findings if finding.kind == "range-unplanned"]
     assert planned.evidence == (
-        "The weights of text_encoder, transformer and vae are stored in bf16, and there is no plan yet for "
-        "running them in fp16."
+        "The weights of text_encoder, transformer and vae are stored in bf16, and they would run in fp16 "
+        "without a plan."
     )
     (rescaled,) = [finding for finding in record.findings if finding.kind == "rescaled-weights"]
     assert (rescaled.module_path, rescaled.evidence) == (

@@ -74,13 +74,16 @@ def test_mending_unifies_the_component_and_comes_off() -> None:
 
 
 def test_configs_alone_are_enough(tmp_path: Path) -> None:
-    """A folder without weights is checked in a precision for a device."""
+    """A folder without weights is checked for a device: fp16 with the plan that a run makes, or without one."""
     folder = save_pipeline("cogvideox", tmp_path / "model")
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    checked = inspect_pipeline(folder, precision="fp16", device="v100", arguments=CALL)
+    checked = inspect_pipeline(folder, precision="fp16-plain", device="v100", arguments=CALL)
     kinds = {finding.kind for finding in checked.findings}
     assert kinds == {"clamp-may-bite", "force-upcast-unread"}
+    planned = inspect_pipeline(folder, precision="fp16", device="v100", arguments=CALL)
+    assert planned.findings == []
+    assert planned.precisions == checked.precisions
 
 
 @pytest.mark.thorough
@@ -211,7 +214,7 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     save_file(weights, whole)
     checked = inspect_pipeline(
         find_source(resolve_source(whole, config=folder, with_weights=False)),
-        precision="fp16",
+        precision="fp16-plain",
         device="v100",
         arguments={**CALLS["sd"], "num_inference_steps": 1},
     )
@@ -241,7 +244,7 @@ def test_a_clamp_of_rescaled_weights_is_no_finding(tmp_path: Path) -> None:
     folder = save_pipeline("cogvideox", tmp_path / "model", dtype=torch.float16)
 
     def list_kinds() -> set[str]:
-        found = check(str(folder), precision="fp16", device="v100", arguments=CALL)
+        found = check(str(folder), precision="fp16-plain", device="v100", arguments=CALL)
         return {x.kind for x in found if x.module_path.startswith("text_encoder")}
 
     assert list_kinds() == {"clamp-may-bite"}

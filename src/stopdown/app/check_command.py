@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ class CheckOptions(SizeOptions):
 
     Examples:
       stopdown check zai-org/CogVideoX-5b --device v100
-      stopdown check shapes --precision fp16 --device t4
+      stopdown check shapes --precision fp16-plain --device t4
       stopdown check flux1-dev-Q4_0.gguf
     """
 
@@ -87,9 +88,9 @@ class CheckOptions(SizeOptions):
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precision to check: fp32, bf16 or fp16; by component, as in "
-            "transformer=fp16,vae.decode=fp32; or a plan, plan.json. By default what auto "
-            "would choose on that device."
+            help="Precision to check, as generate takes it: fp32, bf16, fp16 (with a plan) or fp16-plain "
+            "(as Diffusers runs it); by component, as in transformer=fp16,vae.decode=fp32; or a plan "
+            "file, plan.json. By default what auto would choose on that device."
         ),
     ] = None
     device: Annotated[
@@ -118,10 +119,6 @@ class CheckOptions(SizeOptions):
     ] = None
 
 
-ANSWERED_BY_PLANS = ("range-unplanned", "clamp-may-bite", "force-upcast-unread")
-"""Findings whose remedy is a plan."""
-
-
 def main(options: CheckOptions) -> int:
     """Run the command and print its page; 1 with a finding of something wrong."""
     from stopdown.app.progress import open_display, print_result
@@ -129,7 +126,8 @@ def main(options: CheckOptions) -> int:
     is_file = is_weight_file(options)
     with open_display(options, is_short=True) as display:
         record = check_file(options, display) if is_file else check(options, display)
-    draw: Any = print_file if is_file else print_check
+    asked = options.precision or "auto"
+    draw: Any = print_file if is_file else functools.partial(print_check, precision=asked)
     print_result(options, record, functools.partial(draw, record), highlight=False)
     from stopdown.dtype_rules.findings import is_fault
 
@@ -191,9 +189,9 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
 
     source = find_source(found)
-    precision, by_plan, judged = options.precision, False, ""
+    precision, judged = options.precision, ""
     if precision in (None, "auto"):
-        precision, by_plan, judged = choose_auto(source, options.device)
+        precision, judged = choose_auto(source, options.device)
     sizes = {"num_frames": options.frames, "height": options.height, "width": options.width}
     checked = inspect_pipeline(
         source,
@@ -203,8 +201,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
         sums=options.sums,
     )
     findings, mended = checked.findings, tuple[str, ...]()
-    if by_plan:
-        findings = [found for found in findings if found.kind not in ANSWERED_BY_PLANS]
     if options.fix and findings:
         findings, mended = _fix(options, checked)
     return CheckRecord(
@@ -229,7 +225,13 @@ def _refuse(options: CheckOptions) -> None:
         raise OptionError(
             f"--fix was given with --precision {options.precision}.",
             expected="It repairs a model in one precision for each component, without a plan.",
-            remedy="Leave --fix out, or use --precision fp16.",
+            remedy="Leave --fix out, or use --precision fp16-plain.",
+        )
+    if options.fix and "fp16" in asked.values():
+        raise OptionError(
+            f"--fix was given with --precision {options.precision}.",
+            expected="fp16 is run with a plan, and --fix repairs a model without one.",
+            remedy="Use --precision fp16-plain, or write an fp16 copy with stopdown convert.",
         )
     check_values(vars(options))
     check_pairs(options)
@@ -262,13 +264,20 @@ def _resolve(options: CheckOptions, *, with_weights: bool = True) -> Source:
     return resolve_source(options.source, **named, with_weights=with_weights)
 
 
-def print_check(record: CheckRecord, console: Console) -> None:
+def print_check(record: CheckRecord, console: Console, *, precision: str = "auto") -> None:
+    """Print the verdict, what to run, and the evidence below."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)
 
+    show((_describe_verdict(record.findings), "bold"), f" in {record.source} on {record.device}.")
+    run = f"stopdown generate {shlex.quote(record.source)} PROMPT"
+    run += "" if precision == "auto" else f" --precision {precision}"
+    show(("→ ", "bold"), _find_remedy(record.findings) or run)
     chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
-    show((record.source, "bold"), f" on {record.device}{': ' if chosen else ''}{chosen}")
+    show()
+    if chosen:
+        show(f"Checked: {chosen}")
     if record.judged:
         show(record.judged)
     for line in record.mended:
@@ -276,18 +285,41 @@ def print_check(record: CheckRecord, console: Console) -> None:
     _print_findings(record.findings, console)
 
 
+def _find_remedy(findings: tuple[Finding, ...]) -> str:
+    """What helps against the worst problem; "" without one."""
+    from stopdown.dtype_rules.findings import is_fault
+
+    return next((found.remedy for found in findings if is_fault(found.kind)), "")
+
+
+def _describe_verdict(findings: tuple[Finding, ...]) -> str:
+    """`3 problems and 1 note`, or `No problems`."""
+    from stopdown.dtype_rules.findings import is_fault
+
+    faults = sum(is_fault(found.kind) for found in findings)
+    notes = len(findings) - faults
+    said = f"{faults} problem{'s' * (faults != 1)}" if faults else "No problems"
+    return f"{said} and {notes} note{'s' * (notes != 1)}" if notes else said
+
+
 def print_file(record: FileCheck, console: Console) -> None:
     """Print what a file holds, component by component, and the findings, worst first."""
     from stopdown.app.progress import print_parts, print_prose
 
-    where = f", judged for {record.device}" if record.device else ""
-    title = f": {record.format}, {record.contents}{where}"
-    print_parts(console, (record.source, "bold"), title)
+    where = f" on {record.device}" if record.device else ""
+    verdict = f" in {record.source}{where}."
+    print_parts(console, (_describe_verdict(record.findings), "bold"), verdict)
+    if remedy := _find_remedy(record.findings):
+        print_parts(console, ("→ ", "bold"), remedy)
+    print_parts(console, f"\n{record.format}, {record.contents}")
     if record.rescaled:
         print_prose(console, f"Rescaled already: {record.rescaled}.")
     for part in record.parts:
         print_prose(console, f"- {part.component or 'others'}: {_describe_part(part)}")
     _print_findings(record.findings, console)
+
+
+_SEVERITIES = {"error": "ERROR", "wrong": "WRONG RESULT", "slow": "SLOW", "note": "NOTE"}
 
 
 def _describe_part(part: FilePart) -> str:
@@ -309,12 +341,10 @@ def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
 
     for finding in findings:
         show(
-            (f"\n{finding.severity}: ", "bold"),
-            f"{finding.kind} at ",
+            (f"\n{_SEVERITIES[finding.severity]} ", "bold"),
             (finding.module_path, "bold"),
+            f"  [{finding.kind}]",
         )
         show(f"  {finding.evidence}")
         show(f"  {finding.why}")
         show(("  → ", "bold"), finding.remedy)
-    if not findings:
-        show("No findings.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import (
     explain_plan,
     find_plan_path,
+    list_rescaled,
     parse_request,
     resolve_request,
     write_request,
@@ -103,9 +104,10 @@ def check(
             a SOURCE, of which the configs are
             enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
             folder, or a bundled model.
-        precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`: as if it were loaded so;
-            `plan.json`, as if that plan were on it; dtypes as in `load`. None and `auto` for a live
-            pipeline as it is, and for a source as it is stored.
+        precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`. A source is judged as
+            `load` would run it: fp16 with a plan, `fp16-plain` without one. A live pipeline has no plan
+            and is judged as if it were cast. `plan.json`, as if that plan were on it; dtypes as in
+            `load`. None and `auto` for a live pipeline as it is, and for a source as it is stored.
         device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
             pipeline is, and for what `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.
@@ -340,13 +342,15 @@ def _check_source(
         known = {call: stored.get(name, "") for name in calls for call in calls[name]}
         known = {call: entry for call, entry in known.items() if entry in FORMATS}
         options = _Options(calls, known | resolve_request(asked, calls))
+        planned = list_rescaled(asked, calls)
         parts = options.examine(
             lambda dtypes: examine(build_skeleton(source, dtypes), place, arguments)
         )
+        parts = [_mark_planned(part, planned) for part in parts]
         found = [
             finding
             for each in options.list_formats()
-            for finding in parameters.check_files(files, _add_whole(each))
+            for finding in parameters.check_files(files, _add_whole(_leave_out(each, planned)))
         ]
         chosen = options.chosen
     said = {name: read_rescaled(*x) for name, x in files.items()}
@@ -356,18 +360,33 @@ def _check_source(
     return _join(found, parts, profile, chosen, stored)
 
 
-def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
-    """The precision that `auto` takes for a source on a device, whether by a plan, and a sentence."""
+def _mark_planned(seen: Examination, planned: Collection[str]) -> Examination:
+    """What was seen, with these components under a plan that a run would make for them."""
+    callees = {
+        call: dataclasses.replace(callee, is_rescaled=True)
+        if callee.component_name in planned
+        else callee
+        for call, callee in seen.callees.items()
+    }
+    return dataclasses.replace(seen, callees=callees)
+
+
+def _leave_out(precisions: Mapping[str, str], planned: Collection[str]) -> dict[str, str]:
+    """The format of each component whose weights are only cast."""
+    return {name: entry for name, entry in precisions.items() if name not in planned}
+
+
+def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
+    """The precision that `auto` takes for a source on a device, and a sentence."""
     profile = find_target(device or "auto")[1]
     facts = gather_facts(source)
     if not all(fact.stored for fact in facts):
-        return "auto", False, "Checked as it is stored, which its configs alone do not say."
+        return "auto", "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
-        return "fp16", True, f"Checked in fp16, which auto uses with its own plan: {reason}."
+        return "fp16", f"Checked in fp16, which auto uses with its own plan: {reason}."
     decisions = decide(facts, profile.supports, "auto")
     return (
         ",".join(f"{one.component}={one.precision}" for one in decisions),
-        False,
         "Checked as auto would run it.",
     )
 
@@ -464,6 +483,7 @@ def _join(
     words = word_observations(seen.observations)
     blamed = {finding.module_path for finding in words if finding.kind == "mixed-parameters"}
     rescaled = {finding.module_path for finding in found if finding.kind == "rescaled-weights"}
+    rescaled |= {callee.component_name for callee in seen.callees.values() if callee.is_rescaled}
     findings = sort_findings(
         [
             *(

@@ -133,8 +133,8 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
     unplanned = [name for name in dict.fromkeys(names) if stored.get(name) == "bf16"]
     if unplanned:
         evidence = (
-            f"The weights of {list_all(unplanned)} are stored in bf16, and there is no plan yet for "
-            "running them in fp16."
+            f"The weights of {list_all(unplanned)} are stored in bf16, and they would run in fp16 without "
+            "a plan."
         )
         yield make_finding("range-unplanned", unplanned[0], evidence)
 
