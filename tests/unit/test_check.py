@@ -74,7 +74,7 @@ def test_mending_unifies_the_component_and_comes_off() -> None:
 
 
 def test_configs_alone_are_enough(tmp_path: Path) -> None:
-    """A folder without weights is checked for a device: fp16 with the plan that a run makes, or without one."""
+    """A folder without weights is checked for a device: fp16 with the plan of a run, or without one."""
     folder = save_pipeline("cogvideox", tmp_path / "model")
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
