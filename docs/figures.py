@@ -23,8 +23,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 KNOWLEDGE = ROOT / "src" / "stopdown" / "knowledge"
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-PAGES = [*READMES, *(x for x in sorted((ROOT / "docs").rglob("*.md")) if x.name != "log.md")]
-"""The log is left out: it tells what was."""
+PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 
 FIGURES: dict[str, Callable[[], str]] = {}
 MARK = re.compile(r"<!-- figure: (\w+) -->(.*?)<!-- end -->", re.DOTALL)

@@ -23,9 +23,6 @@ from docs.documentation import (
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if page.name != "log.md"]
-"""The log is left out: it tells what was, and what was typed then."""
-
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -199,8 +196,6 @@ def test_every_page_is_two_steps_from_the_quick_start() -> None:
     near = set().union(*map(list_linked, starts))
     found = near.union(*map(list_linked, near)) | starts | internals | {docs / "index.md"}
     assert sorted(set(PAGES) - {ROOT / "README.md"} - found) == []
-    excluded = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("exclude_docs:")[2]
-    assert "  log.md" in excluded.partition("\nnot_in_nav")[0]
 
 
 def test_decisions_are_short_and_whole() -> None:
