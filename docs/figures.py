@@ -7,6 +7,7 @@ end with where they come from: command, machine and versions, as the JSON file b
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import math
@@ -579,16 +580,23 @@ def devices() -> str:
 
 @_figure
 def results_table() -> str:
-    """Every stored result with the command that made it."""
+    """Every stored result with what it measures, the command that made it, and its seconds."""
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         table = path.with_suffix(".md")
         shown = table if table.exists() else path
+        command = _name_command(path.stem)
+        (script, *_) = re.findall(r"python (\w+/\w+\.py)", command)
+        text = (ROOT / script).read_text(encoding="utf-8")
+        purpose = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0].rstrip(".")
+        seconds = _read(path.stem).get("made", {}).get("elapsed_s")
+        taken = "–" if seconds is None else f"{seconds:.0f} s"
         name = f"[{path.stem}](../benchmarks/results/{shown.name})"
-        rows.append([name, f"`{_name_command(path.stem)}`"])
+        rows.append([name, purpose, f"`{command}`", taken])
     return "\n".join(
-        ["| result | command |", "|---|---|", *(f"| {name} | {made} |" for name, made in rows)]
-    )
+        ["| result | what is measured | command | time |", "|---|---|---|--:|",
+         *("| " + " | ".join(row) + " |" for row in rows)]
+    )  # fmt: skip
 
 
 @_figure
