@@ -37,6 +37,11 @@ LARGEST, STORED, TOLERANCE = 65504, 2.0**-25, 1 + Fraction(1, 2**9)
 UP = 1 + 2.0**-30  # more than float64 loses in a sum of 2**20 terms
 ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "fp64": 2.0**-50, "int": 0.0}
 LEAST = {"fp16": STORED, "bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0, "int": 1.0}
+RANGE = {
+    "bf16": 2.0**128 - 2.0**120,
+    "fp32": 2.0**128 - 2.0**104,
+    "int": 2.0**63,
+}  # beyond it is Inf
 WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a term of a sum, a norm
 MOST, SMALL, ENTRIES, BASIS = 1 << 19, 1 << 21, 1 << 20, 32
 MOST_EXPONENT, LEAST_EPS = 512, 2.0**50
@@ -364,6 +369,11 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
     elif rule == "attention":
         q, k, v = shapes[:3]
         holds = rank > 1 and {len(q), len(k), len(v)} == {rank} and k[-2] == v[-2]
+        holds = (
+            holds
+            and q[-1] == k[-1]
+            and not any(x % y for s in (k, v) for x, y in zip(q[:-2], s, strict=False))
+        )
         demand(holds and shape == (*q[:-1], v[-1]), "no attention")
     elif rule == "lookup":
         w = weights[n["weight"]].shape
@@ -574,7 +584,7 @@ def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
     """`x * m ** -0.5` with `m >= mean(x**2)`: a row is no longer than the root of its length."""
     shape, below, kinds = tuple(n["shape"]), n["from"][1], set[str]()
     power, factor, fits, safe = 1.0, 1.0, True, False
-    while (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown") and fits:
+    while fits and (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown"):
         rule, number = at["rule"], float(at.get("number", 0))
         power *= at["halves"] / 2 if rule == "power" else 1
         factor *= number**power if rule == "multiply" and number > 0 else 1
@@ -905,6 +915,8 @@ def find_exponents(c: Graph, n: Node, xs: list[Value]) -> Array:  # noqa: C901 (
         wide(e, rank, 0) if rank >= e.ndim else flat(e, range(e.ndim)).reshape(zero.shape)
         for e in es
     ]
+    if rule == "unknown" and n["alike"]:
+        es = [flat(e, range(rank), "an operation without a rule has several exponents") for e in es]
     if rule in ("add", "either") or (rule == "unknown" and n["alike"]):
         parts = [e for e, x in zip(es, xs, strict=True) if x.peak is None or x.peak.any()]
         if n.get("number"):
@@ -1191,7 +1203,11 @@ class Graph:
             exact = steps, np.full(ones, radius), math.inf
         elif rule == "known":
             values = np.array(n["values"], dtype=np.float64).reshape(shape)
-            exact = values[None], np.abs(values) * 2.0**-20, math.inf
+            exact = (
+                values[None],
+                np.abs(values) * 2.0**-20 + find_lost(values, n["dtype"]),
+                math.inf,
+            )
         else:
             w = self.weights[n["weight"]]
             zero = zero if shape else zero + int(w.rows[0])
@@ -1229,6 +1245,12 @@ class Graph:
         whole = sources == {"int"} and dtype in ("fp32", "fp64") and made.peak.max() <= 2.0**24
         return made if is_moved(n) and (wider or whole) else self.round(n, made)
 
+    def limit(self, n: Node, x: Value) -> Value:
+        """Of what may leave the range of a dtype wider than fp16 there is no bound."""
+        most = RANGE.get(n["dtype"], math.inf)
+        within = x.peak is None or not (x.peak * 2.0**x.exponents > most).any()
+        return x if within else Value(x.shape, exponents=x.exponents)
+
     def round(self, n: Node, x: Value) -> Value:
         once = is_moved(n)
         relative = ROUNDING[n["dtype"]] / (2 if once else 1)
@@ -1257,7 +1279,7 @@ class Graph:
         outputs = dict(self.stated["outputs"])
         for n in self.stated["nodes"]:
             try:
-                self.values[n["id"]] = value = self.derive(n)
+                self.values[n["id"]] = value = self.limit(n, self.derive(n))
                 self.compare(n, value, users.get(n["id"], []))
                 if n["id"] in outputs:
                     demand((value.exponents == outputs[n["id"]]).all(), "an output is scaled")
@@ -1295,6 +1317,19 @@ class Graph:
             self.covered += not begins and n["dtype"] == "fp16"
         elif stored is None or ends or not all(is_saturating(u) for u in users):
             self.uncovered.append(n["id"])
+
+
+def find_lost(values: Array, dtype: str) -> Array:
+    """How far stated values are from numbers of a dtype; those beyond fp16 are listed."""
+    held = values
+    if dtype == "bf16":
+        bits = values.astype(np.float32).view(np.uint32)
+        held = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    elif dtype != "fp64":
+        held = {"fp16": values.astype(np.float16), "fp32": values.astype(np.float32)}.get(
+            dtype, np.trunc(values)
+        )
+    return np.where(np.isfinite(held), np.abs(held.astype(np.float64) - values), 0.0)
 
 
 WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64")}

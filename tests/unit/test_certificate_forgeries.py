@@ -303,6 +303,57 @@ def test_copy_into_fewer_digits_is_rounded(tmp_path):
     assert list_uncovered(tmp_path, ({}, nodes, {})) == ["0:y"]
 
 
+def test_constant_is_off_by_what_its_dtype_rounds(tmp_path):
+    """A constant of 72.47 in fp16 is 72.5: less the same one in fp32 it is not 0."""
+    nodes = [
+        node("c", "known", [], [1], name="c", values=[72.47]),
+        node("d", "known", [], [1], name="d", values=[72.47], dtype="fp32"),
+        node("e", "add", ["c", "d"], [1], factor=-1.0, dtype="fp32"),
+        node("y", "multiply", ["e"], [1], number=1e8, dtype="fp16"),
+    ]
+    assert list_uncovered(tmp_path, ({}, nodes, {})) == ["0:y"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_value_beyond_a_wider_dtype_has_no_bound(dtype, tmp_path):
+    """The exponential of 100 is Inf in fp32 and bf16, and a small part of it is Inf as well."""
+    nodes = [
+        source("x", [8], 100.0, dtype=dtype),
+        node("e", "exp", ["x"], [8], dtype=dtype),
+        node("y", "multiply", ["e"], [8], number=1e-40),
+    ]
+    assert list_uncovered(tmp_path, ({}, nodes, {})) == ["0:y"]
+
+
+def test_operation_without_a_rule_has_one_exponent(tmp_path):
+    """A sum along channels that are stored with different exponents is not stored as they are."""
+    nodes = [
+        X,
+        linear("y", "x", [2, 8]),
+        node("c", "unknown", ["y"], [2, 8], function="cumsum", alike=True),
+    ]
+    row = {"w": full(8, 8)}, nodes, {"exponents": {"w": [[0, 0, 4, -3]]}, "output": -3}
+    refuse(tmp_path, row, r"c \(unknown\): an operation without a rule has several exponents")
+
+
+def test_row_that_is_divided_by_nothing_has_no_bound(tmp_path):
+    """A constant in the place of a mean square is no error in the checker's own code."""
+    nodes = [
+        X,
+        node("c", "bounded", [], [2, 1], function="filled", number=1.0, dtype="fp32"),
+        node("y", "unit", ["x", "c"], [2, 8]),
+    ]
+    assert list_uncovered(tmp_path, ({}, nodes, {})) == ["0:y"]
+
+
+def test_attention_of_rows_of_other_lengths_is_refused(tmp_path):
+    """A query and a key have no product, and three heads do not share two."""
+    for shape in ([1, 2, 4, 8], [1, 3, 4, 4]):
+        nodes = [source("q", [1, 2, 4, 4]), source("k", shape), source("v", [1, 2, 4, 4])]
+        nodes.append(node("y", "attention", ["q", "k", "v"], [1, 2, 4, 4]))
+        refuse(tmp_path, ({"w": SQUARE}, nodes, {}), r"y \(attention\): no attention")
+
+
 @pytest.mark.parametrize("case", ["output", "unknown", "constant"])
 def test_value_beyond_fp16_is_listed(case, tmp_path):
     """An output though a sigmoid reads it too, what an operation of that name reads, a constant."""
