@@ -141,6 +141,7 @@ class Knowledge:
         advice: lines that say what to try in some other case.
         beside: what a run has, and a prompt has not: formats, cards, options, models.
         facts: what a log names of its run.
+        demands: what a message says that a card must be, which names no card of the run.
         generations: cards that need other remedies than others.
     """
 
@@ -151,6 +152,7 @@ class Knowledge:
     advice: tuple[re.Pattern[str], ...] = ()
     beside: tuple[re.Pattern[str], ...] = ()
     facts: tuple[Fact, ...] = ()
+    demands: tuple[re.Pattern[str], ...] = ()
     generations: tuple[Generation, ...] = ()
 
 
@@ -189,6 +191,7 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
         routine=compile_all("routine", "lines"),
         advice=compile_all("advice", "lines"),
         beside=compile_all("symptom", "beside"),
+        demands=compile_all("demand", "lines"),
         facts=msgspec.convert(tables.get("fact", []), tuple[Fact, ...], dec_hook=_compile),
         generations=msgspec.convert(
             tables.get("generation", []), tuple[Generation, ...], dec_hook=_compile
@@ -445,6 +448,7 @@ def _describe_known(
 def read_run(known: Knowledge, text: str) -> dict[str, str]:
     """What a log names of its run: all options, and of anything else the first that is found."""
     found = {}
+    text = _blank(known.demands, text)
     for fact in known.facts:
         if fact.what == "options":
             values = [x["value"] for pattern in fact.lines for x in pattern.finditer(text)]
@@ -458,17 +462,17 @@ def read_run(known: Knowledge, text: str) -> dict[str, str]:
 
 
 def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ...]:
-    """The remedies of a cause without those that begin with other cards than the one that is named."""
+    """The remedies of a cause, those for the card that is named first, without those for other cards."""
     own = [x.named for x in known.generations if card and x.cards.search(card)]
     others = [x.named for x in known.generations if card and not x.cards.search(card)]
 
-    def is_for_others(remedy: str) -> bool:
+    def names(cards: list[re.Pattern[str]], remedy: str) -> bool:
         head = re.match(r"(?:On|For|With)\b[^,:]{0,80}", remedy)
-        if not own or head is None:
-            return False
-        return not any(x.search(head[0]) for x in own) and any(x.search(head[0]) for x in others)
+        return head is not None and any(x.search(head[0]) for x in cards)
 
-    return tuple(x for x in cause.remedy if not is_for_others(x)) or cause.remedy
+    meant = [x for x in cause.remedy if names(own, x)]
+    open_to_all = [x for x in cause.remedy if x not in meant and not (own and names(others, x))]
+    return tuple(meant + open_to_all) or cause.remedy
 
 
 def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:

@@ -84,7 +84,7 @@ MESSAGES = [
         "SVD unet gives NaN on A100, not on V100: compiled, attention accumulates in half precision",
         "attention-range",
     ),
-    ("probability tensor contains either `inf`, `nan` or element < 0", "unattributed"),
+    ("probability tensor contains either `inf`, `nan` or element < 0", "encoder-range"),
     (
         "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, CUDA_R_16BF`",
         "bf16-emulated",
@@ -221,6 +221,28 @@ def test_every_text_of_a_family_is_answered_with_one_of_its_faults() -> None:
         if found.fault not in family["faults"] or found.cause != family.get("cause", found.cause)
     }
     assert wrong == {}
+
+
+MESSAGES_2026 = tomllib.loads((CASES / "messages_2026.toml").read_text(encoding="utf-8"))["message"]
+
+
+@pytest.mark.parametrize("case", MESSAGES_2026, ids=lambda case: case["text"][:60])
+def test_a_message_of_2026_gets_its_class_and_its_fix_first(case: dict[str, Any]) -> None:
+    """The class and the run are right, the first remedy is the fix, and nothing that is wrong is said."""
+    found = explain(case["text"])
+    assert found.fault in case["faults"]
+    assert re.search(case.get("first", ""), found.remedy[0])
+    said = "\n".join((found.title, found.why, *found.remedy, *found.run_next))
+    assert re.search(case.get("never", "(?!)"), said) is None
+    assert list(found.run) == case.get("run", list(found.run))
+
+
+def test_a_remedy_for_the_card_of_the_text_comes_first() -> None:
+    """A GTX 16 gets its own remedy first; a card that has none gets the order of the cause."""
+    text = "Normalizing audio: Peak=nan"
+    assert explain(f"GTX 1660 Ti\n{text}").remedy[0].startswith("On GTX 16: ")
+    others = [x for x in explain(text).remedy if not x.startswith("On GTX 16")]
+    assert list(explain(f"RTX 3060\n{text}").remedy) == others
 
 
 @pytest.mark.thorough
@@ -595,7 +617,7 @@ def test_every_pattern_is_linear() -> None:
     patterns = [p for cause in known.causes for p in (*cause.messages, *cause.needs)]
     patterns += [p for sign in known.signs for p in (*sign.match, *sign.unless)]
     patterns += [p for cause in known.causes for p in cause.loose]
-    patterns += (*known.routine, *known.advice, *known.beside)
+    patterns += (*known.routine, *known.advice, *known.beside, *known.demands)
     patterns += [p for fact in known.facts for p in fact.lines]
     patterns += [p for x in known.generations for p in (x.cards, x.named)]
     patterns += [errors._UNPRINTABLE, diagnosis._FRAME, diagnosis._MODEL_FILE]
@@ -625,7 +647,9 @@ def test_the_command_answers_a_message(capsys: pytest.CaptureFixture[str]) -> No
     code, page, _ = _run(capsys, "explain", MESSAGES[1][0])
     assert code == 0
     assert "dtype-mismatch" in page
-    assert "What to do" in page
+    first, second, *_ = page.splitlines()
+    assert first.startswith("dtype-mismatch: Two operands")
+    assert second.startswith("Load all components at once, with a cast at each boundary: stopdown")
     code, text, _ = _run(capsys, "explain", MESSAGES[1][0], "--json")
     assert json.loads(text)["fault"] == "dtype-mismatch"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -108,30 +109,31 @@ def _find_path(subject: str) -> Path | None:
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the verdict and its fix, and below them the other remedies and what they rest on."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)
 
+    def show_list(heading: str, lines: Iterable[tuple[Any, ...]]) -> None:
+        for number, line in enumerate(lines):
+            if number == 0:
+                show((f"\n{heading}", "bold"))
+            show("  ", *line)
+
     show((diagnosis.fault, "bold"), f": {diagnosis.title}")
+    for remedy in diagnosis.remedy[:1]:
+        show(remedy)
+    show_list("What else to do", [(f"- {x}",) for x in diagnosis.remedy[1:]])
     show(f"\n{diagnosis.why}")
     if diagnosis.run:
         show(("\nThe run: ", "bold"), ", ".join(diagnosis.run))
-    if diagnosis.evidence:
-        show(("\nEvidence", "bold"))
-    for clue in diagnosis.evidence:
-        place = f"line {clue.line}, " if clue.line else ""
-        show(f"  {place}{clue.meaning}: ", (clue.text, "italic"))
-    if diagnosis.frame:
-        show(f"  in {diagnosis.frame}")
-    show(("\nWhat to do", "bold"))
-    for remedy in diagnosis.remedy:
-        show(f"  - {remedy}")
-    show(("\nTo find out more", "bold"))
-    for command in diagnosis.run_next:
-        show(f"  $ {command}")
-    if diagnosis.alternatives:
-        show(("\nOther possible causes", "bold"))
-    for other in diagnosis.alternatives:
-        show(f"  {other.fault} ({other.meaning}): {other.run_next}")
+    clues = [
+        (f"line {x.line}, " if x.line else "", f"{x.meaning}: ", (x.text, "italic"))
+        for x in diagnosis.evidence
+    ]
+    show_list("Evidence", [*clues, *([(f"in {diagnosis.frame}",)] if diagnosis.frame else [])])
+    show_list("To find out more", [(f"$ {x}",) for x in diagnosis.run_next])
+    others = [(f"{x.fault} ({x.meaning}): {x.run_next}",) for x in diagnosis.alternatives]
+    show_list("Other possible causes", others)
     if diagnosis.reports:
         show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
