@@ -567,7 +567,9 @@ attend(
   auto q = call.take(query, false), k = call.take(key, false), v = call.take(value, false);
   auto mask = bias ? std::optional(call.take(*bias, false)) : bias;
   call.check();
-  auto made = call.give(at::scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale));
+  const bool shares_keys = q.size(-3) != k.size(-3);  // grouped-query attention
+  auto made = call.give(
+      at::scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale, shares_keys));
   return {made, {}, {}, {}, query.sym_size(-2), key.sym_size(-2), {}, {}, {}};
 }
 

@@ -142,3 +142,13 @@ def test_what_the_host_waits_for_is_counted(simulated: Simulated) -> None:
     for number, wait in enumerate((other.sum().item, other.tolist, given.nonzero, other.cpu), 1):
         wait()
         assert simulated.counts.host_reads == before.host_reads + number
+
+
+@pytest.mark.usefixtures("simulated")
+def test_heads_may_share_keys() -> None:
+    """Attention with fewer heads of keys than of queries gives what the host gives."""
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    attend = functional.scaled_dot_product_attention
+    there = attend(*(x.to(KIND) for x in (query, key, key)), enable_gqa=True)
+    torch.testing.assert_close(there.cpu(), attend(query, key, key, enable_gqa=True))

@@ -33,3 +33,36 @@ def make_dit() -> Any:
     return diffusers.DiTPipeline(
         transformer=transformer, vae=vae, scheduler=diffusers.DDIMScheduler()
     )
+
+
+def make_allegro() -> Any:
+    """A pipeline whose autoencoder has code for tiles alone, and is saved with tiling off."""
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = diffusers.AutoencoderKLAllegro(
+            down_block_types=("AllegroDownBlock3D",) * 4,
+            up_block_types=("AllegroUpBlock3D",) * 4,
+            block_out_channels=(4, 4, 4, 4),
+            layers_per_block=1,
+            norm_num_groups=2,
+        )
+        transformer = diffusers.AllegroTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=1,
+            cross_attention_dim=24,
+            sample_width=4,
+            sample_height=4,
+            sample_frames=2,
+            caption_channels=32,
+        )
+        encoder = build_part("t5")
+    return diffusers.AllegroPipeline(
+        tokenizer=build_part("t5-tokenizer"),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=diffusers.DDIMScheduler(),
+    )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stopdown
+from models.other_pipelines import make_allegro
 from stopdown.numerics import relative_l2
 from stopdown.plans.certified import list_planned
 from stopdown.sources.sources import resolve_source, verify_source
@@ -222,3 +223,17 @@ def test_a_model_that_is_called_a_tokenizer_needs_its_weights(saved: Any, tmp_pa
         path.unlink()
     with pytest.raises(SourceError, match=rf"{part} has no safetensors weights"):
         verify_source(resolve_source(tmp_path / "model"))
+
+
+def test_an_autoencoder_that_works_in_tiles_alone(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiling is turned on for Allegro, whose decoder does nothing without it, in every precision."""
+    make_allegro().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    size = ("--height", 32, "--width", 32, "--frames", 8, "--steps", 1)
+    for precision in ("fp32", "fp16"):
+        words = ("generate", "model", "a", *size, "--precision", precision, "-o", precision)
+        code, _, err = run(*words)
+        assert code == 0, err
+        assert len(list((tmp_path / precision).glob("*.png"))) == 8

@@ -298,10 +298,30 @@ def test_a_refusal_that_names_no_option_advises_none(
     monkeypatch.setattr(diffusers.StableDiffusionPipeline, "check_inputs", refuse)
     for said, advice in (
         ("Invalid sample size.", "--arg NAME=VALUE"),
-        ("`height` has to be divisible by 8.", "Change the option that it names."),
+        ("`height` has to be divisible by 8.", "Change --height."),
     ):
         code, _, err = run("generate", model, "a", *SMALL)
         assert code == 2
         assert "StableDiffusionPipeline refused the request: " in err
         assert advice in err
-        assert ("Change the option" in err) == ("height" in said)
+        assert ("Change --height" in err) == ("height" in said)
+
+
+def test_an_error_of_a_models_own_code_is_one_message(
+    run: Run, save_tiny: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what and where, and what was not given if the pipeline's own code stopped; no traceback."""
+
+    def stop(pipe: Any, *args: Any, **kwargs: Any) -> None:
+        raise UnboundLocalError("cannot access local variable 'condition'")
+
+    model = save_tiny("sd", "fp32")
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "check_inputs", stop)
+    code, _, err = run("generate", model, "a", *SMALL)
+    assert code == 1
+    assert "Traceback" not in err
+    found = "StableDiffusionPipeline stopped: UnboundLocalError: cannot access local variable"
+    assert found in err
+    assert "It was raised in diffusers/pipelines/stable_diffusion/" in err
+    assert "Run it again with --precision fp32" in err
+    assert not (here / "stopdown.png").exists()

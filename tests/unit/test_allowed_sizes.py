@@ -237,3 +237,10 @@ def test_the_grid_of_real_configs(
     """The figures of published checkpoints give the grids that their pipelines are known by."""
     grid = find_grid(configs)
     assert (grid.side, grid.frames) == (side, frames), model
+
+
+def test_allegro_makes_any_number_of_frames() -> None:
+    """Its default is 88, which is no multiple of 4 plus 1: it cuts off what is too much."""
+    configs = {"vae": {"_class_name": "AutoencoderKLAllegro", "temporal_compression_ratio": 4}}
+    for frames in (88, 87, 1):
+        check_sizes(find_grid(configs), frames=frames)

@@ -15,9 +15,11 @@ import torch
 
 from models.pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
+from stopdown.files.toml_files import read_rows
 from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.requests import (
     Request,
+    Stage,
     build_arguments,
     find_frames,
     list_needed,
@@ -126,6 +128,13 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
             "svd",
             Request(),
             "StableVideoDiffusionPipeline needs `image`, which was not given. Give `image`.",
+        ),
+        (
+            "svd",
+            Request(prompt="a ball"),
+            "StableVideoDiffusionPipeline does not take `prompt` and needs `image`, which was not given. "
+            "It takes `image`, `frames`, `height`, `width`, `steps`, `guidance`. Give `image`. "
+            "Leave `prompt` out.",
         ),
         (
             "svd",
@@ -282,6 +291,80 @@ def test_frames_are_read_from_videos_and_pictures() -> None:
     clip, picture = np.zeros((1, 5, 8, 8, 3)), np.zeros((1, 8, 8, 3))
     assert read_frames(SimpleNamespace(frames=clip)).shape == (5, 8, 8, 3)
     assert read_frames(SimpleNamespace(images=picture)).shape == (1, 8, 8, 3)
+
+
+NEEDED = {
+    "LTXImageToVideoPipeline": {"image"},
+    "StableDiffusionInstructPix2PixPipeline": {"image"},
+    "StableDiffusionUpscalePipeline": {"image"},
+    "WanVideoToVideoPipeline": {"video"},
+    "WanVACEPipeline": set[str](),
+    "AnyFlowPipeline": set[str](),
+    "Flux2Pipeline": set[str](),
+    "FluxKontextPipeline": set[str](),
+    "HeliosPipeline": set[str](),
+}
+"""Real classes, to the pictures and videos without which they fail."""
+
+
+@pytest.mark.parametrize("name", list(NEEDED))
+def test_what_a_real_class_cannot_do_without(name: str) -> None:
+    """Its own words and code tell a picture that it starts from from one that it may be given."""
+    import diffusers
+
+    needed = {*list_needed(getattr(diffusers, name))} - {"prompt"}
+    assert needed == NEEDED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (
+            "KandinskyV22Pipeline",
+            "KandinskyV22Pipeline is the second stage: KandinskyV22PriorPipeline makes that from a prompt. "
+            "Save both as one model, in Python: diffusers.KandinskyV22CombinedPipeline.from_pretrained("
+            '"kandinsky-community/kandinsky-2-2-decoder").save_pretrained("kandinsky-2-2"). Then give '
+            "kandinsky-2-2.",
+        ),
+        (
+            "IFSuperResolutionPipeline",
+            "IFSuperResolutionPipeline is the second stage: give `image`, the picture that "
+            "DeepFloyd/IF-I-XL-v1.0 makes.",
+        ),
+    ],
+)
+def test_a_second_stage_names_the_first(name: str, remedy: str) -> None:
+    """What goes on from another model's result says which model, and what makes one of both."""
+    import diffusers
+
+    with pytest.raises(OptionError) as caught:
+        name_arguments(getattr(diffusers, name), Request(prompt="a"))
+    assert caught.value.remedy.startswith(remedy)
+
+
+def test_each_combined_class_makes_both_stages() -> None:
+    """Classes of the table are Diffusers'; a combined one takes a prompt, and the prior's components."""
+    import diffusers
+
+    for stage in read_rows("stages", "stage", Stage):
+        assert all(hasattr(diffusers, name) for name in (*stage.classes, stage.first))
+        if stage.combined:
+            combined = getattr(diffusers, stage.combined)
+            parts = inspect.signature(combined.__init__).parameters
+            assert "prompt" in list_needed(combined)
+            assert any(name.startswith("prior_") for name in parts)
+
+
+def test_a_negative_prompt_is_given_where_a_pipeline_stops_without_one() -> None:
+    """EasyAnimate iterates over None; others keep their own default."""
+    given = [
+        build_arguments(kind(), Request("a")).get("negative_prompt")
+        for kind in (
+            make_signature("EasyAnimatePipeline", prompt=None, negative_prompt=None),
+            make_signature("SomePipeline", prompt=None, negative_prompt=None),
+        )
+    ]
+    assert given == ["", None]
 
 
 def refuses_missing_prompt(kind: type) -> bool:

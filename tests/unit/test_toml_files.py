@@ -58,7 +58,7 @@ def test_the_clamp_of_sana_is_kept() -> None:
     assert keeps_clamps("SanaTransformer2DModel")
     assert not keeps_clamps("T5EncoderModel")
     assert not keeps_clamps("Gemma2Model")
-    assert all("#" in need.source for need in read_needs())
+    assert all("#" in x.source or x.source.startswith("tests/") for x in read_needs())
 
 
 def test_what_the_makers_say_has_its_source() -> None:

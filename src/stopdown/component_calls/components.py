@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from stopdown.component_call_names import list_outermost, name_call
 from stopdown.component_calls.attribute_walk import find_parts
+from stopdown.devices.model_needs import needs_tiling
 from stopdown.errors import InputError
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
@@ -447,7 +448,14 @@ def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
         module: torch.nn.Module = built
         return module
     config = module_class.load_config(folder, local_files_only=True)
-    return module_class.from_config(config)
+    return turn_on_tiling(module_class.from_config(config))
+
+
+def turn_on_tiling(module: Any) -> Any:
+    """Have a model work in tiles whose code does nothing without them; it comes back."""
+    if needs_tiling(type(module).__name__):
+        module.enable_tiling()
+    return module
 
 
 def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:

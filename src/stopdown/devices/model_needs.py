@@ -12,14 +12,16 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         keeps_clamps: its clamp at fp16's maximum is part of the model.
+        tiles: its code does nothing without tiling, which is off in its configuration.
     """
 
     begins: str
-    refused: tuple[str, ...]
     reason: str
     source: str
-    remedy: str
+    refused: tuple[str, ...] = ()
+    remedy: str = ""
     keeps_clamps: bool = False
+    tiles: bool = False
 
 
 def read_needs() -> tuple[Need, ...]:
@@ -29,3 +31,8 @@ def read_needs() -> tuple[Need, ...]:
 def keeps_clamps(class_name: str) -> bool:
     """Whether the clamp at fp16's maximum is part of a model, by the name of its class."""
     return any(need.keeps_clamps and class_name.startswith(need.begins) for need in read_needs())
+
+
+def needs_tiling(class_name: str) -> bool:
+    """Whether a model has to be told to work in tiles, by the name of its class."""
+    return any(need.tiles and class_name.startswith(need.begins) for need in read_needs())

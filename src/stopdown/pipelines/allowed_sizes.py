@@ -76,6 +76,8 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
         reasons.append(f"its UNet halves it {halvings} times")
     frames = int(autoencoder.get("temporal_compression_ratio") or _read_time(autoencoder))
     frames_reason = f"its autoencoder holds {frames} frames in one latent frame"
+    if autoencoder.get("_class_name") == "AutoencoderKLAllegro":
+        frames = 1  # it makes whole latent frames, and cuts off what is too much
     if autoencoder.get("_class_name") == "AutoencoderKLCogVideoX":
         frames *= 2  # of an even number of latent frames it decodes three frames too many
         frames_reason += ", and takes latent frames by twos after the first"

@@ -38,6 +38,7 @@ from stopdown.component_calls.components import (
     holds_models,
     is_of_transformers,
     load_held,
+    turn_on_tiling,
 )
 from stopdown.devices.device_memory import describing_out_of_memory
 from stopdown.devices.environment import Device, choose_device
@@ -244,7 +245,7 @@ def _load_from(
     if found:
         raise describe_misfit(folder, type(model).__name__, "; ".join(found))
     _check_stored_dtypes(folder, model, tensors)
-    return model.eval()
+    return turn_on_tiling(model).eval()
 
 
 def _map_component(

@@ -6,17 +6,22 @@ here has heard of works too. Families differ in a few names only; those are in t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from stopdown.argument_types import check_type
-from stopdown.errors import OptionError, take_first_line
+from stopdown.errors import OptionError, StopdownError, take_first_line
+from stopdown.files.toml_files import read_rows
 from stopdown.pipelines.allowed_sizes import choose_own_sides
 
 if TYPE_CHECKING:
@@ -238,18 +243,15 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
 def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
     """What was asked for, by the names that a pipeline class has for it; nothing need be loaded."""
     arguments: dict[str, Any] = {}
+    refused: list[str] = []
     for name in _NAMES:
         value = getattr(request, name)
         target = find_target(name, pipeline_class)
         if value is None or (target is None and _is_in_media(name, request)):
             continue
         if target is None:
-            taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
-            raise OptionError(
-                f"{pipeline_class.__name__} does not take `{name}`.",
-                expected=f"It takes {', '.join(taken)}.",
-                remedy=f"Leave `{name}` out, or use a model that takes it.",
-            )
+            refused.append(name)
+            continue
         if target in arguments:
             names = [f"`{x}`" for x in _NAMES if find_target(x, pipeline_class) == target]
             raise OptionError(
@@ -258,6 +260,9 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
                 remedy=f"Leave {names[0]} out.",
             )
         arguments[target] = value
+    if refused:
+        missing = _list_missing(pipeline_class, {**arguments, **request.arguments})
+        raise _describe_refused(pipeline_class, refused, missing)
     refuse_unknown(pipeline_class, request.arguments)
     given = {**arguments, **request.arguments}
     _check_needed(pipeline_class, given)
@@ -300,14 +305,38 @@ def list_needed(pipeline_class: type) -> list[str]:
     taken = _read_signature(pipeline_class)
     needed = {name for name, x in taken.items() if x.default is inspect.Parameter.empty}
     needed |= {name for name in ("prompt", *_ALWAYS) if name in taken}
-    if "video" in taken and "image" not in taken:
+    if "video" in taken and "image" not in taken and not _is_optional("video", pipeline_class):
         needed.add("video")
+    if "image" in taken and not _is_optional("image", pipeline_class):
+        needed.add("image")
     starts_from = "strength" in taken or "mask_image" in taken
     if starts_from and not {"video", "conditions"} & set(taken):
         needed.add("image")
     if find_target("control_image", pipeline_class) == "image":
         needed.add("image")
     return [name for name in taken if name in needed]
+
+
+@functools.cache
+def _is_optional(name: str, pipeline_class: type) -> bool:
+    """Whether a pipeline makes something without one of its inputs, by what its own code says.
+
+    Its words are trusted for a video (Wan VACE, AnyFlow), as long as a prompt stands for it. Words about
+    a picture are often careless: code that asks whether there is one does without it.
+    """
+    said = inspect.getdoc(pipeline_class.__call__) or ""
+    described = re.search(rf"^ *{name} \(.*", said, re.M)
+    if "*optional*" in (described[0] if described else ""):
+        return "prompt" in _read_signature(pipeline_class)
+    if name == "video":
+        return False
+    try:
+        code = inspect.getsource(pipeline_class)
+    except (OSError, TypeError):  # a class without a file
+        return True
+    if re.search(rf"if {name} is None:\s+raise ", code):
+        return False
+    return described is None or f"{name} is not None" in code
 
 
 def list_needed_fields(pipeline_class: type) -> list[str]:
@@ -334,6 +363,49 @@ def explain_refusal(
     )
 
 
+def explain_stop(
+    pipeline_class: type, arguments: Mapping[str, Any], error: Exception
+) -> StopdownError:
+    """What ended a run that was neither a refusal of its arguments nor a full device."""
+    frames = [x for x, _ in traceback.walk_tb(error.__traceback__)]
+    runs_model = any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
+    absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
+    absent = [] if runs_model else [x for x in absent if arguments.get(x) is None]
+    own = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" in x.filename]
+    own = [x for x in own if not re.search(r"site-packages.(torch|accelerate).", x.filename)]
+    place = ""
+    if own:
+        file = re.split(r"site-packages.", own[-1].filename)[-1]
+        place = f"It was raised in {file}, line {own[-1].lineno}."
+    said = [place, *getattr(error, "__notes__", ())]
+    if absent:
+        said.append(f"It was not given {_list_fields(pipeline_class, absent)}.")
+    return StopdownError(
+        f"{pipeline_class.__name__} stopped: {type(error).__name__}: {take_first_line(error)[:300]}",
+        expected=" ".join(filter(None, said)),
+        remedy='Run it again with precision="fp32": if that stops as well, the cause is in the model or '
+        "the request. To see the whole traceback, use --verbose.",
+    )
+
+
+def say_what_to_change(pipeline_class: type, text: str) -> str:
+    """What to do about a text that a pipeline refuses its arguments with."""
+    words = re.findall(r"\w+", text)
+    named = [x for x in _read_signature(pipeline_class) if x in words]
+    fields = [x for x in (_find_field(pipeline_class, name) for name in named) if x]
+    fields += [
+        x for x in _NAMES if x in words and x not in fields and find_target(x, pipeline_class)
+    ]
+    if fields:
+        return f"Change {' and '.join(f'`{x}`' for x in fields)}."
+    if named:
+        return _say_how(pipeline_class, named)
+    return (
+        "Its own code says so of what it was given. To give an argument that has no option, "
+        'use request=stopdown.Request(arguments={"NAME": ...}).'
+    )
+
+
 def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
     """What a pipeline's call takes by name."""
     taken = inspect.signature(pipeline_class.__call__).parameters
@@ -351,6 +423,10 @@ def find_target(name: str, pipeline_class: type) -> str | None:
     return found
 
 
+_NEEDS_NEGATIVE = ("EasyAnimate",)
+"""Classes, by how their names begin, that stop where no negative prompt is given: it is empty then."""
+
+
 def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
     """Keyword arguments for the pipeline's call.
 
@@ -363,6 +439,8 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
     if chooses_sides:
         arguments = {**list_own_sides(pipe, request), **arguments}
     arguments |= _prepare_media(arguments, request)
+    if type(pipe).__name__.startswith(_NEEDS_NEGATIVE):
+        arguments.setdefault("negative_prompt", "")
     if "generator" in taken:
         import torch
 
@@ -394,13 +472,62 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
     return {"max_sequence_length": length}
 
 
-def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
+def _list_missing(pipeline_class: type, arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments that a pipeline's call needs and that were not given."""
     has_prompt = any(arguments.get(name) is not None for name in ("prompt", "prompt_embeds"))
     missing = [name for name in list_needed(pipeline_class) if arguments.get(name) is None]
-    missing = [name for name in missing if name != "prompt" or not has_prompt]
+    return [name for name in missing if name != "prompt" or not has_prompt]
+
+
+def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
+    missing = _list_missing(pipeline_class, arguments)
     if missing:
         fields = _list_fields(pipeline_class, missing)
-        raise _describe_missing(pipeline_class.__name__, fields, _say_how(pipeline_class, missing))
+        remedy = _describe_stage(pipeline_class) or _say_how(pipeline_class, missing)
+        raise _describe_missing(pipeline_class.__name__, fields, remedy)
+
+
+def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]) -> OptionError:
+    """Say all that is wrong with a request whose attributes a pipeline does not take."""
+    taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
+    refused = " and ".join(f"`{name}`" for name in names)
+    also, how = "", ""
+    if missing:
+        also = f" and needs {_list_fields(pipeline_class, missing)}, which was not given"
+        how = _describe_stage(pipeline_class) or _say_how(pipeline_class, missing)
+    return OptionError(
+        f"{pipeline_class.__name__} does not take {refused}{also}.",
+        expected=f"It takes {', '.join(taken)}.",
+        remedy=f"{how} Leave {refused} out.".lstrip()
+        if missing
+        else f"Leave {refused} out, or use a model that takes {'it' if len(names) == 1 else 'them'}.",
+    )
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Classes of a model in two stages; see `knowledge/rules/stages.toml`."""
+
+    classes: tuple[str, ...]
+    first: str
+    repository: str
+    source: str
+    combined: str = ""
+    folder: str = ""
+
+
+def _describe_stage(pipeline_class: type) -> str:
+    """What to give in the place of a model that goes on from another's result; "" for all others."""
+    for stage in read_rows("stages", "stage", Stage):
+        name = pipeline_class.__name__
+        if name in stage.classes and not stage.combined:
+            return f"{name} is the second stage: give `image`, the picture that {stage.repository} makes."
+        if name in stage.classes:
+            return (
+                f"{name} is the second stage: {stage.first} makes that from a prompt. Save both as one "
+                f"model, in Python: diffusers.{stage.combined}.from_pretrained("
+                f'"{stage.repository}").save_pretrained("{stage.folder}"). Then give {stage.folder}.'
+            )
+    return ""
 
 
 def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:

@@ -2,15 +2,13 @@
 
 `generate` makes one or several with the same loaded pipeline, `batch` many, and `compare` its cells.
 
-Not covered: errors of a model's own code: they are raised as they are.
+An error of a model's own code ends in one message that says where it was raised.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +30,9 @@ from stopdown.pipelines.requests import (
     MEDIA,
     Request,
     build_arguments,
+    explain_stop,
     list_own_sides,
+    say_what_to_change,
 )
 from stopdown.pipelines.results import count_frames, read_result
 from stopdown.plans.planned_loader import LoadedPipeline, load_plan
@@ -265,18 +265,12 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{type(pipe).__name__} refused the request: {str(error).strip()}",
-            remedy="Change the option that it names."
-            if _names_argument(pipe, str(error))
-            else "Its own code says so of what it was given. To give an argument that has no option, "
-            'use request=stopdown.Request(arguments={"NAME": ...}).',
+            remedy=say_what_to_change(type(pipe), str(error)),
         ) from error
-
-
-def _names_argument(pipe: Any, text: str) -> bool:
-    """Whether a text names an argument that a pipeline's call takes, as code or by an option's name."""
-    taken = inspect.signature(type(pipe).__call__).parameters
-    words = set(re.findall(r"\w+", text))
-    return bool(words & ({*taken} - {"self"}))
+    except StopdownError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise explain_stop(type(pipe), arguments, error) from error
 
 
 def write_result(
