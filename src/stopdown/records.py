@@ -516,6 +516,18 @@ class RunRecord(GuardRecord):
         notes += [(found.kind, f"{found.evidence} {found.remedy}") for found in self.findings]
         return Summary(headings, rows, tuple(notes))
 
+    @property
+    def verdict(self) -> str:
+        """Whether the output is right, in one sentence."""
+        if self.findings:
+            return self.findings[0].evidence
+        if not self.repairs:
+            return "no NaN or Inf, nothing repaired."
+        names = dict.fromkeys(x.component for x in self.repairs if x.action != "none")
+        if not names:
+            return "a component returned NaN or Inf, and was not repaired."
+        return f"repaired {', '.join(names)}; the result is not affected."
+
     def list_reasons(self) -> list[tuple[str, str]]:
         """Each reason once, after the components that it holds for."""
         called = {call.component for call in self.calls}
@@ -526,8 +538,8 @@ class RunRecord(GuardRecord):
     def list_costs(self) -> list[tuple[str, str]]:
         """Seconds by stage, the highest memory, and the sound."""
         shown = [name for name in _STAGES if name in self.stages_s]
-        times = ", ".join(f"{name} {self.stages_s[name]:.1f}" for name in shown)
-        said = f"{self.elapsed_s:.1f} s ({times}; of these Stopdown's own {self.own_s:.3f})"
+        times = ", ".join(f"{name} {self.stages_s[name]:.1f} s" for name in shown)
+        said = f"{self.elapsed_s:.1f} s ({times}). Stopdown's overhead: {self.own_s:.3f} s"
         memory = f"{format_bytes(self.peak_bytes)} ({self.peak_source})"
         costs = [("time", said), ("memory", memory)]
         return [*costs, ("sound", self.sound)] if self.sound else costs
@@ -752,7 +764,7 @@ class Plan(Displayed):
         device: where it was measured.
         elapsed_s: seconds that it took.
         seal: sha256 over everything else but `chosen` and `memory`; it shows that a file was edited.
-        chosen: what reasons call it: `plan.json`; `a plan of its own, because fp16 was requested`.
+        chosen: what reasons call it: `plan.json`; `an automatic plan, because fp16 was requested`.
         memory: where the weights of a run are and at which size it runs; None places all of them on the
             device. It belongs to one run on one device, so files have none.
     """
@@ -819,6 +831,8 @@ class ConvertedComponent(Displayed):
         reasons: whole sentences.
         signatures: kinds of calls that the powers of two were found for.
         not_for: arguments that none of these calls has.
+        values: activations in fp16.
+        unproven: how many of them no bound keeps in range; nothing watches these without Stopdown.
     """
 
     component: str
@@ -833,6 +847,8 @@ class ConvertedComponent(Displayed):
     reasons: tuple[str, ...] = ()
     signatures: tuple[str, ...] = ()
     not_for: tuple[str, ...] = ()
+    values: int = 0
+    unproven: int = 0
 
 
 @dataclass(frozen=True, repr=False)

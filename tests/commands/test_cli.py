@@ -122,7 +122,9 @@ def test_a_run_prints_a_card(run: Any, save_tiny: SaveTiny, here: Path) -> None:
         "NaN/Inf",
     ):
         assert text in out
-    assert out.endswith("Written: clip.mp4\n")
+    verdict, command = out.splitlines()[:2]
+    assert re.fullmatch(r"Wrote clip\.mp4 in \d+\.\d s: no NaN or Inf, nothing repaired\.", verdict)
+    assert command == "→ stopdown report clip.mp4"
     assert sorted(path.name for path in here.iterdir()) == ["clip.mp4", "clip.mp4.json"]
     assert len(read_video(here / "clip.mp4")) == 9
 
@@ -248,7 +250,7 @@ def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here
     for number in (2, 3):
         code, out, _ = run("generate", source, "a", *SIZES)
         assert code == 0
-        assert out.endswith(f"Written: stopdown-{number}.mp4\n")
+        assert out.startswith(f"Wrote stopdown-{number}.mp4 in ")
         record = json.loads((here / f"stopdown-{number}.mp4.json").read_text())
         assert record["output"] == f"stopdown-{number}.mp4"
     code, _, err = run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4")
@@ -308,7 +310,7 @@ def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.M
     for arguments, name in (((), "plan"), ((), "plan-2"), (("-o", "plan.json", "--force"), "plan")):
         code, out, err = run("plan", "shapes", *arguments)
         assert (code, err) == (0, "")
-        assert out.endswith(f"Written: {name}.json\n")
+        assert out.endswith(f"Wrote {name}.json (0.0 s, from the weights alone)\n")
         assert read_plan(here / f"{name}.json") == made
     assert sorted(path.name for path in here.iterdir()) == ["data.json", "plan-2.json", "plan.json"]
 

@@ -77,7 +77,7 @@ def test_report_prints_the_record(run: Any) -> None:
     Path("r.html.json").write_text(to_json(make_comparison()))
     code, out, _ = run("report", "r.html.json")
     assert code == 0
-    assert "Written: r.html" in out
+    assert "Wrote r.html" in out
     assert "✕ broken" in out
     code, out, _ = run("report", "r.html.json", "-o", "s.html", "--json")
     assert code == 0
@@ -91,11 +91,11 @@ def test_pages_replace_only_pages(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("stopdown.comparison.matrix.compare", lambda *given, **named: made)
     for name in ("report.html", "report-2.html"):
         code, out, _ = run("compare", "shapes", "--prompt", "a")
-        assert (code, out.endswith(f"Written: {name}\n")) == (0, True)
+        assert (code, out.endswith(f"Wrote {name}\n")) == (0, True)
         kept = from_json(Path(f"{name}.json").read_bytes(), Comparison)
         assert dataclasses.replace(kept, command=made.command) == made
     code, out, _ = run("report", "report.html.json")
-    assert (code, "Written: report-3.html\n" in out) == (0, True)
+    assert (code, "Wrote report-3.html\n" in out) == (0, True)
     assert run("report", "report.html.json", "-o", "report.html")[0] == 2
     assert run("report", "report.html.json", "-o", "report.html", "--force")[0] == 0
     Path("index.html").write_text("<!doctype html><html><title>Mine</title>")

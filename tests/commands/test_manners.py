@@ -418,10 +418,10 @@ def test_a_page_is_made_of_the_output_that_is_named(
 ) -> None:
     """`report clip.mp4` reads its record; without -o a page that is there stays, which is told."""
     assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4", "-q")[0] == 0
-    assert "Written: clip.html" in run("report", "clip.mp4")[1]
+    assert "Wrote clip.html" in run("report", "clip.mp4")[1]
     code, out, _ = run("report", "clip.mp4.json")
     assert code == 0
-    assert "Written: clip-2.html\nclip.html already exists and was left as it is." in out
+    assert "Wrote clip-2.html\nclip.html already exists and was left as it is." in out
     code, out, _ = run("explain", "clip.mp4.json")
     assert "clip.mp4.json is the record of a run of " in out
     assert "stopdown report clip.mp4.json" in out
@@ -491,7 +491,7 @@ def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
     """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
     code, out, _ = run("check", "shapes", "--device", "v100")
     shown = " ".join(out.split())
-    assert "Checked in fp16, which auto uses with its own plan: " in shown
+    assert "Checked in fp16 with an automatic plan, because " in shown
     assert "transformer fp16" in shown
     assert (code, "range-unplanned" in shown) == (0, False)
 

@@ -93,7 +93,7 @@ def test_generate_without_an_option_works_on_a_small_device(
         record = json.loads(out)
         assert record["findings"] == []
         assert {entry["precision"] for entry in record["decisions"]} <= {"fp16", "fp32"}
-        assert any("a plan of its own" in entry["reasons"][0] for entry in record["decisions"])
+        assert any("an automatic plan" in entry["reasons"][0] for entry in record["decisions"])
         if (
             resident > needs * USABLE_SHARE
         ):  # of a tiny model, the smallest strategy may take as much

@@ -63,7 +63,7 @@ def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
     assert code == 0, err
     assert out.startswith("3 items: 3 made, 0 skipped, 0 repaired, 0 failed; ")
-    assert out.endswith("Written: out/batch.html\n")
+    assert out.endswith("Wrote out/batch.html\n")
     assert "2 of 3: a-blue-square-" in err
     first = read_summary()
     assert [x.status for x in first.items] == ["made"] * 3

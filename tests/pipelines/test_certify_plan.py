@@ -171,10 +171,8 @@ def test_a_transformer_is_certified_without_a_run(
         assert not entries[name].in_force.fp32_modules
         assert entries[name].calls == 0
         assert any("100 % of" in reason for reason in entries[name].reasons)
-        assert "Not tried in fp16." in entries[name].reasons
-        assert any(
-            "from the weights alone, so the model was not run" in x for x in entries[name].reasons
-        )
+        said = "Computed from the weights alone; the model was not run."
+        assert said in entries[name].reasons
     assert entries["transformer"].in_force.limits["forward.hidden_states"] == 64
     assert entries["transformer"].in_force.limits["forward.encoder_hidden_states"] == 128
     assert not entries["text_encoder"].in_force.limits  # token ids: every row of the table
@@ -392,5 +390,5 @@ def test_fp16_is_safe_and_fp16_plain_is_not(save_tiny: Any, run: Any, tmp_path: 
     assert made["fp16-plain"]["repairs"]
     reasons = {decision["component"]: decision["reasons"][0] for decision in safe["decisions"]}
     assert reasons["transformer"].startswith(
-        "fp16 rescaled by a plan of its own, because fp16 was requested"
+        "fp16 with an automatic plan, because fp16 was requested: proven not to overflow, "
     )

@@ -124,7 +124,7 @@ def test_sound_goes_to_a_wav(run: Run, sound_model: Path, here: Path) -> None:
     """Without -o a sound model writes stopdown.wav, whose samples are those of the pipeline."""
     code, out, err = run("generate", sound_model, "a", "--steps", 2)
     assert (code, err) == (0, ""), err
-    assert "Written: stopdown.wav" in out
+    assert "Wrote stopdown.wav in " in out
     assert "sound   0.0 s, 2 channels, 800 Hz" in out
     found, rate = soundfile.read(here / "stopdown.wav")
     pipe = diffusers.DiffusionPipeline.from_pretrained(sound_model)

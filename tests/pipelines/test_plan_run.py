@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,11 @@ def test_the_command_line_plans_and_generates(
         main(["plan", str(source), "-o", str(file)])
     assert left.value.code == 0
     table = capsys.readouterr().out
-    assert "From the weights alone" in table
+    verdict, command = table.splitlines()[:2]
+    assert verdict.startswith("Proven not to overflow in fp16: ")
+    assert re.search(r"\(\d\.\d bits of headroom\)\.$", verdict)
+    assert command == f"→ stopdown generate {source} PROMPT --precision {file}"
+    assert "from the weights alone)" in table
     plan = read_plan(file)
     assert plan.fingerprint
     common = ["generate", str(source), "a ball", "--steps", "2", "-o", str(clip)]
@@ -285,13 +290,13 @@ def test_the_command_line_plans_and_generates(
         main([*common, "--precision", str(file)])
     assert left.value.code == 0
     card = capsys.readouterr().out
-    assert "fp16 rescaled by plan.json" in card
+    assert "fp16 with plan.json: " in card
     record = read_record(find_record_path(clip), RunRecord)
     assert {d.precision for d in record.decisions} == {"fp16"}
     assert {call.precisions[0] for call in record.calls} == {"fp16"}
     fp32_modules = {path for entry in plan.components for path in entry.in_force.fp32_modules}
     assert {path for d in record.decisions for path in d.kept_fp32} == fp32_modules
-    assert "tensors by exponents" in " ".join(d.reason for d in record.decisions)
+    assert "bits of headroom" in " ".join(d.reason for d in record.decisions)
 
 
 def _generate(source: Path, clip: Path, precision: str) -> None:
@@ -312,7 +317,7 @@ def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
     assert entry.in_force.stream is not None
-    assert any("is kept in fp32; large" in reason for reason in entry.reasons)
+    assert any("stays in fp32 (" in reason for reason in entry.reasons)
     reference = run(pipe, "cogview3plus")
     with assert_untouched(pipe):
         with apply_plan(pipe, plan, cast=False):

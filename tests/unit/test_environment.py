@@ -692,7 +692,7 @@ def test_the_peak_of_a_block_is_measured() -> None:
             time.sleep(environment._SAMPLE_S)
         del block
     assert 2**26 < peak.peak_bytes < 2**30
-    assert peak.method == "growth of resident memory (RSS), read every 20 ms"
+    assert peak.method == "increase in RSS, sampled every 20 ms"
 
 
 def test_the_peak_is_there_after_an_error() -> None:

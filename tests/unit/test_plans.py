@@ -201,7 +201,7 @@ def test_auto_makes_a_plan_once_and_keeps_it(
     assert files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
     decisions = tuple(planned_loader.describe_calls(chosen, facts))
     assert decisions[0].reason.startswith(
-        "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
+        "fp16 with an automatic plan, because transformer is stored in bf16"
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
     assert plan_choice.choose_plan(source, "auto", processor).is_bare
@@ -227,15 +227,12 @@ def test_a_cached_plan_that_was_edited_is_made_again(
 
 
 def test_a_decision_says_what_the_plan_did() -> None:
-    """Tensors, exponents, fp32 modules and headroom in one sentence; each direction has its own."""
+    """The proof and the headroom in one sentence; each direction has its own."""
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     (decision,) = planned_loader.describe_calls(
         dataclasses.replace(PLAN, chosen="plan.json"), facts
     )
-    assert decision.reason == (
-        "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 fp32 modules, 3.2 bits of headroom "
-        "(calibrated on 4 calls)."
-    )
+    assert decision.reason == ("fp16 with plan.json: measured in 4 calls, 3.2 bits of headroom.")
     assert decision.stored == "bf16"
 
 
@@ -256,8 +253,8 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     bare = ComponentPlan("vae", "X", "", "fp32")
     entry = calibrated.describe_scaling(bare, scaling, "fp16", 3)
     assert entry.reasons == (
-        "In 3 measured calls, every 16-bit value stays at least 2.0 bits below fp16's maximum; the "
-        "tightest is X:y (add).",
+        "In 3 measured calls: no fp16 activation comes within a factor of 4 of fp16's limit (2.0 bits of "
+        "headroom). Closest: X:y (add).",
         "For this, 1 tensor is scaled by exponents -2..-2.",
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",

@@ -137,7 +137,7 @@ def test_a_run_shows_what_the_command_shows() -> None:
         "component   stored  ran in  calls  seconds  NaN/Inf\n"
         "vae.decode  bf16    fp32    2      1.2      0\n\n"
         "vae.decode: Exact.\n\n"
-        "time: 2.0 s (load 0.5, decode 1.2; of these Stopdown's own 0.002)\n\n"
+        "time: 2.0 s (load 0.5 s, decode 1.2 s). Stopdown's overhead: 0.002 s\n\n"
         "memory: 1.0 MiB (counted)\n\n"
         "black: Frame 0 is black. Look."
     )
@@ -149,6 +149,9 @@ def test_a_run_shows_what_the_command_shows() -> None:
         print_card(record, console)
     for said in ("Exact.", "memory  1.0 MiB (counted)", "black: Frame 0 is black."):
         assert said in drawn.get()
+    assert drawn.get().startswith(
+        "Wrote a.png in 2.0 s: Frame 0 is black.\n→ stopdown explain a.png\n"
+    )
 
 
 def test_a_run_is_named_first() -> None:

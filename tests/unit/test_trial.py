@@ -184,7 +184,7 @@ def test_the_error_stands_in_the_result_beside_that_of_bf16() -> None:
     assert found.bf16_rel_err is not None
     assert 0 < found.rel_err < found.bf16_rel_err < 0.1
     assert "run once in fp16 (2 calls): " in repr(rescaling)
-    assert "off fp32, bf16 " in repr(rescaling)
+    assert "from fp32, bf16 " in repr(rescaling)
 
 
 def test_without_verification_nothing_is_claimed() -> None:

@@ -491,4 +491,4 @@ def _print_summary(record: BatchRecord, options: BatchOptions, console: Any) -> 
         for finding in item.findings:
             text = f"  - {item.output}: {finding.kind}: {finding.evidence}"
             print_prose(console, text, "yellow")
-    console.print(f"Written: {record.output.rstrip('/')}/{PAGE}", soft_wrap=True, highlight=False)
+    console.print(f"Wrote {record.output.rstrip('/')}/{PAGE}", soft_wrap=True, highlight=False)

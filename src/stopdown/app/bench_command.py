@@ -86,7 +86,7 @@ def main(options: BenchOptions) -> int:
     with open_display(options) as display:
         made, path = bench(options, display)
 
-    text = f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n"
+    text = f"{render(made)}\nWrote {path} and {path.with_suffix('.md')}\n"
     print_result(options, made, lambda _: sys.stdout.write(text), name=path)
     return 0 if made.is_complete and any(x.time_s is not None for x in made.rows) else 1
 

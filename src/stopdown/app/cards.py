@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -15,11 +16,18 @@ from stopdown.records import RunRecord
 
 
 def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
-    """Print what each component really ran in and why, time by stage, memory and faults.
+    """Print the verdict, what to run, and the card: what each component ran in and why, time and memory.
 
     Args:
         is_new: the output was written just now; a card that is shown again says what it is of.
     """
+    said = f"Wrote {record.output} in {record.elapsed_s:.1f} s" if is_new else record.output
+    console.print(f"{said}: {record.verdict}", style="bold", soft_wrap=True, highlight=False)
+    if is_new:
+        command = "explain" if record.findings else "report"
+        console.print(
+            f"→ stopdown {command} {shlex.quote(record.output)}\n", soft_wrap=True, highlight=False
+        )
     summary = record.summarise()
     table = make_table(*summary.headings, right=summary.headings[3:], no_wrap=True)
     for row in summary.rows:
@@ -39,8 +47,6 @@ def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> N
     parts += [Text(found, style="yellow")] if found else []
     title = Text(f"{record.pipeline} on {record.device}")
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
-    said = "Written" if is_new else "The card of"
-    console.print(f"{said}: {record.output}", soft_wrap=True, highlight=False)
 
 
 _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
@@ -49,7 +55,7 @@ _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 def print_record(record: Comparison | RunRecord, page: Path, console: Console) -> None:
     if isinstance(record, RunRecord):
         print_card(record, console, is_new=False)
-        console.print(f"Written: {page}", soft_wrap=True, highlight=False)
+        console.print(f"Wrote {page}", soft_wrap=True, highlight=False)
         return
 
     summary = record.summarise()
@@ -60,7 +66,7 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
     for index, note in enumerate(summary.list_sentences()):
         style = "bold" if index == 0 else ""
         console.print(Text(f"\n{note}" if index < 2 else note, style=style), soft_wrap=True)
-    console.print(f"\nWritten: {page}", soft_wrap=True, highlight=False)
+    console.print(f"\nWrote {page}", soft_wrap=True, highlight=False)
 
 
 def strip_pictures(record: Comparison | RunRecord) -> Comparison | RunRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions(ConvertRunOptions):
-    """Write a plan into the weights of a model.
+    """Write an fp16 copy of a model that runs without Stopdown.
 
-    The result is an ordinary fp16 model for programs without Stopdown. Its plan is computed from the
+    Its plan is computed from the
     weights, unless you give one. To convert a LoRA so that it fits such a model, give the converted
     model, or its plan, as --plan. To convert a text encoder alone, give a Transformers folder, or a
     model and --component.
@@ -86,13 +87,13 @@ class ConvertOptions(ConvertRunOptions):
         bool,
         typer.Option(
             "--allow-eps",
-            help="Convert even if an eps that no config field sets changes the output.",
+            help="Convert even if a norm's eps cannot be rescaled and the output changes slightly.",
         ),
     ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if convert wrote it.")] = False
     device: Annotated[
         str | None,
-        typer.Option(help="Device for runs that find exponents anew: cuda, cuda:1, mps or cpu."),
+        typer.Option(help="Device used to recompute exponents: cuda, cuda:1, mps or cpu."),
     ] = None
     revision: RevisionOption = None
     config: ConfigOption = None
@@ -101,9 +102,12 @@ class ConvertOptions(ConvertRunOptions):
 def main(options: ConvertOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
+    began = time.perf_counter()
     with open_display(options) as display:
         made = convert(options, display)
-    draw = functools.partial(print_conversion, made)
+    elapsed_s = round(time.perf_counter() - began, 3)
+    made = dataclasses.replace(made, elapsed_s=elapsed_s)
+    draw = functools.partial(print_conversion, made, is_whole=options.verbose)
     print_result(options, made, draw, name=made.output)
     return 0
 
@@ -196,28 +200,39 @@ def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
     return find_encoder(options.source, options.component or "", revision=options.revision)
 
 
-def print_conversion(made: Conversion, console: Console) -> None:
-    """Print one line for each component, the reasons below, and how to load what was written."""
+def print_conversion(made: Conversion, console: Console, *, is_whole: bool = False) -> None:
+    """Print what nothing watches in the copy, how to load it, and with -v the reasons of each component."""
     from rich.text import Text
 
     from stopdown.app.progress import make_table
 
+    said = f"Wrote {made.output} in {made.elapsed_s:.1f} s: {_describe_safety(made)}"
+    console.print(said, style="bold", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"→ {made.load}\n", soft_wrap=True, highlight=False, markup=False)
     headings = ("component", "written in", "tensors scaled", "configuration")
     table = make_table(*headings, overflow="fold")
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)
-    for entry in made.components:
+    for entry in made.components if is_whole else ():
         reasons = " ".join(entry.reasons)
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
-    lines = [f"Written: {made.output} in {made.elapsed_s:.1f} s. Load it: {made.load}"]
     if made.unread:
-        lines.insert(
-            0,
-            f"Copied unchanged, because Diffusers does not read them: {list_some(made.unread, 5)}.",
-        )
-    for line in ["", *lines]:
+        line = f"\nCopied unchanged, because Diffusers does not read them: {list_some(made.unread, 5)}."
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _describe_safety(made: Conversion) -> str:
+    """Which activations are not proven to stay in range, as nothing watches them without Stopdown."""
+    narrow = [x for x in made.components if x.precision == "fp16"]
+    if not narrow:
+        return "nothing was converted to fp16; -v shows why."
+    left = [x for x in narrow if x.unproven or not x.values]
+    if not left:
+        return "proven not to overflow in fp16."
+    counts = (f"{x.unproven} of {x.values} activations of " if x.values else "" for x in left)
+    said = ", ".join(f"{count}{x.component}" for count, x in zip(counts, left, strict=True))
+    return f"not proven to stay in range, and nothing watches it without Stopdown: {said}."
 
 
 def _shorten(value: object) -> str:

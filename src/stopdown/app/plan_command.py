@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,9 +34,10 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 @dataclass(frozen=True)
 class PlanOptions(PlanRunOptions, ModelOptions):
-    """Find how a model runs in fp16 without overflow.
+    """Work out how to run a model in fp16 without overflow.
 
-    Computes bounds from the weights that hold for every prompt, and runs nothing.
+    Computes bounds from the weights alone, valid for every prompt; the model is not run. -v also prints
+    what each component rests on.
 
     Examples:
       stopdown plan zai-org/CogVideoX-5b -o plan.json
@@ -76,7 +78,8 @@ def main(options: PlanOptions) -> int:
 
     with open_display(options) as display:
         made, written = plan(options, display)
-    print_result(options, made, functools.partial(print_plan, made, written), name=written)
+    draw = functools.partial(print_plan, made, written, options)
+    print_result(options, made, draw, name=written)
     return 0
 
 
@@ -130,18 +133,40 @@ def _check_certificate(options: PlanOptions) -> None:
     )
 
 
-def print_plan(made: Plan, output: Path, console: Console) -> None:
-    """Print one line for each component, and the reasons below."""
+def print_plan(made: Plan, output: Path, options: PlanOptions, console: Console) -> None:
+    """Print the verdict, what to run, one line for each component, and with -v the reasons below."""
     from rich.text import Text
 
     from stopdown.app.progress import make_table
 
+    console.print(describe_proof(made), style="bold", soft_wrap=True, highlight=False)
+    run = f"stopdown generate {shlex.quote(options.source)} PROMPT --precision {output}"
+    console.print(f"→ {run}\n", soft_wrap=True, highlight=False, markup=False)
     summary = made.summarise()
     table = make_table(*summary.headings, no_wrap=True)
     for row in summary.rows:
         table.add_row(*row)
     console.print(table)
-    for name, said in summary.notes:
+    for name, said in summary.notes if options.verbose else ():
         console.print(Text.assemble((f"\n{name}", "bold"), f": {said}"))
-    said = f"\nFrom the weights alone, {made.elapsed_s:.1f} s. Written: {output}"
+    said = f"\nWrote {output} ({made.elapsed_s:.1f} s, from the weights alone)"
     console.print(said, soft_wrap=True, highlight=False)
+
+
+def describe_proof(made: Plan) -> str:
+    """What of a plan is proven, what is not, and the least headroom, in one line."""
+    planned = [x for x in made.components if x.precision == "fp16"]
+    if not planned:
+        return "No component can run in fp16; -v shows why."
+    proven = [x.component for x in planned if x.in_force.certified]
+    rest = [x for x in planned if not x.in_force.certified]
+    headroom = min((x.in_force.headroom_bits or 0.0 for x in planned), default=0.0)
+    parts = [f"proven not to overflow in fp16: {', '.join(proven)}"] if proven else []
+    for one in rest:
+        left = one.in_force.values - one.in_force.bounded
+        parts.append(
+            f"{one.component}: {left} of {one.in_force.values} activations are estimated and watched"
+        )
+    others = [f"{x.component} in {x.precision}" for x in made.components if x not in planned]
+    said = "; ".join([*parts, *others])
+    return f"{said[0].upper()}{said[1:]} ({headroom:.1f} bits of headroom)."

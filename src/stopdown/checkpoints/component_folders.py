@@ -91,6 +91,8 @@ def describe_component(
         reasons=tuple(reasons),
         signatures=signatures,
         not_for=list_other_arguments(type(module), signatures),
+        values=found.scaling.values,
+        unproven=found.scaling.values - found.scaling.bounded,
     )
 
 
@@ -104,11 +106,12 @@ def describe_effect(found: FileExponents) -> str:
 
 def describe_left(found: FileExponents) -> str:
     """What the eps change that no configuration sets, as sentences."""
-    change = f"changes by at most {found.effect:.1e}" if found.effect else "is the same bit for bit"
+    most = f"{100 * found.effect:.2g} %"
+    change = f"changes the output by at most {most}" if found.effect else "changes no bit"
     return (
-        f"For {len(found.left)} of its norms, no configuration field sets eps separately, so eps stays "
-        f"unchanged although their inputs are scaled. As a result, the output {change} in "
-        f"{found.calls} calls. A change of up to {EFFECT_LIMIT:.1e} is accepted."
+        f"{len(found.left)} norms keep their original eps, because no configuration field sets it "
+        f"separately. Against the original, that {change} in {found.calls} calls (limit "
+        f"{100 * EFFECT_LIMIT:.2g} %)."
     )
 
 

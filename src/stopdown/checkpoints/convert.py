@@ -524,10 +524,10 @@ _CARRIED = (
 
 def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> Iterator[str]:
     if found.anew:
-        yield "Its exponents were recomputed, because a file cannot hold those of the plan."
+        yield "The plan's exponents cannot all be stored in a weight file, so they were recomputed."
     if found.scaling.certified:
         yield (
-            "According to bounds computed from its weights, every value stays in range. "
+            "Proven from its weights: every fp16 activation stays in range. "
             f"{found.scaling.range_note}"
         )
     elif rests_on_bounds(found.scaling):
@@ -544,12 +544,12 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> It
         yield "Apart from the rounding of its weights to fp16, it equals the original, bit for bit."
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
-            "In the measured calls, the largest value of all, certified ones included, stays "
-            f"{read_headroom(found.scaling):.1f} bits below fp16's maximum. Without Stopdown, nothing "
-            "watches the uncertified ones."
+            "In the measured calls, the largest activation of all, certified ones included, has "
+            f"{read_headroom(found.scaling):.1f} bits of headroom."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
-        yield f"Its class keeps {', '.join(kept)} in fp32 after loading; the files store it in fp16."
+        names = ", ".join(f"`{name}`" for name in kept)
+        yield f"Transformers and Diffusers load {names} in fp32, even though the files store fp16."
 
 
 def _describe_load(work: _Work, output: Path) -> str:

@@ -103,9 +103,11 @@ def peak_memory(device: Device) -> Iterator[PeakMemory]:
     Elsewhere the allocator's own peak is exact; its counter is reset, so blocks must not be nested.
     """
     if device.type == "mps":
-        measure = _sample_peak(_read_mps_bytes, 0, "memory of the Metal driver, read every 20 ms")
+        measure = _sample_peak(
+            _read_mps_bytes, 0, "memory of the Metal driver, sampled every 20 ms"
+        )
     elif device.type == "cpu":
-        text = "growth of resident memory (RSS), read every 20 ms"
+        text = "increase in RSS, sampled every 20 ms"
         measure = _sample_peak(_read_rss_bytes, _read_rss_bytes(), text)
     else:
         measure = _ask_allocator(device)

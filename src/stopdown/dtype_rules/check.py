@@ -383,7 +383,7 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
     if not all(fact.stored for fact in facts):
         return "auto", "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
-        return "fp16", f"Checked in fp16, which auto uses with its own plan: {reason}."
+        return "fp16", f"Checked in fp16 with an automatic plan, because {reason}."
     decisions = decide(facts, profile.supports, "auto")
     return (
         ",".join(f"{one.component}={one.precision}" for one in decisions),

@@ -408,15 +408,12 @@ def describe_scaling(
 def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     reasons = []
     if scaling.headroom_bits is not None:
-        where = (
-            f"In {calls} measured calls,"
-            if calls
-            else "According to bounds computed from its weights,"
-        )
-        which = "every" if calls or not scaling.uncertain else "every certified"
+        basis = f"In {calls} measured calls" if calls else "Proven from the weights"
+        which = "fp16" if calls or not scaling.uncertain else "certified"
+        factor = 2.0**scaling.headroom_bits
         reasons.append(
-            f"{where} {which} 16-bit value stays at least {scaling.headroom_bits:.1f} bits "
-            f"below fp16's maximum; the tightest is {scaling.tightest}."
+            f"{basis}: no {which} activation comes within a factor of {factor:.2g} of fp16's limit "
+            f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {scaling.tightest}."
         )
     if scaling.exponents:
         reasons.append(f"For this, {count_folds(scaling)}.")
@@ -440,11 +437,13 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     elif scaling.stream is not None:
         count = len(scaling.stream.cast_output_up)
         reasons.append(
-            f"Its residual stream, to which {count} module{'s' * (count != 1)} "
-            f"write{'s' * (count == 1)}, is kept in fp32; large matrix products run in fp16."
+            f"The residual stream stays in fp32 ({count} module{'s' * (count != 1)} "
+            f"write{'s' * (count == 1)} to it); large matrix products run in fp16."
         )
     if scaling.trial is not None:
-        reasons += [f"{describe_trial(scaling.trial).capitalize()}.", scaling.trial.note]
+        tried = scaling.trial.calls or not scaling.trial.note
+        reasons += [f"{describe_trial(scaling.trial).capitalize()}."] if tried else []
+        reasons.append(scaling.trial.note)
     if scaling.pinned:
         reasons.append(
             "Left unchanged because there is no rule for them: "

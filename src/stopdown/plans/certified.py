@@ -98,7 +98,7 @@ from stopdown.sources.sources import (
 )
 
 _WHOLE = "Only the whole component in fp32 keeps its bounds in range."
-_UNTRIED = Trial(note="A certificate is computed from the weights alone, so the model was not run.")
+_UNTRIED = Trial(note="Computed from the weights alone; the model was not run.")
 
 
 def load_stored(

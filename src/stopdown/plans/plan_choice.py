@@ -77,7 +77,7 @@ def choose_plan(
     if not need.why:
         return Plan(source.name, precision=precision, components=need.decided, memory=memory)
     plan = find_or_certify(source, device, request=request, progress=progress, others=need.others)
-    why = f"a plan of its own, because {need.why}"
+    why = f"an automatic plan, because {need.why}"
     return dataclasses.replace(plan, chosen=why, memory=memory)
 
 

@@ -37,7 +37,6 @@ from stopdown.plans.applier import (
     put_boundaries,
     refuse_differences,
 )
-from stopdown.plans.calibrated import count_folds
 from stopdown.plans.precision import (
     ComponentFacts,
     decide_precisions,
@@ -45,7 +44,7 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling.certificate import describe_measured, describe_share
+from stopdown.scaling.certificate import describe_count
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, read_stored_dtypes
@@ -222,14 +221,15 @@ def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[Comp
 
 
 def _describe_basis(entry: ComponentPlan) -> str:
-    """What the ranges rest on: bounds, measured calls, or some of each."""
+    """What keeps it from overflowing: bounds, measured calls, or some of each."""
     scaling = entry.in_force
     if scaling.certified:
-        return "certified"
-    if not scaling.values:
-        return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
-    rest = describe_measured(scaling) if entry.calls else "for the rest the maximum is a guess"
-    return describe_share(scaling.values, scaling.bounded, rest).removesuffix(".")
+        return "proven not to overflow"
+    if not scaling.bounded:
+        return f"measured in {entry.calls} calls" if entry.calls else "estimated, and watched"
+    share = describe_count(scaling.values, scaling.bounded)
+    rest = "measured" if entry.calls else "estimated"
+    return f"{share} proven not to overflow, the rest {rest} and watched"
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
@@ -237,22 +237,18 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
     if entry.precision != "fp16" or entry.scaling is None:
         return f"{entry.precision} by {name}. {entry.reason}"
     scaling = entry.in_force
-    folds = count_folds(scaling).replace(" is scaled", "").replace(" are scaled", "")
-    parts = [
-        folds,
-        f"{len(scaling.fp32_modules)} fp32 module{'s' * (len(scaling.fp32_modules) != 1)}",
-    ]
-    if count := len(scaling.multiplies):
-        parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
-    if scaling.stream is not None:
-        inside = ", ".join(scaling.stream.cast_output_down)
-        parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
+    parts = [_describe_basis(entry)]
     if scaling.headroom_bits is not None:
         parts.append(f"{scaling.headroom_bits:.1f} bits of headroom")
+    if count := len(scaling.fp32_modules):
+        parts.append(f"{count} module{'s' * (count != 1)} in fp32")
+    if scaling.stream is not None and scaling.stream.cast_output_down:
+        parts.append(f"fp32 sums in {', '.join(scaling.stream.cast_output_down)}")
     if scaling.trial is not None and scaling.trial.rel_err is not None:
-        parts.append(f"{100 * scaling.trial.rel_err:.2g} % off fp32 when it was tried")
-    basis = _describe_basis(entry)
-    return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."
+        parts.append(
+            f"an error of {100 * scaling.trial.rel_err:.2g} % against fp32 when it was tried"
+        )
+    return f"fp16 with {name}: {', '.join(parts)}."
 
 
 def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:

@@ -254,7 +254,7 @@ def describe_least(bits: float) -> str:
     return f"at least {math.floor(10 * bits) / 10:g} bits of headroom"
 
 
-_GUESSED = "for the rest the maximum is a guess. Let the guard watch them"
+_GUESSED = "the rest are estimated, and watched at run time"
 
 
 def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
@@ -275,10 +275,13 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
     """
     if not values:
         return "No value is in fp16."
-    if bounded == values:
-        return f"100 % of {values} fp16 values certified{limits}."
-    share = math.floor(1000 * bounded / values) / 10
-    return f"{share:g} % of {values} fp16 values certified{limits}; {rest}."
+    said = f"{describe_count(values, bounded)} certified{limits}"
+    return f"{said}." if bounded == values else f"{said}; {rest}."
+
+
+def describe_count(values: int, bounded: int) -> str:
+    """`97.6 % of 423 fp16 values`, rounded down."""
+    return f"{math.floor(1000 * bounded / values) / 10:g} % of {values} fp16 values"
 
 
 Of = TypeVar("Of", int, tuple[int, int])

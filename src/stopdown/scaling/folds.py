@@ -121,14 +121,14 @@ def read_headroom(scaling: Scaling) -> float:
 
 
 def describe_trial(trial: Trial | None) -> str:
-    """`run once in fp16: 0.042 % off fp32, bf16 0.34 %`, or that it was not tried."""
+    """`run once in fp16: 0.042 % from fp32, bf16 0.34 %`, or that it was not tried."""
     if trial is None or not trial.calls:
         return "not tried in fp16"
     ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
     if trial.rel_err is None:
         return f"{ran}: finite"
     beside = "" if trial.bf16_rel_err is None else f", bf16 {100 * trial.bf16_rel_err:.2g} %"
-    return f"{ran}: {100 * trial.rel_err:.2g} % off fp32{beside}"
+    return f"{ran}: {100 * trial.rel_err:.2g} % from fp32{beside}"
 
 
 def load_scaled(
