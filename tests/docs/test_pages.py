@@ -124,6 +124,14 @@ def test_commands_run(
     check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
+def test_no_command_shows_a_wrong_picture() -> None:
+    """The bundled model draws other colours in few steps: whatever is shown is made in 20, or not at all."""
+    shown = [command for command, code in RUNS if code == 0 and "shapes" in command]
+    few = [x for x in shown if (found := re.search(r"--steps (\d+)", x)) and int(found[1]) < 20]
+    assert few == []
+    assert any("--steps 20" in command for command in shown)
+
+
 @pytest.mark.default_rows(1)
 @pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning")  # how a guard reports a repair
 @pytest.mark.parametrize(
