@@ -125,7 +125,7 @@ def test_commands_run(
 
 
 def test_no_command_shows_a_wrong_picture() -> None:
-    """The bundled model draws other colours in few steps: whatever is shown is made in 20, or not at all."""
+    """The bundled model draws other colours in few steps: what is shown is made in 20, or not at all."""
     shown = [command for command, code in RUNS if code == 0 and "shapes" in command]
     few = [x for x in shown if (found := re.search(r"--steps (\d+)", x)) and int(found[1]) < 20]
     assert few == []
