@@ -122,11 +122,13 @@ def test_a_portable_comfyui_keeps_its_packages(path: Path) -> None:
     """No requirement excludes a version that ComfyUI ships, and the extra is what loading asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     shipped = read_shipped(path)
-    needed = {x.name: x for x in map(Requirement, project["dependencies"])}
+    extras = project["optional-dependencies"]
+    asked_for = (*project["dependencies"], *extras["cli"])  # as the guide of ComfyUI installs it
+    needed = {x.name: x for x in map(Requirement, asked_for)}
     shared = needed.keys() & shipped.keys()
     assert {"torch", "safetensors", "numpy", "pillow", "av"} <= shared
     assert [str(needed[x]) for x in shared if shipped[x] not in needed[x].specifier] == []
-    extra = map(Requirement, project["optional-dependencies"]["pipelines"])
+    extra = map(Requirement, extras["pipelines"])
     asked = {x.name: str(x.specifier) for x in extra}
     assert {name: asked[name] for name in NEEDED} == {x: f">={NEEDED[x]}" for x in NEEDED}
 
@@ -147,7 +149,7 @@ def test_pip_adds_packages_to_comfyui_and_replaces_none(
         (folder / "METADATA").write_text(head, encoding="utf-8")
     python, report = tmp_path / "environment" / "bin" / "python", tmp_path / "report.json"
     options = ("install", "--dry-run", "--quiet", "--report", report)
-    _run(sys.executable, "-m", "pip", "--python", python, *options, clone, cwd=tmp_path)
+    _run(sys.executable, "-m", "pip", "--python", python, *options, f"{clone}[cli]", cwd=tmp_path)
     added = json.loads(report.read_text(encoding="utf-8"))["install"]
     names = {canonicalize_name(x["metadata"]["name"]) for x in added}
     assert {"stopdown", "msgspec"} <= names

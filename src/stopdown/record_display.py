@@ -30,8 +30,11 @@ class Displayed:
         yield from _list_fields(self)
 
     def __repr__(self) -> str:
-        from rich.pretty import pretty_repr
-
+        try:
+            from rich.pretty import pretty_repr
+        except ImportError:  # it comes with the command line
+            fields = ", ".join(f"{name}={value!r}" for name, value in _list_fields(self))
+            return f"{type(self).__name__}({_shorten(fields)})"
         for depth in (4, 3, 2, 1):
             text: str = pretty_repr(
                 self, max_width=_WIDTH, max_length=6, max_string=_TEXT, max_depth=depth

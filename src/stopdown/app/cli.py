@@ -27,6 +27,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
             if find_command(words) != "run":  # a script may run for hours inside of an import
                 trap.leave = functools.partial(_leave, words)
+            from stopdown.devices.environment import require_package
+
+            for package in ("typer", "rich"):
+                require_package(package, "cli", "The command stopdown")
             from stopdown.app import commands
 
             code = commands.run(words)

@@ -28,6 +28,7 @@ from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.batch.prompts import LONGEST, find_text_fault
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.records import BadLine, Comparison
+from stopdown.devices.environment import require_package
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_small_file
 from stopdown.files.outputs import (
@@ -121,6 +122,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
     """
+    for package in ("torchmetrics", "jinja2"):
+        require_package(package, "compare", "`stopdown compare`")
     output = options.output or find_free(DEFAULT_OUTPUT, ".json")
     check_page(output, force=options.force)
     folder = find_cells(output)

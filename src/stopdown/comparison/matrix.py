@@ -52,7 +52,7 @@ from stopdown.comparison.verdicts import (
     recommend,
 )
 from stopdown.component_calls.components import explain_run
-from stopdown.devices.environment import describe_machine, name_device
+from stopdown.devices.environment import describe_machine, name_device, require_package
 from stopdown.devices.model_needs import keeps_clamps
 from stopdown.errors import InputError, describe_error
 from stopdown.files.json_files import UnreadableError, read_json_table
@@ -275,6 +275,8 @@ def compare(
     )
     device = name_device("compare", device) or "auto"
     numbered, runs = number_prompts(prompts)
+    if not runs:  # pictures are compared by it
+        require_package("torchmetrics", "compare", "Comparing pictures")
     told = progress or (lambda stage, what, done, total: None)
     first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.devices.environment import has_avx512
+from stopdown.devices.environment import has_avx512, require_package
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.files.outputs import check_target, refuse_nameless, write_numbered, written_beside
 from stopdown.frames.frame_faults import name_frames, require_clip
@@ -162,6 +162,7 @@ def _write_video(
     part: Path, frames: Frames, fps: float, sound: Sound | None, *, container: str
 ) -> None:
     """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
+    require_package("av", "cli", "Writing a video")
     import av
     import numpy as np
 
@@ -444,6 +445,7 @@ def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> It
 
 
 def _decode(source: Path) -> Iterator[Frames]:
+    require_package("av", "cli", "Reading a video")
     import av
     import numpy as np
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.devices.environment import require_package
 from stopdown.errors import InputError, NonFiniteError, take_first_line
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def write_sound(part: Path, sound: Sound, kind: str) -> None:
         part: where, whatever its suffix.
         kind: `wav` or `flac`.
     """
+    require_package("av", "cli", "Writing sound")
     import av
 
     options = {"fflags": "+bitexact"}  # the same samples give the same bytes
@@ -152,6 +154,7 @@ def read_sound(path: str | os.PathLike[str]) -> Sound:
     Raises:
         InputError: the file is missing, holds no sound, is damaged, or has more than `MOST_SAMPLES`.
     """
+    require_package("av", "cli", "Reading sound")
     import av
     import numpy as np
 

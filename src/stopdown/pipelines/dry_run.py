@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from stopdown.component_calls.call import ComponentCall, map_tensors
 from stopdown.component_calls.call_interception import (
@@ -331,6 +330,8 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = dict(choose_own_sides(pipe))
     if "prompt" in taken:
         arguments["prompt"] = PROMPTS[0]
+    from PIL import Image  # Diffusers brings it
+
     height, width = find_own_sides(pipe) or (_SIDE, _SIDE)
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
     for name in ("image", "images"):

@@ -23,6 +23,7 @@ from stopdown.comparison.records import (
     pick_cells,
     summarise_measure,
 )
+from stopdown.devices.environment import require_package
 from stopdown.errors import InputError
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import check_suffix, check_target, write_numbered, written_beside
@@ -145,6 +146,7 @@ def render_batch(record: BatchRecord) -> str:
 
 @functools.cache
 def _read_template(name: str) -> Any:
+    require_package("jinja2", "compare", "A page")
     import jinja2
 
     environment = jinja2.Environment(
