@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import stopdown
@@ -891,6 +892,21 @@ def test_a_product_of_sizes_is_no_written_norm() -> None:
         case.capture, load, case.limits, blocks, ["inner.weight"], case.bounds
     )
     assert set(again.ranges) == set(case.bounds.ranges)
+
+
+def test_a_constant_without_values_has_no_bound() -> None:
+    """What a dry run took from another call is fake: nothing is read of it, and nothing is certified."""
+    torch.manual_seed(0)
+    case = bound_module(Cut(), torch.randn(1, 8, 4), torch.tensor([2, 3]))
+    name = next(iter(case.capture.parameters))
+    mode = FakeTensorMode()
+    constants = {**case.capture.constants, name: mode.from_tensor(torch.ones(8, 4))}
+    others = {x: y for x, y in case.capture.parameters.items() if x != name}
+    capture = replace(case.capture, parameters=others, constants=constants)
+    load, blocks = case.tensors.__getitem__, split_values(capture)
+    again = bounds_module.bound_call(capture, load, case.limits, blocks)
+    assert name not in again.ranges
+    assert len(again.ranges) < len(case.bounds.ranges)
 
 
 def test_what_is_collapsed_at_once_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stopdown.graph.capture import build_fake, capture_call, find_mode
@@ -104,3 +105,26 @@ def test_a_model_inside_of_a_model_has_the_dtype_asked_for(
     source = resolve_source(save_tiny(name))
     part = getattr(build_skeleton(source, {component: torch.float16}), component)
     assert {p.dtype for p in part.parameters()} == {torch.float16}
+
+
+class Reading(nn.Module):
+    """Reads values of a table while it is built, as models with dropped paths do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 0.5, 3, device="cpu")]
+        self.linear = nn.Linear(4, 4)
+        self.twin = self.linear
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+
+def test_a_class_that_reads_a_table_is_built_without_memory() -> None:
+    """Its rates are numbers; its parameters are fakes, in the dtype asked for, and shared as before."""
+    module = build_fake(Reading, torch.float16)
+    assert module.rates == [0.0, 0.25, 0.5]
+    assert find_mode(module) is not None
+    tensors = [*module.parameters(), *module.buffers()]
+    assert all(isinstance(x, FakeTensor) and x.device.type == "cpu" for x in tensors)
+    assert {x.dtype for x in tensors} == {torch.float16}
+    assert module.twin.weight is module.linear.weight
+    assert "table" not in module.state_dict()

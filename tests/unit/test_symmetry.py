@@ -122,3 +122,13 @@ def test_a_search_over_like_modules_finds_what_the_whole_one_finds(
     cast_(module, torch.float16, found)
     errors = map(relative_l2, run_calls(calls, torch.float16), reference)
     assert max(errors) < 0.01
+
+
+def test_a_value_whose_squares_are_0_is_limited() -> None:
+    """Its largest magnitude stands for its root mean square, which fp32 cannot hold; it was an error."""
+    problem = make_problem(1e6)
+    tiny = problem.system.unknown("tiny")
+    problem.limits.append(Limit(tiny, Range(1e-30, 0.0, 1e-30), torch.float32, "tiny"))
+    found = solve_problem(problem, hard_top_bits=1.0, fp32_modules=False)
+    assert found is not None
+    assert 1e-30 * 2.0 ** found.exponents.get(problem.system.find(tiny), 0) > 0

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from stopdown.bounds import product_rules, rules
@@ -153,7 +154,9 @@ class Propagation(KnownValues):
             return
         if name in self.capture.constants:
             constant = self.capture.constants[name]
-            if isinstance(constant, torch.Tensor):
+            if isinstance(constant, FakeTensor):  # without values: the result of another call
+                self._miss(node)
+            elif isinstance(constant, torch.Tensor):
                 self._hold_known(node, constant)
         elif name in self.limits.fixed:
             self._hold_known(node, self.limits.fixed[name])

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node, graph_module
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -247,14 +247,39 @@ def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
 
 
 def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """A module built without memory for its weights, in `dtype` from the start."""
-    before = torch.get_default_dtype()
+    """A module built without memory for its weights, in `dtype` from the start.
+
+    Code that reads values of tables while it builds (rates of dropped paths) has them on the host.
+    """
+    before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             return factory().eval()
+    except DataDependentOutputException:
+        with torch.device("meta"):
+            return _make_fake(factory().eval(), mode)
     finally:
         torch.set_default_dtype(before)
+
+
+def _make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """Give a module that no other code holds fakes on the host in the place of its tensors."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, own in part.named_parameters(recurse=False):
+            if id(own) not in made:
+                made[id(own)] = torch.nn.Parameter(_fake_like(own, mode), own.requires_grad)
+            part.register_parameter(name, made[id(own)])
+        for name, buffer in part.named_buffers(recurse=False):
+            is_stored = name not in part._non_persistent_buffers_set
+            part.register_buffer(name, _fake_like(buffer, mode), persistent=is_stored)
+    return module
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -270,7 +270,8 @@ def _add_limit(
         high = math.floor(top) if math.isfinite(top) else top
         program.demand({root: 1.0}, high=high, extra=lifted)
     if root != ZERO and not _is_half(limit.dtype):
-        program.demand({root: 1.0}, low=math.ceil(-100 - min(log2_of(limit.range.rms), 0.0)))
+        rms = limit.range.rms or limit.range.amax  # squares of tiny values are 0
+        program.demand({root: 1.0}, low=math.ceil(-100 - min(log2_of(rms), 0.0)))
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
