@@ -49,15 +49,16 @@ UNPLANNED = "stopdown_unplanned"
 class Rank(enum.IntEnum):
     """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
 
-    COMPONENT = 0  # keeps what the component is called with, and casts it as its weights were cast
-    PLAN = 1  # casts at boundaries, sets how sums are done, compares adapters
-    MEMORY = 2  # brings weights to the device, cuts attention into pieces
-    FAULT = 3  # makes a call go wrong, for tests
-    GUARD = 4  # checks what came out; repairs the component and runs the call again
-    RECORD = 5  # measures and keeps calls for comparisons, plans and dry runs
-    JOURNAL = 6  # answers a call from a file, or writes it there
-    TURN = 7  # keeps other threads from changing the module during a call
-    EXPONENTS = 8  # takes exponents off for calls that they do not hold for
+    ENDS = 0  # multiplies arguments as the exponents of the weights need it
+    COMPONENT = 1  # keeps what the component is called with, and casts it as its weights were cast
+    PLAN = 2  # casts at boundaries, sets how sums are done, compares adapters
+    MEMORY = 3  # brings weights to the device, cuts attention into pieces
+    FAULT = 4  # makes a call go wrong, for tests
+    GUARD = 5  # checks what came out; repairs the component and runs the call again
+    RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
+    JOURNAL = 7  # answers a call from a file, or writes it there
+    TURN = 8  # keeps other threads from changing the module during a call
+    EXPONENTS = 9  # takes exponents off for calls that they do not hold for
 
 
 class _Stack:
@@ -316,12 +317,15 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 
 
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
-    """Put the layers of one module on a copy of it, in their order: those `below` a rank."""
+    """Put the layers of one module on a copy of it, in their order: those `below` a rank.
+
+    What exponents need at the ends of a call is left out: a copy without weights has none.
+    """
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
         for rank, callee, layer in stack.layers if stack is not None else ():
-            if rank < below:
+            if Rank.ENDS < rank < below:
                 put_layer(target, name, layer, patches, rank, callee)
 
 

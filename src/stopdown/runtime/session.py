@@ -65,7 +65,7 @@ from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState, RepairCache
-from stopdown.scaling.call_watch import ReplacedError, find_watch
+from stopdown.scaling.call_watch import ReplacedError, find_watch, scale_ends
 
 _PATIENCE_S = 0.01
 """How long a call waits at a time for a guard to be removed, which may wait for a call around it."""
@@ -298,6 +298,9 @@ class Session(SameInCopies):
             (Rank.GUARD, functools.partial(self._call_outermost, outer, guarded)),
         ):
             intercept(callee, layer, guarded.patches, rank)
+        if callee.owner is not state.module:  # compiled code goes past the layers of the module
+            ends = functools.partial(scale_ends, state.module)
+            intercept(callee, ends, guarded.patches, Rank.ENDS)
         whole = "_call_impl" if slot == "forward" else slot  # with the hooks of the module
         turn = functools.partial(self._call_whole, guarded)
         put_layer(callee.owner, whole, turn, guarded.patches, Rank.TURN, callee)

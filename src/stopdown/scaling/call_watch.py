@@ -43,6 +43,7 @@ from stopdown.component_calls.call import (
     ComponentCall,
     HeldContainers,
     find_float_dtype,
+    is_held,
     map_tensors,
 )
 from stopdown.component_calls.call_interception import (
@@ -168,6 +169,15 @@ Key = tuple[str, Sizes]
 """Signature and sizes of a call."""
 
 
+class _Thread(threading.local):
+    """The call of an unmeasured signature that a thread makes: its watch, and what is multiplied."""
+
+    scaled: tuple[CallWatch, CallEnds] | None = None
+
+
+_thread = _Thread()
+
+
 class ReplacedError(Exception):
     """Other exponents were put on: the call begins again."""
 
@@ -264,6 +274,8 @@ class CallWatch(SameInCopies):
             "", self.module, method, "decode", GENERAL_KEEPS
         )  # outputs stay as they are
         put_layer(self.module, slot, self._enter, self._own, Rank.EXPONENTS, callee)
+        slot = "forward" if slot == "_call_impl" else slot  # inside of a guard
+        put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
 
     def _remove(self) -> None:
         self._own.undo()
@@ -337,8 +349,6 @@ class CallWatch(SameInCopies):
             if key not in self._verdicts:
                 self._judge(key, call, held)
             ends = self._verdicts[key]
-            if ends is not None and ends.inputs and self._is_guarded(call):
-                ends = None  # a repair would take what is scaled for what was given
             if ends is not None:
                 is_good, output, why, key = self._call_on(key, ends, call, held)
                 if is_good:
@@ -539,26 +549,42 @@ class CallWatch(SameInCopies):
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
-        is_part = bool(_find_path(call))
-        given = _scale_inputs(ends, call) if ends.inputs else call
-        if given is None:
-            return False, None
-        dtypes = {x.dtype for x in call.callee.owner.parameters()} if is_part else set()
-        dtype = torch.float16 if torch.float16 in dtypes else torch.float32
-        output = given.proceed_in(dtype) if is_part else call_unmeasured(self.module, given.proceed)
-        if self._is_removed:  # it was repaired: the output is that of other exponents
-            return True, output
+        if ends.inputs and len(list(_list_tensors(call))) != ends.given:
+            return False, None  # others than those that were traced
+        if _find_path(call):
+            is_half = torch.float16 in {x.dtype for x in call.callee.owner.parameters()}
+            given = _scale_inputs(ends, call)
+            output = given.proceed_in(torch.float16 if is_half else torch.float32)
+            if ends.outputs:
+                output = widen_outputs(ends.outputs, self.module, (), output)
+        else:
+            before, _thread.scaled = _thread.scaled, (self, ends)
+            try:
+                output = call.proceed()
+            finally:
+                _thread.scaled = before
+            if not self.is_in_force:  # it was repaired: the output is that of other exponents
+                return True, output
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
         is_unread = self._is_guarded(call) or not is_plain()
-        if not is_known or not (is_unread or _is_finite(list(made.values()))):
-            return False, None
-        is_whole = call.callee.method == "forward" and not is_part
-        there = self.scaling.outputs if is_whole else {}  # taken off by its own hook
+        return is_known and (is_unread or _is_finite(list(made.values()))), output
+
+    def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
+        """Multiply arguments before a call, and outputs behind it."""
+        given = _scale_inputs(ends, call, narrows=self._casts)
+        output = call_unmeasured(self.module, given.proceed)
+        there = self.scaling.outputs if call.callee.method == "forward" else {}  # by its own hook
         numbers = {*ends.outputs, *there}
         left = {n: ends.outputs.get(n, 0) - there.get(n, 0) for n in numbers}
         left = {n: x for n, x in left.items() if x}
-        return True, widen_outputs(left, self.module, (), output) if left else output
+        return widen_outputs(left, self.module, (), output) if left else output
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the exponents of this watch are on the module, put there by it or once more since."""
+        watch: CallWatch | None = vars(self.module).get(_WATCH)
+        return watch is not None and watch.scaling is self.scaling
 
     def _call_bare(self, call: ComponentCall) -> Any:
         """Make a call without the exponents; what fits comes back in the dtype of the arguments."""
@@ -585,14 +611,13 @@ class CallWatch(SameInCopies):
         held.restore()
         is_other_code = self._settings.describe()  # earlier calls would run it as well by now
         can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
-        if (ends is None or ends.inputs) and can_extend and self._options.extend is not None:
+        if ends is None and can_extend and self._options.extend is not None:
             what = self._describe_difference(key, method, names_sizes=False)
             with self._options.changing():
                 if not (self._is_removed or key in self._verdicts):
                     self._options.extend(replace(call, args=args, kwargs=kwargs), what)
             if self._is_removed:
                 raise ReplacedError
-            ends = None
         with self._turn:
             if key not in self._verdicts:
                 if ends is None:
@@ -810,6 +835,22 @@ def find_watch(module: torch.nn.Module) -> CallWatch | None:
     return watch
 
 
+def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
+    """Make a call with what exponents need at its ends, if its signature needs anything there.
+
+    Next to the module, beneath casts and a guard: what a guard keeps for a replay, repairs and compares is
+    what the program gives and gets. A replay under other exponents comes here, too, and goes on as it is.
+    """
+    found = _thread.scaled
+    if found is None or found[0].module is not module or not found[0].is_in_force:
+        return call.proceed()
+    _thread.scaled = None  # code that is compiled may come here again
+    try:
+        return found[0].scale(found[1], call)
+    finally:
+        _thread.scaled = found
+
+
 def has_passed(module: torch.nn.Module) -> bool:
     """Whether the watch of now, if there is one, let the call through that this thread makes."""
     watch = find_watch(module)
@@ -912,16 +953,27 @@ def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def _scale_inputs(ends: CallEnds, call: ComponentCall) -> ComponentCall | None:
-    """Multiply arguments by their exponents; None if there are others than those that were traced."""
+def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
+    """Multiply arguments by their exponents.
+
+    Args:
+        narrows: bring to fp16 what it could not hold before.
+    """
+    if not ends.inputs:
+        return call
     leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    if len(places) != ends.given:
-        return None
     for number, exponent in ends.inputs.items():
-        leaves[places[number]] = leaves[places[number]] * 2.0**exponent
+        given = leaves[places[number]]
+        scaled, is_beyond = given * 2.0**exponent, narrows and not is_held(given, torch.float16)
+        leaves[places[number]] = narrow(torch.float16, scaled) if is_beyond else scaled
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return replace(call, args=args, kwargs=kwargs)
+
+
+def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    yield from (x for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _find_path(call: ComponentCall) -> str:
