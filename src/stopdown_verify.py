@@ -110,6 +110,7 @@ def maybe(kind: Kind) -> Kind:
 
 FLAG = Kind("true or false", lambda x: type(x) is bool)
 OBJECT = Kind("an object", lambda x: type(x) is dict)
+WORDS = Kind("text", lambda x: type(x) is str)
 TEXT, NAME = text(r".{0,2000}", "printable text"), text(r".{1,500}", "a printable name")
 FOLDER = text(r"[A-Za-z_][A-Za-z0-9_]{0,99}", "the name of a component, a folder beside the others")
 FILE = text(r"\w[\w.-]{0,190}\.safetensors", "the name of a safetensors file, without a folder")
@@ -136,6 +137,7 @@ HEADER = {  # of a tensor in a safetensors file
     "dtype": text(r"\w{1,20}", "a dtype"), "shape": listed(SIZE, 0, 12),
     "data_offsets": row(PLACE, PLACE),
 }  # fmt: skip
+METADATA = {"__metadata__": named(WORDS, WORDS)}
 GRAPH = {
     "method": TEXT, "nodes": listed(OBJECT, 1), "outputs": listed(row(NAME, EXPONENT), 1),
 }  # fmt: skip
@@ -226,7 +228,7 @@ def demand(holds: Any, what: str) -> None:
         raise Refused(what)
 
 
-def read_json(content: bytes) -> Any:
+def read_json(content: bytes, name: str = "it") -> Any:
     """Data without a name twice in one object, and without NaN and infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -242,7 +244,7 @@ def read_json(content: bytes) -> Any:
     try:
         return json.loads(content.decode(), object_pairs_hook=once, parse_constant=no_number)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise Refused(f"it cannot be read as JSON: {error}") from None
+        raise Refused(f"{name} cannot be read as JSON: {error}") from None
 
 
 def list_faults(value: Any, keys: dict[str, Kind]) -> list[str]:
@@ -708,7 +710,7 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
         for _, _, _, _, left, largest, rest in affine:
             sums += [rest + left + WEIGHT * largest, largest]
         squares = [np.ones(width), *(x[1] ** 2 for x in affine)]
-        bases = [x[3] for x in affine]
+        bases = [row for x in affine for row in x[3]]
         a, s, p = w.multiply(start + part.start, start + part.stop, sums, squares, bases)
         full[part] = a[:, 0] * (1 + WEIGHT) + low[part] * (up @ covered)
         euclid[part] = np.sqrt(s[:, 0]) * (1 + WEIGHT) + low[part] * math.sqrt(up @ up)
@@ -988,7 +990,7 @@ class Weight:
         wide = [np.stack(x, 1) if len(x) else none for x in columns]
         made: tuple[list[Array], ...] = ([], [], [])
         for _, rows in self.read(start, stop):
-            made[2].append(rows @ wide[2].reshape(rows.shape[1], -1))
+            made[2].append(rows @ wide[2])
             made[1].append(rows**2 @ wide[1])
             made[0].append(np.abs(rows) @ wide[0])
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
@@ -1061,9 +1063,9 @@ def read_header(path: Path) -> dict[str, tuple[int, Node]]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         demand(size <= min(length - 8, 10**8), f"{path.name} is no safetensors file")
-        header = read_json(file.read(size))
+        header = read_json(file.read(size), f"the header of {path.name}")
     demand(type(header) is dict, f"{path.name} is no safetensors file")
-    header.pop("__metadata__", None)
+    check_keys({"__metadata__": header.pop("__metadata__", {})}, METADATA, f"{path.name}: ")
     at = 0
     for key, entry in header.items():
         check_keys(entry, HEADER, f"{path.name}: {key!r}: ")
@@ -1087,7 +1089,8 @@ def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> 
     for name in sorted(path.name for path in folder.iterdir()):
         lower = name.lower()
         if ".index." in lower and lower.endswith(".json"):
-            index = read_json((folder / name).read_bytes())
+            demand((folder / name).is_file(), f"{name} is no file")
+            index = read_json((folder / name).read_bytes(), name)
             listed = index.get("weight_map") if type(index) is dict else None
             demand(listed == places, f"{name} names other files or tensors than the certificate")
             indices += 1

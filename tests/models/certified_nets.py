@@ -17,7 +17,7 @@ from torch import nn
 
 import stopdown_verify
 from models.certificate_forgeries import Model
-from models.rescaling_models import Call
+from models.rescaling_models import Call, make_example
 from stopdown import rescale_
 from stopdown.graph.capture import name_parameters
 from stopdown.plans.certificate_files import export_calls
@@ -149,3 +149,9 @@ def certify_net(name: str, folder: Path) -> Model:
         if path.startswith(pattern) and parameter.ndim > 1:
             parameter.mul_(2.0**bits)
     return Model(name, certify_call(module, [(module, args, {})], folder, scaling), folder)
+
+
+def certify_class(name: str, folder: Path) -> Model:
+    """A class of the rescale table, and its certificate."""
+    module, calls = make_example(name)
+    return Model(name, certify_call(module, calls, folder), folder)

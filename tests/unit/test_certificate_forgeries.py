@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -314,6 +315,27 @@ def test_constant_is_off_by_what_its_dtype_rounds(tmp_path):
     assert list_uncovered(tmp_path, ({}, nodes, {})) == ["0:y"]
 
 
+def test_shift_of_a_norm_is_looked_at_at_each_timestep(tmp_path):
+    """What a linear makes of rows behind a norm is no less than what it makes of their shift alone."""
+    rng = np.random.default_rng(0)
+    tensors = {"w": rng.normal(size=(8, 8)), "f": rng.normal(size=(8, 1)), "g": np.full(8, 1e-3)}
+    nodes = [
+        times("t", count=51, last=50.0),
+        linear("f", "t", [1, 8], "f", dtype="fp32"),
+        node("s", "bounded", ["f"], [1, 8], function="sin", dtype="fp32"),
+        source("x", [1, 8], dtype="fp32"),
+        node("n", "norm", ["x"], [1, 8], inner=1, eps=0, weight="g", dtype="fp32"),
+        node("m", "add", ["n", "s"], [1, 8], dtype="fp32"),
+        linear("y", "m", [1, 8]),
+    ]
+    row = {k: x.astype(np.float32) for k, x in tensors.items()}, nodes, {}
+    stopdown_verify.check_component(state(tmp_path, row), tmp_path, write=True)
+    shifts = np.sin(np.arange(51)[:, None] @ tensors["f"].T)
+    largest = np.abs(shifts @ tensors["w"].T).max()
+    found = float(stopdown_verify.read_number(nodes[-1]["bound"]))
+    assert largest <= found <= 1.1 * largest
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_value_beyond_a_wider_dtype_has_no_bound(dtype, tmp_path):
     """The exponential of 100 is Inf in fp32 and bf16, and a small part of it is Inf as well."""
@@ -472,6 +494,17 @@ def test_index_is_refused_unless_it_names_the_same_files(net):
             check(certificate, folder)
 
 
+def test_index_that_is_no_file_is_refused(net):
+    """A folder or a pipe of that name is not read, which would not end."""
+    certificate, folder = net
+    index = folder / "net" / "model.safetensors.index.json"
+    for make in (Path.mkdir, *([os.mkfifo] if hasattr(os, "mkfifo") else [])):
+        make(index)
+        with pytest.raises(stopdown_verify.Refused, match=r"net: .*index.json is no file"):
+            check(certificate, folder)
+        index.rmdir() if index.is_dir() else index.unlink()
+
+
 def test_several_files_need_an_index(net):
     """Without one a loader takes a single file of them."""
     certificate, folder = net
@@ -497,7 +530,8 @@ HEADERS = {
     "no entry": ('{"up": 1}', "'up': it is no object"),
     "a huge size": (f'{{"up": {{"dtype": "F32", "shape": [{10**30}], "data_offsets": [0, 4]}}}}',
                     "expected a list"),
-    "deep": ("[" * 100_000, "cannot be read as JSON"),
+    "deep": ("[" * 100_000, "the header of model.safetensors cannot be read as JSON"),
+    "metadata in a list": (f'{{"__metadata__": [], "up": {ENTRY}}}', "'__metadata__' is .*, expected an"),
 }  # fmt: skip
 
 
