@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from stopdown.interception.module_paths import ModulePaths
+from stopdown.numerics import iterate_tensors
 
 _ASKING = frozenset(
     (
@@ -128,7 +129,7 @@ class Readings(TorchFunctionMode):
             name = getattr(func.__self__, "__name__", "")
         if name in _ASKING:
             return func(*args, **kwargs)
-        first = next(_iterate((args, kwargs)), None)
+        first = next(iterate_tensors((args, kwargs)), None)
         if name in _SAME and first is not None:
             mark = self._read(first)
             made = func(*args, **kwargs)
@@ -139,7 +140,7 @@ class Readings(TorchFunctionMode):
             return made
         is_exact = first is not None and id(first) in self._exact
         place = name, self._paths.current, self._find_place()
-        joined = list(_iterate(args)) if name in _JOINING else []
+        joined = list(iterate_tensors(args)) if name in _JOINING else []
         given = self._read(joined[0]) if joined else self._describe((args, kwargs), name, is_exact)
         mark = hash((place, given))
         self.found.update(
@@ -147,11 +148,11 @@ class Readings(TorchFunctionMode):
         )  # however many there are
         made = func(*args, **kwargs)
         written = _find_written(name, args, kwargs)
-        for number, tensor in enumerate(_iterate(made)):
+        for number, tensor in enumerate(iterate_tensors(made)):
             if tensor is not written:
                 self._mark(tensor, hash((mark, number)))
                 self.found.add(hash((mark, number)))
-                if is_exact and len(list(_iterate((args, kwargs)))) == 1:
+                if is_exact and len(list(iterate_tensors((args, kwargs)))) == 1:
                     self._exact.add(id(tensor))
         if written is not None:
             self._write(written, mark)
@@ -209,17 +210,6 @@ class Readings(TorchFunctionMode):
                 return "sizes"
             return tuple(self._describe(x, name, is_exact) for x in value)
         return str(value) if isinstance(value, torch.dtype) else type(value).__name__
-
-
-def _iterate(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _iterate(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _iterate(item)
 
 
 def _find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -32,15 +32,6 @@ def list_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found.values())
 
 
-def is_own(hook: Any) -> bool:
-    """Whether a hook is one of Stopdown's."""
-    while (inner := getattr(hook, "func", None)) is not None:
-        hook = inner
-    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
-    found = getattr(owner, "__module__", None) or type(hook).__module__
-    return f"{found}.".startswith("stopdown.")
-
-
 class ModulePaths:
     """The modules that run, until `patches` is undone.
 

@@ -29,7 +29,7 @@ from stopdown.graph.capture import (
 from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
-from stopdown.interception.module_paths import is_own
+from stopdown.interception.code_homes import is_own
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches

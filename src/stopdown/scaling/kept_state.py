@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.module_paths import OWN_ATTRIBUTES, is_own
+from stopdown.interception.code_homes import is_own
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_writes, has_values

@@ -23,14 +23,15 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
+from stopdown.interception.code_homes import OWN, find_home, is_from, is_own
+
 MISSING: Any = object()
 """What an attribute is that is not there; of code, that what runs is the class's own."""
 
-_LIBRARIES = ("stopdown.", "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
+_LIBRARIES = (OWN, "accelerate.", "diffusers.", "transformers.", "peft.", "torch.")
 _WRAPPING = ("accelerate.", "diffusers.hooks.", "torch._dynamo.")
 """Libraries that set a function on a part which calls what was there, under `__wrapped__`."""
 
-_OWN = "stopdown."
 _KERNELS = ("scaled_dot_product_attention",)
 """Functions of torch that people replace by faster ones."""
 
@@ -60,10 +61,10 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
     """
     while value is not MISSING:
         stack = getattr(value, "stopdown_stack", None)
-        home = _find_home(value)
-        if stack is not None and home.startswith(_OWN):
+        home = find_home(value)
+        if stack is not None and home.startswith(OWN):
             value = stack.original
-        elif home.startswith((_OWN, *_WRAPPING)):
+        elif home.startswith((OWN, *_WRAPPING)):
             value = getattr(value, "__wrapped__", MISSING)
         elif getattr(value, "__self__", None) is part:
             is_own = value.__func__ is inspect.getattr_static(type(part), name, None)
@@ -71,16 +72,6 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
         else:
             return value
     return MISSING
-
-
-def _find_home(value: Any) -> str:
-    """The module of Python that holds the code of a function or a callable object, with a dot."""
-    while (inner := getattr(value, "func", None)) is not None:
-        value = inner
-    value = getattr(value, "__func__", value)
-    if isinstance(value, FunctionType):
-        return f"{value.__globals__.get('__name__', '')}."
-    return f"{type(value).__module__}."
 
 
 @dataclass
@@ -107,7 +98,12 @@ class Functions:
             before, value = self.known.get(name, MISSING), now.get(name, MISSING)
             if before is not value and name not in _KERNELS:
                 before, value = _strip(before), _strip(value)
-                if before is not value and any(map(_is_function, (before, value))):
+                is_stated = any(isinstance(x, property) and is_own(x) for x in (before, value))
+                if (
+                    before is not value
+                    and not is_stated
+                    and any(map(_is_function, (before, value)))
+                ):
                     yield name, before, value
 
 
@@ -119,7 +115,7 @@ def _strip(value: Any) -> Any:
 
 def _is_function(value: Any) -> bool:
     value = getattr(value, "__func__", value)  # of static methods and those of classes
-    return isinstance(value, (FunctionType, property)) and not _find_home(value).startswith(_OWN)
+    return isinstance(value, (FunctionType, property)) and not find_home(value).startswith(OWN)
 
 
 def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
@@ -167,19 +163,10 @@ class Hooks:
                 for path, tables in self._tables
                 for table in tables
                 for number, hook in table.items()
-                if number not in self._first and _is_foreign(hook)
+                if number not in self._first and not is_from(hook, _LIBRARIES)
             ]
         places = dict.fromkeys(path for path, table, number in self._new if number in table)
         return [f"a hook on {path}" if path else "a hook on all modules" for path in places]
-
-
-def _is_foreign(hook: Any) -> bool:
-    """Whether a hook is the user's: neither ours nor a library's."""
-    while (inner := getattr(hook, "func", None)) is not None:
-        hook = inner
-    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
-    module = getattr(owner, "__module__", None) or type(hook).__module__
-    return not f"{module}.".startswith(_LIBRARIES)
 
 
 def is_alike_code(before: Any, now: Any) -> bool:

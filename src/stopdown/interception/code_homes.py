@@ -1,0 +1,38 @@
+"""Whose code a function, a hook or a callable object is: ours, a library's or a user's."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+OWN = "stopdown."
+
+
+def find_home(value: Any) -> str:
+    """The module of Python that holds the code of a function, property or callable object, with a dot."""
+    value = _unwrap(value.fget if isinstance(value, property) else value)
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        return f"{value.__globals__.get('__name__', '')}."
+    return f"{type(value).__module__}."
+
+
+def is_from(value: Any, homes: tuple[str, ...]) -> bool:
+    """Whether the code of a hook is from these modules, and the class of what it is bound to as well.
+
+    A method that a library wrote may call what a user's class has in the place of another.
+    """
+    bound = getattr(_unwrap(value), "__self__", None)
+    is_bound = bound is None or f"{type(bound).__module__}.".startswith(homes)
+    return is_bound and find_home(value).startswith(homes)
+
+
+def is_own(value: Any) -> bool:
+    """Whether a hook is one of Stopdown's."""
+    return is_from(value, (OWN,))
+
+
+def _unwrap(value: Any) -> Any:
+    while (inner := getattr(value, "func", None)) is not None:
+        value = inner
+    return value
