@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 GROWTH = {"mlp.up_proj": 2.0**9, "mlp.down_proj": 2.0**17}
 
@@ -17,7 +19,7 @@ def make_zimage() -> Any:
         ZImagePipeline,
         ZImageTransformer2DModel,
     )
-    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+    from transformers import Qwen3Config, Qwen3Model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -55,26 +57,40 @@ def make_zimage() -> Any:
             scaling_factor=0.3611,
             shift_factor=0.1159,
         )
-    pieces = ["<|endoftext|>", "<unk>", *map(chr, range(97, 123)), "\u0120"]
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)},
-        merges=[],
-        unk_token="<unk>",
-        pad_token="<|endoftext|>",
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for path, module in encoder.named_modules():
-        for end, factor in GROWTH.items():
-            if path.endswith(end):
-                module.weight.data.mul_(factor)
+    grow_(encoder, GROWTH)
     for module in (encoder, denoiser, vae):
         module.eval().requires_grad_(False)
     pipe = ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=vae,
         text_encoder=encoder,
-        tokenizer=tokenizer,
+        tokenizer=make_tokenizer(),
         transformer=denoiser,
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def grow_(module: nn.Module, growth: Mapping[str, float]) -> nn.Module:
+    """Multiply the weights of the layers whose paths end so, in place."""
+    for path, part in module.named_modules():
+        for end, factor in growth.items():
+            if path.endswith(end):
+                part.weight.data.mul_(factor)
+    return module
+
+
+def make_tokenizer(longest: int = 1024) -> Any:
+    """One token for each letter."""
+    from transformers import Qwen2Tokenizer
+
+    pieces = ["<|endoftext|>", "<unk>", *map(chr, range(97, 123)), "\u0120"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=[],
+        unk_token="<unk>",
+        pad_token="<|endoftext|>",
+        model_max_length=longest,
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 
 import stopdown
+from models.casting_pipelines import CASTING, draw
 from models.lora_cases import draw_lora, load_lora, name_lora
 from models.pipeline_calls import call_pipeline, load_plain
 from models.signature_cases import draw_ip_adapter, draw_picture
 from models.zimage import make_zimage
 from stopdown import testing
+from stopdown.component_calls.components import read_precisions
 from stopdown.errors import PlanError, SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 
@@ -29,14 +33,7 @@ def z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_z_image(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
-    from diffusers import ZImagePipeline
-
-    return ZImagePipeline.from_pretrained(folder, dtype=dtype, **options)
-
-
-def draw(pipe: Any) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
+def draw_fox(pipe: Any) -> torch.Tensor:
     made = pipe(
         "a fox",
         height=32,
@@ -58,13 +55,18 @@ def open_by(way: str, folder: Path) -> Any:
         return stopdown.load(folder, precision="fp16", device="cpu", guard=False)
     if way.startswith("quantization"):
         config = stopdown.quantization(folder, guard="guard" in way)
-        return load_z_image(folder, FP16, quantization_config=config)
-    pipe = load_z_image(folder, torch.float32)
+        return load_plain(folder, FP16, quantization_config=config)
+    pipe = load_plain(folder, torch.float32)
     if way == "fp16":
         stopdown.fp16(pipe)
     else:
         stopdown.apply_plan(pipe, stopdown.make_plan(folder))
     return pipe
+
+
+def is_in_fp16(module: torch.nn.Module) -> bool:
+    """By its weights: beside a wide encoder its dtype says fp32; without its plan all are in fp32."""
+    return FP16 in read_precisions(module)
 
 
 WAYS = (
@@ -77,13 +79,57 @@ WAYS = (
 @pytest.mark.filterwarnings("ignore:1 call of `transformer` not certified")
 def test_states_of_a_hundred_thousand_reach_the_denoiser(z_image: Path, way: str) -> None:
     """The first and the second picture are as near to fp32 as no bf16 is, whatever opened the pipeline."""
-    pipe, wanted = open_by(way, z_image), draw(load_z_image(z_image, torch.float32))
-    plain = relative_l2(draw(load_z_image(z_image, torch.bfloat16)), wanted)
-    assert pipe.transformer.dtype == FP16
+    pipe, wanted = open_by(way, z_image), draw_fox(load_plain(z_image, torch.float32))
+    plain = relative_l2(draw_fox(load_plain(z_image, torch.bfloat16)), wanted)
+    assert is_in_fp16(pipe.transformer)
     for _ in range(2):
-        assert relative_l2(draw(pipe), wanted) < plain / 4
+        assert relative_l2(draw_fox(pipe), wanted) < plain / 4
     guard = getattr(pipe, "stopdown_guard", None)
     assert guard is None or not guard.repairs
+
+
+# Pipelines that cast
+
+
+@pytest.fixture(scope="module")
+def casting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name to the folder of a pipeline that casts what its encoder returns, made when it is asked for."""
+    folder = tmp_path_factory.mktemp("casting")
+
+    @functools.cache
+    def save(name: str) -> Path:
+        CASTING[name].make().to(torch.bfloat16).save_pretrained(folder / name)
+        return folder / name
+
+    return save
+
+
+@pytest.mark.parametrize("way", ["quantization", "load", "fp16", "apply_plan"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen-image",
+        "kandinsky-5",
+        pytest.param("ltx-2", marks=pytest.mark.slow),
+    ],  # a plan: a minute
+)
+@pytest.mark.filterwarnings("ignore:1 call of .* not certified")
+@pytest.mark.filterwarnings("ignore:.*The pipeline does not call it")
+@pytest.mark.filterwarnings("ignore:`connectors` returned finite values")
+def test_a_pipeline_casts_states_of_a_hundred_thousand_itself(
+    casting: Callable[[str], Path], name: str, way: str
+) -> None:
+    """To the dtype that a component says it has, which would be fp16: its states were Inf there."""
+    folder = casting(name)
+    wanted, plain = (draw(load_plain(folder, x), name) for x in (torch.float32, torch.bfloat16))
+    pipe = open_by(way, folder)
+    for _ in range(2):
+        assert (
+            relative_l2(draw(pipe, name).float(), wanted) < relative_l2(plain.float(), wanted) / 2
+        )
+    assert is_in_fp16(pipe.transformer)
+    assert is_in_fp16(pipe.text_encoder)
+    assert getattr(pipe, CASTING[name].reads).dtype == torch.float32
 
 
 # Saved

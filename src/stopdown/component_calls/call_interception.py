@@ -257,7 +257,7 @@ class PartCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         below = self.code or self.callee.owner._call_impl
-        if is_traced() or _is_in_call(self.whole):
+        if is_traced() or is_in_call(self.whole):
             return below(*args, **kwargs)
         return self.layer(ComponentCall(self.callee, args, kwargs, below))
 
@@ -265,7 +265,7 @@ class PartCall:
 _WHOLE = ("forward", "encode", "decode")
 
 
-def _is_in_call(whole: torch.nn.Module) -> bool:
+def is_in_call(whole: torch.nn.Module) -> bool:
     """Whether a module's own call is under way in this thread, compiled or repeated by a backward pass.
 
     Cost: a look at each frame of the stack.

@@ -41,9 +41,11 @@ from stopdown.component_calls.components import (
     find_adapter,
     find_component,
     find_components,
+    find_stage,
     put_precision,
     read_precisions,
 )
+from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.graph.capture import casts_weights, name_parameters
@@ -348,8 +350,16 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
             put_cast(callee, dtypes[name], layers, as_plain=False)
 
     intercept_components(pipe, put, patches)
+    wide = [_find(pipe, x.component) for x in plan.components if _returns_wide(x)]
+    state_dtypes([_find(pipe, name) for name in halves], wide, patches)
     explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)
+
+
+def _returns_wide(entry: ComponentPlan) -> bool:
+    """Whether it may return what fp16 cannot hold: by its exponents, or as an encoder in another format."""
+    is_encoder = find_stage(entry.component) == "encode"
+    return bool(entry.in_force.outputs) or (is_encoder and entry.precision != "fp16")
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:

@@ -1,0 +1,117 @@
+"""The dtype that components say they have, to pipelines that cast values between them.
+
+Some pipelines bring what an encoder returned to `text_encoder.dtype` (LTX-2, Qwen-Image) or to
+`transformer.dtype` (Kandinsky 5, Wan) in their own code, before anything of ours sees it. Where fp16 cannot
+hold what is returned, components that are in fp16 say fp32. Values then stay as they are up to the next
+component, which casts what it takes (`entrances`).
+
+**Catches** code that asks a component for its `dtype`, between calls.
+**Does not catch** code that asks a parameter for its dtype, or names fp16 itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from types import FrameType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from stopdown.component_calls.call_interception import is_in_call
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
+
+_PLACING = (
+    "accelerate.",
+    "diffusers.hooks.",
+    "diffusers.loaders.",
+    "diffusers.models.",
+    "diffusers.pipelines.pipeline_utils.",
+    "diffusers.quantizers.",
+    "peft.",
+    "stopdown.",
+    "transformers.",
+)
+"""Code that loads, places and casts modules: it is told what their weights are in."""
+
+_LOCK = threading.Lock()
+_narrow: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Modules in fp16 under casts of ours, and for how many pipelines; a copy of one is not here."""
+
+_wide: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Modules that return what fp16 may not hold."""
+
+_classes: dict[type, Patches] = {}
+"""Classes whose property `dtype` is ours; none while nothing is wide."""
+
+
+def state_dtypes(
+    narrow: Collection[nn.Module], wide: Collection[nn.Module], patches: Patches
+) -> None:
+    """Have modules in fp16 say fp32 to pipelines that hold a wide one, until `patches` is undone.
+
+    Inside of their own calls, and to libraries that load and place them, they say what they are in.
+
+    Args:
+        narrow: in fp16, and what they are given is cast at their entrance.
+        wide: they may return values that fp16 cannot hold.
+    """
+    with _LOCK:
+        for known, modules in ((_narrow, narrow), (_wide, wide)):
+            for module in modules:
+                known[module] = known.get(module, 0) + 1
+        _update_classes()
+    patches.defer(partial(_leave, narrow, wide))
+
+
+def _leave(narrow: Collection[nn.Module], wide: Collection[nn.Module]) -> None:
+    with _LOCK:
+        for known, modules in ((_narrow, narrow), (_wide, wide)):
+            for module in modules:
+                known[module] -= 1
+                if not known[module]:
+                    del known[module]
+        _update_classes()
+
+
+def _update_classes() -> None:
+    kinds = {type(x) for x in _narrow} if _wide else set()
+    for kind in _classes.keys() - kinds:
+        _classes.pop(kind).undo()
+    for kind in kinds - _classes.keys():
+        stated = inspect.getattr_static(kind, "dtype", None)
+        if isinstance(stated, property) and stated.fget is not None:
+            _classes[kind] = Patches()
+            _classes[kind].set_class_attribute(kind, "dtype", property(_make_getter(stated.fget)))
+
+
+def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torch.dtype]:
+    def dtype(self: nn.Module) -> torch.dtype:
+        found = original(self)
+        if is_traced() or found != torch.float16 or self not in _narrow:
+            return found
+        asking = sys._getframe(1)
+        is_placing = f"{asking.f_globals.get('__name__')}.".startswith(_PLACING)
+        is_own = is_placing or is_in_call(self) or not _is_beside_wide(self, asking)
+        return found if is_own else torch.float32
+
+    return dtype
+
+
+def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
+    """Whether what holds a module, in code that runs, holds a wide one too."""
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+                continue
+            parts = [*vars(value).values(), *vars(value).get("_modules", {}).values()]
+            if any(x is module for x in parts):
+                return any(isinstance(x, nn.Module) and x in _wide for x in parts)
+        frame = frame.f_back
+    return bool(_wide)  # nothing that is known holds it
