@@ -495,3 +495,29 @@ def test_a_written_row_is_refused(trains: bool, monkeypatch: pytest.MonkeyPatch)
             else:
                 patch.setattr(CallWatch, "_check_weights", lambda self: None)
                 assert not relative_l2(call(module, dtype).float(), wanted) <= 0.05  # or NaN
+
+
+@pytest.mark.parametrize("put", [planned, repaired])
+def test_an_observer_sees_what_the_model_computes_and_is_named_in_short(put: Any) -> None:
+    """A hook on each layer that only reads sees no scaled values, and the message names three of them."""
+    module, said = Stream(), list[str]()
+    seen: list[list[float]] = []
+
+    def observe(model: Stream) -> None:
+        seen.append([])
+        for layer in model.children():
+            layer.register_forward_hook(lambda *x: seen[-1].append(float(x[-1].abs().max())))
+
+    plain = copy.deepcopy(module)
+    observe(plain)
+    wanted = call(plain, torch.float32)
+    with put(module, said) as dtype:
+        observe(module)
+        made = call(module, dtype)
+    assert relative_l2(made.float(), wanted) < 0.001
+    assert seen[1] == pytest.approx(seen[0], rel=0.001)
+    assert len(said) == 1
+    assert (
+        "with a hook on down, with a hook on embed, with a hook on last and 2 more (forward)"
+        in said[0]
+    )

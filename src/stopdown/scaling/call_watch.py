@@ -97,6 +97,7 @@ from stopdown.scaling.folds import (
     widen_outputs,
 )
 from stopdown.scaling.measurement import Captures, capture_answered, cut_sizes
+from stopdown.scaling.module_code import CODE_WORDS
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
 
@@ -1062,7 +1063,10 @@ def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
     if not known:
         return f"as {signature}"
     nearest = min(known, key=lambda x: len(x ^ parts))
-    said = [f"with {x}" for x in sorted(parts - nearest)]
+    added = sorted(parts - nearest)
+    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # one for each layer, maybe
+    said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
+    said += [list_some(code)] if code else []
     said += [f"without {x}" for x in sorted(nearest - parts)]
     return f"{', '.join(said) or 'otherwise'} ({method})"
 

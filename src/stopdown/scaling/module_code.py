@@ -40,6 +40,9 @@ _RUN = ("forward", "__call__")
 
 _BARE = (object, torch.nn.Module)
 
+CODE_WORDS = ("another ", "a hook on ")
+"""How what a signature says of replaced code and of hooks begins."""
+
 
 def is_code(part: torch.nn.Module, name: str) -> bool:
     """Whether an attribute of a part is in the place of a method that its calls may run."""
