@@ -316,6 +316,7 @@ class Repair(Displayed):
         tried: what was tried before and did not do, each with why.
         replays: how often the call was run again, the instrumented replay aside.
         elapsed_s: seconds that all of it took.
+        verdict: what happened, in one sentence for people; "" where only the output is known.
     """
 
     component: str
@@ -328,6 +329,7 @@ class Repair(Displayed):
     tried: tuple[str, ...] = ()
     replays: int = 0
     elapsed_s: float = 0.0
+    verdict: str = ""
 
 
 @dataclass(frozen=True, repr=False)

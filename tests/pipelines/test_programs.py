@@ -131,7 +131,7 @@ def test_a_guard_goes_with_what_it_guards(kind: str) -> None:
 def test_warn_and_raise() -> None:
     """Both name the layer; the bad value goes on with the one, and the program stops with the other."""
     program = make_faulty("patcher")
-    name = r"`model\.diffusion_model` gave .* It begins at `model\.diffusion_model:blocks\.1\.wide`"
+    name = r"`model\.diffusion_model` returned .* It begins at `model\.diffusion_model:blocks\.1\.wide`"
     with guard(program.given, on_fault="warn"), pytest.warns(StopdownWarning, match=name):
         assert not torch.isfinite(program.run()).all()
     with guard(program.given, on_fault="raise"), pytest.raises(NonFiniteError, match=name):

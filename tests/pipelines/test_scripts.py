@@ -95,7 +95,7 @@ def test_an_overflow_is_repaired_and_the_exit_code_kept(
     assert record.arguments[1] == "float16"
     (repair,) = record.runs[0].repairs
     assert (repair.component, repair.action) == ("vae.decode", "rescaled")
-    assert any("`vae.decode` was rescaled" in line for line in said)
+    assert any("Rescaled `vae.decode` by" in line for line in said)
     difference = np.load(tmp_path / "half.npy") - np.load(tmp_path / "full.npy")
     assert np.sqrt(np.mean(difference**2)) < 0.01
     assert (record.findings, plain.findings, plain.remarks) == ((), (), ())

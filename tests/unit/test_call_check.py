@@ -119,7 +119,7 @@ def test_the_whole_message() -> None:
     reason = 'It fits. Not "calibrated".'
     decisions = (ComponentPlan("transformer", precision="fp16", reasons=(reason,)),)
     error = run_checked(pipe, "cogvideox", decisions=decisions)
-    assert error.what == "`transformer` gave 256 NaN in 256 values at step 1 of 2, in fp16."
+    assert error.what == "`transformer` returned 256 NaN in 256 values at step 1 of 2, in fp16."
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith(
         f'; fp16\'s maximum is 65504). fp16 was chosen for it: "{reason}"'

@@ -91,7 +91,7 @@ def test_what_a_model_means_is_no_fault(name: str, dtype: torch.dtype) -> None:
     assert handle.repairs == ()
     assert handle.record.calls[0].non_finite == 0
     (text,) = said
-    assert "It gives them in fp32 as well, from finite arguments and weights" in text
+    assert "It does so in fp32 as well, from finite arguments and weights" in text
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -28,7 +28,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
-from stopdown.number_formats import FP16, name_dtype
+from stopdown.number_formats import FP16, find_format, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
 from stopdown.runtime.hidden_values import FUNCTIONS, load_compiler
 
@@ -62,6 +62,17 @@ class Culprit:
     reached: float = math.nan
     around: tuple[str, ...] = ()
 
+    @property
+    def overflow(self) -> str:
+        """`its result is 113,000, and fp16 ends at 65,504`; "" for what is no overflow that is known."""
+        known = find_format(self.dtype)
+        if self.kind not in ("range", "clamped") or known is None:
+            return ""
+        if not known.largest < self.reached < math.inf:
+            return ""
+        reached, ends = map(word_size, (self.reached, known.largest))
+        return f"its result is {reached}, and {self.dtype} ends at {ends}"
+
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
         module_path = name_module_path(component, self.path)
@@ -86,6 +97,13 @@ class Culprit:
             )
         said += f", and {ends[self.kind]}." if self.kind in ends else "."
         return said + (" A clamp hid it." if self.kind == "clamped" else "")
+
+
+def word_size(value: float) -> str:
+    """`113,000`: a number that people read, exact up to five digits and with three beyond."""
+    if value >= 1e9:
+        return f"{value:.3g}"
+    return f"{value if value < 1e5 else float(f'{value:.3g}'):,.0f}"
 
 
 @dataclass

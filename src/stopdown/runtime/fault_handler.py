@@ -33,7 +33,13 @@ from stopdown.runtime.call_check import CallCheck, list_readable
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit, find_origins
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
-from stopdown.runtime.fault_texts import Fault, describe_counts, make_error, name_fault
+from stopdown.runtime.fault_texts import (
+    Fault,
+    describe_counts,
+    make_error,
+    name_fault,
+    word_overflow,
+)
 from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare, find_meaning
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component
@@ -299,8 +305,8 @@ class FaultHandler:
         counts = describe_counts(list_readable(output))
         self._log.leave(
             f"{fault.component}, what it means",
-            f"`{fault.component}` gave {counts}{fault.place}. It gives them in fp32 as well, from finite "
-            "arguments and weights: its code means them. So this is no fault, and the run continues.",
+            f"`{fault.component}` returned {counts}{fault.place}. It does so in fp32 as well, from "
+            "finite arguments and weights: its code means them, so the run continues.",
         )
         return True
 
@@ -562,7 +568,9 @@ class FaultHandler:
         found = self._describe_culprit(case)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
-        error = make_error(case.fault, found, has_bf16=self._has_bf16(case.fault))
+        verdict = word_overflow(case.fault.component, case.culprit.overflow)
+        has_bf16 = self._has_bf16(case.fault)
+        error = make_error(case.fault, found, has_bf16=has_bf16, verdict=verdict)
         if self._on_fault == "raise" and case.fault.precision != "fp32":
             error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error
@@ -584,6 +592,7 @@ class FaultHandler:
                 kind=culprit.kind,
                 step=fault.step,
                 evidence=said.strip(),
+                verdict=word_overflow(fault.component, culprit.overflow),
                 action=action,
                 reason=reason,
                 tried=tuple(case.tried),

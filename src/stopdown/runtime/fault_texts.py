@@ -1,4 +1,4 @@
-"""Faults in words: what was found and where, what is known of it, what to type."""
+"""Faults in words: what was found and where, what is known of it, and the fix."""
 
 from __future__ import annotations
 
@@ -63,22 +63,42 @@ def name_fault(fault: Fault) -> str:
             f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
         )
     counts = describe_counts(list_readable(fault.output))
-    return f"`{fault.component}` gave {counts}{_describe_part(fault)}{place}"
+    return f"`{fault.component}` returned {counts}{_describe_part(fault)}{place}"
 
 
-def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteError:
+_NAMES = {
+    "text_encoder": "the text encoder",
+    "transformer": "the transformer",
+    "unet": "the UNet",
+    "vae.decode": "the VAE decoder",
+    "vae.encode": "the VAE encoder",
+}
+
+
+def word_overflow(component: str, overflow: str) -> str:
+    """`Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504.`; "" without one."""
+    return f"Overflow in {_NAMES.get(component, f'`{component}`')}: {overflow}." if overflow else ""
+
+
+def make_error(
+    fault: Fault, found: str = "", *, has_bf16: bool, verdict: str = ""
+) -> NonFiniteError:
     """The error that ends a run at a fault.
 
     Args:
         found: what is known besides of how it began, in whole sentences.
+        verdict: what happened, for people; "" where only the output is known.
     """
     precision = fault.precision
     inputs = [
         t for t in iterate_tensors((fault.call.args, fault.call.kwargs)) if t.is_floating_point()
     ]
     parts = [found, _describe_inputs(inputs, precision), fault.reason]
+    what = name_fault(fault)
+    if verdict:
+        what, parts = verdict, [what, *parts]
     return NonFiniteError(
-        name_fault(fault),
+        what,
         expected=" ".join(filter(None, parts)),
         remedy=suggest_remedy(fault.callee, precision, has_bf16=has_bf16),
     )
@@ -99,7 +119,7 @@ def name_counts(nan: int, infinite: int) -> str:
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
-    """What to type after a component gave NaN or Inf in a precision."""
+    """The fix after a component returned NaN or Inf in a precision."""
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "
@@ -132,7 +152,7 @@ def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
         return f"Its inputs already held {spoilt} values that are not finite."
     floats = [tensor for tensor in inputs if tensor.is_floating_point()]
     if not floats:
-        return "All of its inputs were integers."
+        return ""
     largest = max(measure_amax(tensor) for tensor in floats)
     found = find_format(precision)
     ends = f"; {precision}'s maximum is {found.largest:.5g}" if found else ""

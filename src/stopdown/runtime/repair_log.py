@@ -1,10 +1,15 @@
-"""What a guard did, in order; each kind of it is reported once."""
+"""What a guard did, in order; each kind of it is reported once, and all of it is logged."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 
 from stopdown.records import Repair
+
+_LOGGER = logging.getLogger("stopdown")
+_LOGGER.addHandler(logging.NullHandler())  # silent where a program has not set up logging
 
 _MOST_TRIES = 3
 """Kinds of calls of a component for which a repair is looked for in vain."""
@@ -64,8 +69,9 @@ class RepairLog:
         self._run_begins = len(self._repairs)
 
     def keep(self, repair: Repair) -> None:
-        """Keep one, and report it when it is the first of its kind."""
+        """Keep one, log it, and report it when it is the first of its kind."""
         self._repairs.append(repair)
+        _LOGGER.warning(format_line(repair), extra={"repair": dataclasses.asdict(repair)})
         self.report_once(repair.component, repair.action, describe_repair(repair))
 
     def report_once(self, component: str, kind: str, text: str) -> None:
@@ -81,17 +87,30 @@ class RepairLog:
         return (component, kind) in self._reported
 
 
+def format_line(repair: Repair) -> str:
+    """A repair as one line that a service's log can be searched for."""
+    step = "" if repair.step is None else f" step={repair.step + 1}"
+    return (
+        f"repair action={repair.action} component={repair.component} module={repair.module_path} "
+        f"kind={repair.kind}{step} seconds={repair.elapsed_s:.3f}"
+    )
+
+
 def describe_repair(repair: Repair) -> str:
     """A repair in whole sentences, for people."""
     done = {
-        "rescaled": f"`{repair.component}` was rescaled",
+        "rescaled": f"Rescaled `{repair.component}` by powers of two",
         "fp32-module": "One module was put in fp32",
-        "bf16": f"`{repair.component}` was cast to bf16",
-        "fp32": f"`{repair.component}` was cast to fp32",
+        "bf16": f"Cast `{repair.component}` to bf16",
+        "fp32": f"Cast `{repair.component}` to fp32",
         "cast-inputs": "Inputs are cast to the dtype of the weights",
-        "replayed": "The call was run again",
-        "none": "It was not repaired",
+        "replayed": "Ran the call again",
+        "none": "Not repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
     again = " The call was run again, and the run continues." if is_again else ""
-    return f"{repair.evidence} {done}: {repair.reason}{again}"
+    said = f"{repair.evidence} {done}: {repair.reason}{again}"
+    if not repair.verdict:
+        return said
+    ended = "Repaired; the result is not affected." if is_again else "It was not repaired."
+    return f"{repair.verdict} {ended} {said}"

@@ -54,14 +54,11 @@ def list_remedies(
         why = "The same call was finite when it was run again."
         found.append(Remedy("replayed", precision, why))
     if precision == "fp16" and kind in _BY_RANGE:
-        why = (
-            "The values do not fit into fp16. Exponents bring them into range, and the function "
-            "stays the same."
-        )
+        why = "Its activations now fit into fp16, and what it computes is unchanged."
         found.append(Remedy("rescaled", "fp16", why))
         streamed = (
-            "The values do not fit into fp16. Exponents bring them into range, and its residual stream "
-            "is kept in fp32, because without that the result was not near enough to fp32's."
+            "Its activations now fit into fp16. Its residual stream stays in fp32, because without that "
+            "the result was not close enough to fp32's."
         )
         found.append(Remedy("rescaled", "fp16", streamed, residual="fp32"))
     if precision not in ("fp16", "bf16"):

@@ -110,7 +110,7 @@ class Watch:
     ) -> Fault:
         """Describe a call that went wrong; one without an output ended in an error."""
         said = (
-            f'{x.precision} was chosen for it: "{x.reason}"'
+            _word_choice(x.precision, x.reason)
             for x in self._session.options.decisions
             if x.component == guarded.name
         )
@@ -137,3 +137,11 @@ class Watch:
         if (found := self._session.adapter.read_step(kwargs)) is not None:
             return found[0], f" at step {found[0] + 1} of {found[1]}"
         return None, f" at its call {guarded.count + self._session.options.calls_before}"
+
+
+def _word_choice(precision: str, reason: str) -> str:
+    """Why a component ran in a precision: `You asked for fp16.`, or the reason that was found for it."""
+    asked, word, rest = reason.partition("Requested.")
+    if word and not asked:
+        return f"You asked for {precision}.{rest}"
+    return f'{precision} was chosen for it: "{reason}"'

@@ -1,0 +1,56 @@
+"""What a guard did: reported once for people, logged each time for services."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from stopdown.records import Repair
+from stopdown.runtime.repair_log import RepairLog, describe_repair
+
+REPAIR = Repair(
+    component="text_encoder",
+    module_path="text_encoder:encoder.block.0",
+    kind="range",
+    step=2,
+    evidence="`text_encoder` returned 8 NaN in 8 values, in fp16.",
+    action="rescaled",
+    reason="Its activations now fit into fp16, and what it computes is unchanged.",
+    elapsed_s=1.25,
+    verdict="Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504.",
+)
+
+
+def test_each_repair_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A service sees every repair in its log, with the record beside; people hear of the first."""
+    said: list[str] = []
+    log = RepairLog(said.append)
+    with caplog.at_level(logging.WARNING, logger="stopdown"):
+        log.keep(REPAIR)
+        log.keep(REPAIR)
+    assert [x.getMessage() for x in caplog.records] == 2 * [
+        "repair action=rescaled component=text_encoder module=text_encoder:encoder.block.0 kind=range "
+        "step=3 seconds=1.250"
+    ]
+    assert vars(caplog.records[0])["repair"]["evidence"] == REPAIR.evidence
+    assert len(said) == 1
+
+
+def test_nothing_is_printed_where_no_log_is_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a handler of the program, Python would print warnings of libraries to stderr."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        RepairLog(lambda text: None).keep(REPAIR)
+    finally:
+        root.handlers = handlers
+    assert capsys.readouterr().err == ""
+
+
+def test_a_repair_begins_with_the_verdict() -> None:
+    """What happened and whether the result is right come before the evidence."""
+    assert describe_repair(REPAIR).startswith(
+        "Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504. Repaired; the "
+        "result is not affected. `text_encoder` returned 8 NaN"
+    )
