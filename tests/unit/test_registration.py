@@ -99,3 +99,48 @@ def test_every_command_takes_the_fields_of_its_record() -> None:
         assert names[: len(own)] == own
         assert names[-3:] == ["quiet", "verbose", "json"]
     assert len(found) == len(records) > 10
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """Draw one thing."""
+
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="By whom.")]
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What.")] = None
+    steps: Annotated[int, typer.Option(help="How often.")] = 1
+
+
+@dataclass(frozen=True)
+class DrawSeveralOptions:
+    """Draw several things."""
+
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="By whom.")]
+    prompt: Annotated[tuple[str, ...], typer.Option(help="What.")] = ()
+    steps: Annotated[int, typer.Option(help="How often.")] = 1
+
+
+@pytest.mark.parametrize("kind", [DrawOptions, DrawSeveralOptions])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("me", "a red ball", "--steps", "3"),
+        ("me", "--prompt", "a red ball", "--steps", "3"),
+        ("--prompt=a red ball", "me", "--steps", "3"),
+    ],
+)
+def test_a_prompt_is_taken_in_both_forms(kind: Any, words: tuple[str, ...]) -> None:
+    """A command that takes a prompt takes it as a word and as --prompt, in any order."""
+    heard: list[Any] = []
+
+    def main(options: Any) -> int:
+        heard.append(options)
+        return 0
+
+    main.__annotations__["options"] = kind
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback()(lambda: None)
+    add_command(app, "draw", main)
+    result = CliRunner().invoke(app, ["draw", *words])
+    assert result.exit_code == 0, result.output
+    wanted = "a red ball" if kind is DrawOptions else ("a red ball",)
+    assert (heard[0].source, heard[0].prompt, heard[0].steps) == ("me", wanted, 3)

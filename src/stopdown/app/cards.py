@@ -59,13 +59,14 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
         return
 
     summary = record.summarise()
+    verdict, *notes = summary.list_sentences()
+    console.print(Text(f"{verdict}\n", style="bold"), soft_wrap=True)
     table = make_table(*summary.headings, right=summary.headings[2:], no_wrap=True)
     for variant, row in zip(record.variants, summary.rows, strict=True):
         table.add_row(row[0], Text(row[1], style=_STYLES.get(variant.verdict, "")), *row[2:])
     console.print(table)
-    for index, note in enumerate(summary.list_sentences()):
-        style = "bold" if index == 0 else ""
-        console.print(Text(f"\n{note}" if index < 2 else note, style=style), soft_wrap=True)
+    for index, note in enumerate(notes):
+        console.print(Text(note if index else f"\n{note}"), soft_wrap=True)
     console.print(f"\nWrote {page}", soft_wrap=True, highlight=False)
 
 

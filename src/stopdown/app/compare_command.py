@@ -52,7 +52,7 @@ _LARGEST_SEED = 2**62 - 1
 
 @dataclass(frozen=True)
 class CompareOptions(RunOptions, ModelOptions):
-    """Compare precisions on the same prompts on one page.
+    """Compare precisions side by side on one HTML page.
 
     Each prompt runs with the same noise in each precision. The page is one self-contained HTML file. If
     a comparison was interrupted, the same command continues it.

@@ -29,6 +29,7 @@ from typer.models import ArgumentInfo
 from stopdown.app.flags import SHOWN
 from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, StopdownError
+from stopdown.number_formats import find_format
 
 
 def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **settings: bool) -> None:
@@ -57,7 +58,65 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
     parameters = [_make_parameter(entry, hints[entry.name]) for entry in entries]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by Typer
     text = (inspect.getdoc(record) or "").replace("Examples:\n", "\b\nExamples:\n")
-    app.command(name, help=text, context_settings=settings)(call)
+    app.command(name, cls=_Command, help=text, context_settings=settings)(call)
+
+
+class _Command(typer.core.TyperCommand):
+    """A command that takes a prompt as a word and as --prompt, and knows other programs' options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.ignore_unknown_options:  # a script has options of its own
+            _refuse_dtype(args)
+        kinds = {entry.name: entry.param_type_name for entry in self.params}
+        if kinds.get("prompt") == "argument":
+            args = _move_prompt(args)
+        ctx.allow_extra_args |= "prompt" in kinds
+        rest = super().parse_args(ctx, args)
+        if "prompt" not in kinds or not ctx.args or ctx.resilient_parsing:
+            return rest
+        if kinds["prompt"] == "option":
+            ctx.params["prompt"] = [*(ctx.params.get("prompt") or ()), *ctx.args]
+            ctx.args = []
+            return []
+        words = " ".join([ctx.params["prompt"], *ctx.args])
+        raise OptionError(
+            f"The prompt has {1 + len(ctx.args)} parts: {words}.",
+            expected="A shell splits what is not in quotes.",
+            remedy=f"Put the prompt in quotes: stopdown {self.name} "
+            f'{shlex.quote(ctx.params["source"])} {shlex.quote(words)}',
+        )
+
+
+_DTYPES = ("--dtype", "--torch-dtype", "--torch_dtype")
+"""How other programs call the precision."""
+
+
+def _refuse_dtype(args: Sequence[str]) -> None:
+    """Refuse an option of other programs with the name that it has here."""
+    for index, word in enumerate(args):
+        flag, equals, value = word.partition("=")
+        if flag in _DTYPES:
+            value = value if equals else next(iter(args[index + 1 :]), "fp16")
+            known = find_format(value.removeprefix("torch."))
+            raise OptionError(
+                f"There is no option {flag}.",
+                expected="What a model computes in is its precision.",
+                remedy=f"Use --precision {known.name if known else 'fp16'}.",
+            )
+
+
+def _move_prompt(args: Sequence[str]) -> list[str]:
+    """The words of a command with what --prompt gives at their end, where the argument is."""
+    rest, prompts = list[str](), list[str]()
+    words = iter(args)
+    for word in words:
+        if word == "--prompt":
+            prompts += [given for given in [next(words, None)] if given is not None]
+        elif word.startswith("--prompt="):
+            prompts.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return [*rest, *(["--"] if prompts and "--" not in rest else []), *prompts]
 
 
 def list_options(record: type) -> list[dataclasses.Field[Any]]:
