@@ -4,16 +4,19 @@ The pages are plain Markdown. While MkDocs builds the site,
 
 - `{{ commands }}` becomes the reference of the command line, from its own help;
 - a mermaid block becomes the drawing, so that a page loads nothing;
-- a link to a file beside `docs/` gets that file: a page if it is Markdown, a copy otherwise.
+- a link to a file beside `docs/` gets that file: a page if it is Markdown, a copy otherwise;
+- a page in Chinese has the navigation and the words of the theme in Chinese, and no other page has them.
 
 A link to nothing ends the build. Figures stand in the Markdown itself (`figures.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
+import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -61,6 +64,28 @@ def on_page_markdown(text: str, page: Page, **_: Any) -> str:
         text = text.replace(COMMANDS, describe_commands())
     text = LINK.sub(lambda found: _point(found, name), text)
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
+
+
+CHINESE = "中文"
+"""The section of the navigation that Chinese pages have for their own."""
+
+
+def on_page_context(context: Any, page: Page, config: Any, nav: Any, **_: Any) -> Any:
+    """Give each language its own navigation, and the theme the language of the page."""
+    is_chinese = page.file.src_uri.startswith("zh/")
+    own = copy.copy(nav)
+    chinese = [x for x in nav.items if x.title == CHINESE]
+    others = [x for x in nav.items if x.title != CHINESE]
+    own.items = [child for x in chinese for child in x.children] if is_chinese else others
+    context["nav"] = own
+    config.theme["language"] = "zh" if is_chinese else "en"
+    return context
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Give the Chinese pages a site map, for which the switch of languages asks."""
+    site = Path(config.site_dir)
+    shutil.copyfile(site / "sitemap.xml", site / "zh" / "sitemap.xml")
 
 
 OPTION = re.compile(r"(?<![\w-])--?[\w-]+|'\.\[\w+\]'")

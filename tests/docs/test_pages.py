@@ -194,12 +194,13 @@ def list_linked(page: Path) -> set[Path]:
 
 
 def test_every_page_is_two_steps_from_the_quick_start() -> None:
-    """Whoever begins at the quick start finds each page in two links; others stand under *Internals*."""
+    """Whoever begins at the quick start finds each page in two links; others stand under *How it works*."""
     docs = ROOT / "docs"
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Internals:")[2]
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- How it works:")[2]
     internals = {docs / name for name in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
     assert internals
     internals |= list_linked(docs / "decisions" / "index.md")
+    internals |= list_linked(docs / "other-programs.md") | list_linked(docs / "certificates.md")
     starts = {docs / "start.md", docs / "zh" / "start.md"}
     near = set().union(*map(list_linked, starts))
     found = near.union(*map(list_linked, near)) | starts | internals | {docs / "index.md"}

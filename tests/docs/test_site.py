@@ -50,6 +50,22 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.thorough
+def test_each_language_has_its_own_navigation(site: Path) -> None:
+    """A Chinese page is marked as such and lists Chinese pages alone; both have under 30 entries."""
+    for name, lang, other in (
+        ("start.html", "en", "zh/"),
+        ("zh/start.html", "zh", "../black.html"),
+    ):
+        page = (site / name).read_text(encoding="utf-8")
+        assert f'<html lang="{lang}"' in page
+        (listed,) = re.findall(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', page, re.S)
+        links = set(re.findall(r'<a href="([^"#]+)" class="md-nav__link', listed))
+        assert 5 < len(links) < 30
+        assert not [link for link in links if link.startswith(other)]
+        assert 'hreflang="zh"' in page
+
+
+@pytest.mark.thorough
 def test_every_public_name_has_its_place(site: Path) -> None:
     """The Python reference documents each name of `stopdown.__all__`, and other pages can point at it."""
     from mkdocstrings import Inventory
