@@ -111,7 +111,7 @@ def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
 CHINESE = {
     ROOT / "README.md": ROOT / "README.zh-CN.md",
-    DOCS / "start.md": DOCS / "zh" / "start.md",
+    **{DOCS / name: DOCS / "zh" / name for name in ("start.md", "black.md", "card.md")},
     **{page: DOCS / "zh" / "guides" / page.name for page in sorted(DOCS.glob("guides/*.md"))},
 }
 """Each page that is there in Chinese, too."""
@@ -153,7 +153,7 @@ def test_every_chinese_page_is_one_of_them() -> None:
 def test_a_chinese_page_is_chinese(page: Path) -> None:
     """Each paragraph is translated; messages that are quoted as they are have less than 80 letters."""
     prose = re.sub(
-        r"^```.*?^```$|<!--.*?-->|^\|.*$",
+        r"^ *```.*?^ *```$|<!--.*?-->|^\|.*$",
         "",
         page.read_text("utf-8"),
         flags=re.DOTALL | re.MULTILINE,
