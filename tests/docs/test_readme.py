@@ -109,9 +109,10 @@ def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -
         assert len(line.split()) > 3
 
 
+IN_CHINESE = ("start.md", "black.md", "card.md", "glossary.md", "memory.md")
 CHINESE = {
     ROOT / "README.md": ROOT / "README.zh-CN.md",
-    **{DOCS / name: DOCS / "zh" / name for name in ("start.md", "black.md", "card.md")},
+    **{DOCS / name: DOCS / "zh" / name for name in IN_CHINESE},
     **{page: DOCS / "zh" / "guides" / page.name for page in sorted(DOCS.glob("guides/*.md"))},
 }
 """Each page that is there in Chinese, too."""
