@@ -34,14 +34,14 @@ from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.graph.capture import build_fake
 from stopdown.interception.patches import Patches
-from stopdown.memory import allocation_tracker, offloader, smaller_calls
+from stopdown.memory import allocation_tracker, offloader, smaller_calls, speed
 from stopdown.memory.alike_calls import sign_block, sign_state
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
-from stopdown.memory.speed import Speed, find_speed, measure_speed
+from stopdown.memory.speed import ROUGH_FLOPS_PER_S, Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
     PLACEMENTS,
     Placement,
@@ -751,12 +751,23 @@ def test_a_picture_without_seams_may_take_a_little_longer() -> None:
     assert order == ["plain", "chunks", "moved", "tiles", "slow"]
 
 
-def test_the_speed_of_this_machine_is_timed() -> None:
+def test_the_speed_of_this_machine_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product and a copy give rates above nothing, and the reason names both."""
+    monkeypatch.setattr(speed, "LEAST_FLOPS_PER_S", 0.0)  # however busy it is
     found = measure_speed(choose_device("cpu"), {"fp32"})
     assert found.flops_per_s > 0
     assert found.link_bytes_per_s > 0
     assert re.fullmatch(r"\S+ TFLOPS in fp32 and \S+ GB/s, timed here\.", found.reason)
+
+
+def test_a_busy_machine_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that no device has is what else runs here: nothing is printed that looks measured."""
+    monkeypatch.setattr(speed, "_time_product", lambda device, name: 2.19e7)
+    found = measure_speed(choose_device("cpu"), {"fp32"})
+    assert found.flops_per_s == ROUGH_FLOPS_PER_S
+    assert found.reason == (
+        "This machine is too busy to be timed; the order of the strategies holds."
+    )
 
 
 def test_the_speed_of_a_profile_is_that_of_its_slowest_format() -> None:

@@ -83,7 +83,7 @@ class _Command(typer.core.TyperCommand):
             f"The prompt has {1 + len(ctx.args)} parts: {words}.",
             expected="A shell splits what is not in quotes.",
             remedy=f"Put the prompt in quotes: stopdown {self.name} "
-            f'{shlex.quote(ctx.params["source"])} {shlex.quote(words)}',
+            f"{shlex.quote(ctx.params['source'])} {shlex.quote(words)}",
         )
 
 

@@ -33,6 +33,10 @@ ROUGH_FLOPS_PER_S = 1e13
 """Of a device that could not be timed: the strategies keep their order."""
 
 
+LEAST_FLOPS_PER_S = 1e8
+"""No device is slower, not even in a format that it emulates: a lower rate is what else runs here."""
+
+
 @dataclass(frozen=True)
 class Speed:
     """How fast a device is.
@@ -77,6 +81,9 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
         if not is_out_of_memory(error):
             raise
         return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, "The device has no room to be timed.")
+    if rates[slowest] < LEAST_FLOPS_PER_S:
+        busy = "This machine is too busy to be timed; the order of the strategies holds."
+        return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, busy)
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
     )
