@@ -141,7 +141,7 @@ def test_decoded_the_scheduler_is_named_and_once() -> None:
         call_pipeline(pipe, NAME)
     assert caught.value.what == f"{SCHEDULER} at step 2 of 2, of finite ones."
     assert caught.value.expected.startswith(
-        "`vae.decode` was called with it as z: `vae.decode` gave"
+        "`vae.decode` was called with it as z: `vae.decode` returned"
     )
     assert str(caught.value).count("cheduler (") == 1
     assert [(r.component, r.module_path) for r in handle.repairs] == [("vae.decode", "scheduler")]
@@ -250,7 +250,7 @@ def test_outputs_in_slots_are_looked_at() -> None:
         return_as(pipe, Slotted, patches)
         with (
             guard(pipe, on_fault="raise"),
-            pytest.raises(NonFiniteError, match=r"^`transformer` gave .* at step 2 of 2"),
+            pytest.raises(NonFiniteError, match=r"`transformer` returned .* at step 2 of 2"),
         ):
             call_pipeline(pipe, NAME)
 
@@ -286,7 +286,7 @@ def test_a_component_that_was_replaced_is_watched() -> None:
     ):
         call_pipeline(pipe, NAME)
         pipe.text_encoder = other.text_encoder
-        with pytest.raises(NonFiniteError, match=r"^`text_encoder` gave "):
+        with pytest.raises(NonFiniteError, match=r"`text_encoder` returned "):
             call_pipeline(pipe, NAME)
     assert handle.record.unwatched == ()
 

@@ -77,7 +77,7 @@ ROWS = (
     Row("hooks"),
     Row("refused_calls"),
     Row("transforms"),
-    Row("odd_outputs", says="`Gives` gave 1 Inf in 1 values"),
+    Row("odd_outputs", says="`Gives` returned 1 Inf in 1 values"),
     Row("inference_mode"),
     Row("loop"),
     Row("compiles", ("1",)),

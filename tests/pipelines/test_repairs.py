@@ -79,7 +79,7 @@ def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
         with fault, guard(pipe, announce=told.append):
             call_pipeline(pipe, "cogvideox")
     before, *after = told
-    assert before.startswith("`transformer` gave ")
+    assert before.startswith("`transformer` returned ")
     assert "at step 1 of " in before
     assert "Looking for the cause and a repair: with 0.0 billion parameters" in before
     assert len(after) == 2
@@ -269,7 +269,7 @@ def test_bad_arguments_are_traced_to_the_component_before() -> None:
     assert (first.kind, first.action, first.module_path) == ("input", "none", "text_encoder")
     assert first.evidence.startswith(
         "It came from `text_encoder`, as reported. `transformer` was called with it as "
-        "encoder_hidden_states: `transformer` gave "
+        "encoder_hidden_states: `transformer` returned "
     )
 
 
@@ -283,7 +283,7 @@ def test_warn_says_it_once(recwarn: pytest.WarningsRecorder) -> None:
     ):
         call_pipeline(pipe, "cogvideox", steps=3)
     told = [w for w in recwarn if issubclass(w.category, StopdownWarning)]
-    assert [str(w.message).partition(" gave ")[0] for w in told] == [
+    assert [str(w.message).partition(" returned ")[0] for w in told] == [
         "`transformer`",
         "It came from `transformer`, as reported. `vae.decode` was called with it as z: `vae.decode`",
     ]

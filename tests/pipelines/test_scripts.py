@@ -618,7 +618,7 @@ def test_what_cannot_be_repaired_is_handed_back(run: Run, tmp_path: Path) -> Non
     assert record.unrepaired
     assert (choose_code(record), choose_code(record, strict=True)) == (0, 1)
     (text,) = said
-    assert text.startswith("`UNet` gave ")
+    assert text.startswith("`UNet` returned ")
     assert text.endswith(
         "The weight UNet:blocks.1.wide.weight is not finite. It was not repaired: No repair gave a finite "
         "result. The script gets it as the model gave it."
@@ -637,7 +637,7 @@ def test_what_pipelines_cannot_repair_is_said_once(
     record, said = run(text, save_tiny("cogview3plus"), "float32")
     assert (record.exit_code, len(record.runs)) == (0, 2)
     assert len(said) == len(set(said)) == 1
-    assert "`transformer` gave " in said[0]
+    assert "`transformer` returned " in said[0]
 
 
 def test_training_is_not_disturbed(run: Run, tmp_path: Path) -> None:

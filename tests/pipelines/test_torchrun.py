@@ -118,7 +118,7 @@ def test_one_of_several_processes_repairs_nothing() -> None:
     """The process that has the fault ends with the way out, and the other one goes on."""
     first, second = gather_results(run_ranks(overflow_on_one, 2, "repair"))
     assert first == {"said": "", "actions": [], "same": True}
-    assert second["said"].startswith("`text_encoder` gave ")
+    assert second["said"].startswith("`text_encoder` returned ")
     assert second["said"].endswith(SAID)
     assert second["actions"] == []
     assert second["same"]

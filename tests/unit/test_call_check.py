@@ -75,7 +75,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
     with assert_untouched(pipe), inject(pipe, component, step=calls, kind=kind):
         error = run_checked(pipe, name)
     word = {"nan": "NaN", "inf": "Inf"}[kind]
-    assert error.what.startswith(f"`{component}` gave ")
+    assert error.what.startswith(f"`{component}` returned ")
     assert f" {word} in " in error.what
     place = " (sigma 0.00893)" if name == "wan" else ""  # its own code tells it
     assert error.what.endswith(f" values at step 2 of 2{place}, in bf16.")
@@ -92,7 +92,7 @@ def test_alert_in_fp32() -> None:
     pipe = make_pipeline("cogvideox")
     with inject(pipe, "vae.decode", step=0):
         error = run_checked(pipe, "cogvideox")
-    assert error.what.startswith("`vae.decode` gave ")
+    assert error.what.startswith("`vae.decode` returned ")
     assert error.what.endswith(" values, in fp32.")
     assert error.remedy == (
         "It already runs in fp32: its weights may be damaged, or an input may be out of "

@@ -105,7 +105,7 @@ def describe_repair(repair: Repair) -> str:
         "fp32": f"Cast `{repair.component}` to fp32",
         "cast-inputs": "Inputs are cast to the dtype of the weights",
         "replayed": "Ran the call again",
-        "none": "Not repaired",
+        "none": "It was not repaired",
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
     again = " The call was run again, and the run continues." if is_again else ""
