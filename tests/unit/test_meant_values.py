@@ -178,7 +178,10 @@ def test_a_component_of_a_pipeline_means_no_nan(component: str, path: str) -> No
     pipe = testing.make_pipeline("sd")
     part = getattr(pipe, component).get_submodule(path)
     part.register_forward_hook(lambda module, args, output: output.sqrt())
-    with guard(pipe, announce=quiet), pytest.raises(NonFiniteError, match=f"`{component}` returned"):
+    with (
+        guard(pipe, announce=quiet),
+        pytest.raises(NonFiniteError, match=f"`{component}` returned"),
+    ):
         call_pipeline(pipe, "sd")
 
 
