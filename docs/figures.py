@@ -205,7 +205,7 @@ def trained_summary() -> str:
     assert gemma["certified"]["share"] == 1
     words = (gemma[x]["same words"] for x in ("bf16", "rescaled", "certified"))
     return (
-        f"Plain fp16 gives NaN at every word of Gemma 3 270M, whose values reach {gemma['largest']:.3g}, "
+        f"Plain fp16 returns NaN at every word of Gemma 3 270M, whose values reach {gemma['largest']:.3g}, "
         "and at every place of a network that draws terrain, whose values reach "
         f"{terrain['largest']:.3g}. Gemma's likeliest word is that of fp32 "
         "in {:.0%} of all places in bf16, in {:.0%} rescaled, and in {:.0%} "

@@ -272,6 +272,39 @@ def test_no_marked_phrase_comes_back() -> None:
     assert found == []
 
 
+TICS = (
+    r"\banew\b|\bnearer\b|\boff fp32\b|\bwhat to type\b|\bg[ia]ves? NaN\b|, too\.|\bby inputs\b|\bWritten: "
+    r"|\b(?:do|does|did|is|are|was|were|has|have|will|would) not\b|\bcannot\b"
+)
+"""Translated English: the field says recomputed, closer, returns NaN, as well; and people contract."""
+
+FORMAL = ("certificates.md", "certificate-file.md")
+"""Pages of proofs, which are written out."""
+
+
+def list_tics(page: str) -> list[str]:
+    """The tics of a page's prose: no code, no quoted message and no heading is looked at."""
+    left_out = (
+        r"^ *```.*?^ *```$|`[^`\n]*`|\"[^\"\n]{3,200}\"|^#+ [^\n]*$|<!-- figure.*?end -->|<!--.*?-->"
+        r"|\*\"[^*]*\"\*|(?i:what is known, and what is not)"
+    )
+    prose = re.sub(left_out, "", page, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(TICS, prose)
+
+
+def test_the_prose_is_english_and_not_translated() -> None:
+    """No page for users has a tic that a reader marked; a page with one is seen."""
+    pages = [
+        x
+        for x in PAGES
+        if x.parent.name != "decisions" and x.name not in FORMAL and "zh" not in x.parts
+    ]
+    found = {page.name: list_tics(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: tics for name, tics in found.items() if tics} == {}
+    assert list_tics("It is not nearer, too.\n") == ["is not", "nearer", ", too."]
+    assert list_tics('`is not` and "it cannot run"\n') == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of exporters about PyTorch
 def test_the_recipe_for_graphs_holds(

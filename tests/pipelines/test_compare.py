@@ -74,7 +74,7 @@ def test_the_order_of_error(made: Comparison) -> None:
         assert cells["fp16-plain"].findings[0].kind == "black-frames"
         assert cells["clamp"].clamped > 0
         assert cells["clamp"].saturated > 0
-    assert "fp16 is nearer to the reference than bf16 on 2 of 2 prompts." in made.reasons
+    assert "fp16 is closer to the reference than bf16 on 2 of 2 prompts." in made.reasons
 
 
 @pytest.mark.thorough

@@ -68,7 +68,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
         call_for_latents(pipe)
     assert str(caught.value) == (
         f"{SCHEDULER} at step 2 of 2, of finite ones. The pipeline's result holds 128 NaN in 128 "
-        "values. Use another scheduler, or make this one anew: pipe.scheduler = "
+        "values. Use another scheduler, or rebuild this one: pipe.scheduler = "
         "CogVideoXDDIMScheduler.from_config(pipe.scheduler.config)."
     )
     (repair,) = handle.repairs

@@ -329,7 +329,7 @@ def test_a_failed_cell_fails_its_precision_alone() -> None:
     }
     bf16 = next(v for v in made.variants if v.name == "bf16")
     assert bf16.reasons[0] == "Of 3 prompts: 2 the same picture, 1 did not run."
-    assert "fp16 is nearer to the reference than bf16 on 3 of 3 prompts." in made.reasons
+    assert "fp16 is closer to the reference than bf16 on 3 of 3 prompts." in made.reasons
 
 
 # Pictures and records

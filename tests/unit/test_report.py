@@ -41,7 +41,7 @@ def test_the_page_says_what_the_record_says(made: Comparison) -> None:
     worst = min(cell.measures.psnr_db for cell in cells if cell.measures)
     for text in (
         made.headline,
-        "fp16 is nearer to the reference than bf16 on 2 of 2 prompts.",
+        "fp16 is closer to the reference than bf16 on 2 of 2 prompts.",
         f"{worst:.1f}",
         "7 values are NaN or Inf",
         "block.0.weight",

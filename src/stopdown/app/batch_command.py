@@ -119,7 +119,7 @@ class BatchOptions(RunOptions, ModelOptions):
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
+            help="What to do if a component returns NaN or Inf. repair: repair it, run the call "
             "again and continue. raise: the item fails."
         ),
     ] = "repair"

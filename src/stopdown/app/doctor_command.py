@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show in which precision models run here, and which fit.
+    """Show which precisions this machine supports and which models fit.
 
-    The first line is the answer. What each format costs, and known faults, come after it.
+    The answer comes first; costs and known problems follow.
 
     Examples:
       stopdown doctor

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitOptions(FitRunOptions, ModelOptions):
-    """Say whether a model fits into memory, and how.
+    """Predict whether a model fits in memory, and how.
 
     Predicts what each strategy takes on a device, which need not be in this machine, from the
-    configurations of the model. Nothing is loaded.
+    configurations of the model. Nothing is loaded. -v lists every strategy.
 
     Examples:
       stopdown fit shapes

@@ -24,8 +24,7 @@ class CommandOptions:
         typer.Option(
             "-q",
             "--quiet",
-            help="Show no progress and no remarks; instead of the summary, print only the name of "
-            "the file written.",
+            help="Show no progress and no remarks; of what is written, print only the file's name.",
         ),
     ] = False
     verbose: Annotated[
@@ -33,12 +32,12 @@ class CommandOptions:
         typer.Option(
             "-v",
             "--verbose",
-            help="Also show where the model was found, and the traceback of an error.",
+            help="Show more detail, and tracebacks.",
         ),
     ] = False
     json: Annotated[
         bool,
-        typer.Option("--json", help="Print the record as JSON, without pictures, instead of text."),
+        typer.Option("--json", help="Print JSON instead of text."),
     ] = False
 
 
@@ -159,17 +158,17 @@ SourceArgument = Annotated[
 PrecisionOption = Annotated[
     str,
     typer.Option(
-        help="auto, fp32, bf16 or fp16; by component, as in transformer=bf16,vae.decode=fp32; or a "
-        "plan, plan.json."
+        help="auto, fp32, bf16, fp16 (with a plan) or fp16-plain (as Diffusers runs it); by component, as in "
+        "transformer=bf16,vae.decode=fp32; or a plan file, plan.json."
     ),
 ]
-RateOption = Annotated[float, typer.Option(help="Frames per second of what is written.")]
+RateOption = Annotated[float, typer.Option(help="Frame rate of the video, in frames per second.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
 StrictOption = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Exit with 1 if frames are black, grey, frozen or noise, or sound is silent, "
+        help="Exit with code 1 if frames are black, grey, frozen or noisy, or sound is silent, "
         "clipped or noise.",
     ),
 ]

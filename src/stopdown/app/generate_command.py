@@ -60,7 +60,7 @@ DEFAULT_OUTPUT = "stopdown"
 class GenerateOptions(RunOptions, ModelOptions):
     """Make a video, picture or sound from a prompt or a picture.
 
-    A component that gives NaN or Inf is repaired and called again. Frames that are black, grey, frozen
+    If a component returns NaN or Inf, it is repaired and the call is retried. Frames that are black, grey, frozen
     or noise are reported.
 
     Examples:
@@ -71,7 +71,10 @@ class GenerateOptions(RunOptions, ModelOptions):
 
     source: SourceArgument
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What the picture or video shows.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="What to show, in quotes; --prompt TEXT is the same."
+        ),
     ] = None
     output: Annotated[
         str | None,
@@ -88,22 +91,20 @@ class GenerateOptions(RunOptions, ModelOptions):
     device: DeviceOption = "auto"
     num: Annotated[
         int,
-        typer.Option(
-            help="How many to make. Each uses the next seed and goes into a numbered file."
-        ),
+        typer.Option(help="Number of outputs, in numbered files; each uses the next seed."),
     ] = 1
     fps: RateOption = 8.0
     strict: StrictOption = False
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
+            help="What to do if a component returns NaN or Inf. repair: repair it, run the call "
             "again and continue. raise: stop."
         ),
     ] = "repair"
     maxima: Annotated[
         bool,
-        typer.Option("--maxima", help="Record the largest value of each block at each step."),
+        typer.Option("--maxima", help="Record the largest activation of each block at each step."),
     ] = False
     keep_repairs: KeepRepairsOption = False
     journal: Annotated[

@@ -208,7 +208,7 @@ def _read_planned(plan: Plan) -> Weights:
     note = ""
     if any(x.in_force.eps for x in plan.components):
         note = (
-            "It fits files with the plan's own exponents; where convert says that it found them anew, "
+            "It fits files with the plan's own exponents; where convert recomputed them, "
             "give the converted model instead."
         )
     exponents = {

@@ -217,7 +217,7 @@ def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
             )
             if count and any(math.isfinite(a) and math.isfinite(b) for a, b in known):
                 yield (
-                    f"{best} is nearer to the reference than {worse} on {count} of {len(known)} "
+                    f"{best} is closer to the reference than {worse} on {count} of {len(known)} "
                     "prompts."
                 )
 

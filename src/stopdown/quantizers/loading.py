@@ -397,7 +397,7 @@ def _refuse_pictures(*_: Any, **__: Any) -> None:
 def _refuse_fusing(*_: Any, **__: Any) -> None:
     raise OptionError(
         "The projections of a model that was loaded by a StopdownConfig were to be fused.",
-        expected="The fused layers are made anew, without the casts that the plan has around the old ones.",
+        expected="The fused layers are rebuilt without the casts that the plan has around the old ones.",
         remedy="Leave fuse_qkv_projections() out: it changes nothing but speed.",
     )
 

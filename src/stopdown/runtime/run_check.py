@@ -155,7 +155,7 @@ def find_origin(
     if made:
         name = type(steps.pipe.scheduler).__name__
         remedy = (
-            "Use another scheduler, or make this one anew: pipe.scheduler = "
+            "Use another scheduler, or rebuild this one: pipe.scheduler = "
             f"{name}.from_config(pipe.scheduler.config)."
         )
         what = f"The scheduler ({name}) gave {made}{steps.name_last_step()}, of finite ones."
