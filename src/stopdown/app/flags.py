@@ -158,8 +158,8 @@ SourceArgument = Annotated[
 PrecisionOption = Annotated[
     str,
     typer.Option(
-        help="auto, fp32, bf16, fp16 (with a plan) or fp16-plain (as Diffusers runs it); by component, as in "
-        "transformer=bf16,vae.decode=fp32; or a plan file, plan.json."
+        help="auto, fp32, bf16, fp16 (with a plan) or fp16-plain (as Diffusers runs it); by component, "
+        "as in transformer=bf16,vae.decode=fp32; or a plan file, plan.json."
     ),
 ]
 RateOption = Annotated[float, typer.Option(help="Frame rate of the video, in frames per second.")]

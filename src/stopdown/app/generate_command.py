@@ -60,8 +60,8 @@ DEFAULT_OUTPUT = "stopdown"
 class GenerateOptions(RunOptions, ModelOptions):
     """Make a video, picture or sound from a prompt or a picture.
 
-    If a component returns NaN or Inf, it is repaired and the call is retried. Frames that are black, grey, frozen
-    or noise are reported.
+    If a component returns NaN or Inf, it is repaired and the call is retried. Frames that are black,
+    grey, frozen or noise are reported.
 
     Examples:
       stopdown generate zai-org/CogVideoX-5b "a girl riding a bike"
