@@ -104,7 +104,7 @@ def test_the_player_works_by_mouse(visit: Visit) -> None:
     play, page = visit.page.locator("#play"), visit.page
     before = visit.read_pixel(".tile canvas", 0.5, 0.3)
     play.click()
-    visit.wait(lambda: visit.read_frame() >= 3)
+    visit.wait(lambda: visit.read_frame() >= 4)
     play.click()
     assert play.get_attribute("aria-pressed") == "false"
     still = visit.read_frame()
@@ -116,12 +116,23 @@ def test_the_player_works_by_mouse(visit: Visit) -> None:
     assert visit.read_pixel(".tile canvas", 0.5, 0.3) != before
 
 
+def test_the_page_opens_on_the_worst_pair(visit: Visit) -> None:
+    """The reference stands against black frames, in the middle of the clip, beside a map of a good one."""
+    page = visit.page
+    assert page.locator("#left").input_value() == "fp32"
+    assert page.locator("#right").input_value() == "fp16-plain"
+    assert page.locator("#mapped").input_value() not in ("fp32", "fp16-plain")
+    assert visit.read_frame() == 3
+
+
 def test_the_player_works_by_keyboard(visit: Visit) -> None:
     """Arrows go frame by frame and around the end, space plays and pauses, brackets change prompts."""
     page = visit.page
     page.keyboard.press("ArrowRight")
-    assert visit.read_frame() == 2
-    page.keyboard.press("ArrowLeft")
+    assert visit.read_frame() == 4
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert visit.read_frame() == 1
     page.keyboard.press("ArrowLeft")
     assert visit.read_frame() == 5
     page.keyboard.press("Space")

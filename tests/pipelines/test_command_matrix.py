@@ -195,7 +195,7 @@ def run_row(run: Run, model: Path, name: str, command: str) -> None:
 def look(name: str, command: str, out: str) -> None:
     """Look at what a cell that ended well has made, or said."""
     if command == "fit":
-        assert out.startswith("Fits: yes, ")
+        assert out.startswith("Yes, it fits: ")
         assert all(f"--{x} {x.upper()}" in out for x in list_inputs(name) if x != "prompt")
         assert ("PROMPT" in out) == (name != "svd")
     elif command == "explain":

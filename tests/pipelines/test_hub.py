@@ -421,7 +421,7 @@ def test_the_card_comes_before_the_weights(hub: HubServer, run: Any, saved: Path
     assert len(made["here"]) == 3
     answer, *choices = text.splitlines()
     assert answer == made["answer"]
-    assert answer.startswith("Fits: yes, ")
+    assert answer.startswith("Yes, it fits: ")
     assert " to download" in answer
     assert made["download"] == _count_weights(saved)
     assert choices
@@ -438,7 +438,7 @@ def test_what_cannot_fit_is_refused_without_its_weights(hub: HubServer, run: Any
     """No strategy stays within 100 KiB: nothing but headers of the weights was asked for."""
     made = run(**ASKED, memory="100KiB")
     assert made["error"].startswith("maker/tiny does not fit on ")
-    assert "and its weights were not downloaded. Fits: no. The smallest strategy, " in made["error"]
+    assert "and its weights were not downloaded. The smallest strategy, " in made["error"]
     assert made["here"] == []
     ranges = _list_weight_requests(hub)
     assert len(ranges) == 3

@@ -219,12 +219,12 @@ def test_fit_compares_precisions(made: MemoryForecast) -> None:
 
 @pytest.mark.thorough
 def test_the_table_is_shown_on_request(made: MemoryForecast) -> None:
-    """Each precision has its heading, what is not measured says so, and the command is below."""
+    """Each precision has its heading, what is not measured says so, and the command is the second line."""
     text = show(made, verbose=True)
-    assert text.startswith("Fits: yes, ")
+    assert text.startswith("Yes, it fits: ")
     assert "rescaled fp16: 11 significant bits, error not measured." in text
     assert "fp32: 24 significant bits, error not measured." in text
-    assert f"Use it: stopdown generate {made.source} PROMPT --memory 1024KiB" in text
+    assert f"→ stopdown generate {made.source} PROMPT --memory 1024KiB" in text
 
 
 def test_the_first_line_is_the_answer(folder: Path) -> None:
@@ -233,10 +233,10 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     answer, command, more, *_ = show(made).splitlines()
     row = next(row for row in made.rows if row.strategy == made.chosen)
     assert answer.startswith(
-        f"Fits: yes, {made.chosen}, {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on "
+        f"Yes, it fits: {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on the device, {made.chosen}"
     )
-    assert answer.endswith("on the device, about 1 s")
-    assert command == f"Use it: stopdown generate {folder} PROMPT --memory 1024KiB --steps 4"
+    assert answer.endswith(", about 1 s")
+    assert command == f"→ stopdown generate {folder} PROMPT --memory 1024KiB --steps 4"
     assert more == "Add -v to see the other strategies."
     assert list(made.bits) == ["rescaled fp16"]
 
@@ -298,7 +298,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "Fits: no. The smallest strategy, leaf + tiling in rescaled fp16, needs "
+        "No, it does not fit. The smallest strategy, leaf + tiling in rescaled fp16, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")

@@ -126,14 +126,14 @@ def _read_limit(text: str, profile: Profile, display: Display) -> int:
 def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) -> None:
     """Print the answer; with `verbose` a table of strategies for each precision, and the reasons."""
     console.print(made.answer, soft_wrap=True)
-    if verbose:
-        _print_tables(made, console)
     if made.command:
         if made.precision == "rescaled fp16" and made.flag != "auto":
             plan = f"stopdown plan {made.source} -o {made.flag}"
             console.print(f"Make its plan: {plan}", soft_wrap=True)
-        console.print(f"Use it: {made.command}", soft_wrap=True)
-    if not verbose:
+        console.print(f"→ {made.command}", soft_wrap=True)
+    if verbose:
+        _print_tables(made, console)
+    else:
         console.print("Add -v to see the other strategies.", soft_wrap=True)
 
 

@@ -128,10 +128,10 @@ def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int
 
 
 def _answer(made: MemoryForecast, prediction: Prediction) -> str:
-    """`Fits: yes, component + tiling, 13.0 of 15 GiB on the device, …`."""
+    """`Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`."""
     parts = [
-        made.chosen.replace("+", " + "),
         f"{_compare_bytes(made.peak_bytes, made.limit_bytes)} on the device",
+        made.chosen.replace("+", " + "),
     ]
     if made.host_bytes:
         parts.append(f"{format_bytes(made.host_bytes)} of host memory")
@@ -141,15 +141,16 @@ def _answer(made: MemoryForecast, prediction: Prediction) -> str:
         parts.append(f"{format_bytes(made.download_bytes)} to download")
     if made.seconds is not None:
         parts.append(f"about {format_about(made.seconds)}")
-    return f"Fits: yes, {', '.join(parts)}"
+    return f"Yes, it fits: {', '.join(parts)}"
 
 
 def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
-    """`Fits: no. The smallest strategy, …`, with the nearest size that fits."""
+    """`No, it does not fit. The smallest strategy, …`, with the nearest size that fits."""
     way, least = _find_smallest(tried)
     no = (
-        f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.chosen}, "
-        f"needs {format_bytes(least.peak_bytes)}, and the limit is {format_bytes(made.limit_bytes)}."
+        f"No, it does not fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
+        f"{way.chosen}, needs {format_bytes(least.peak_bytes)}, and the limit is "
+        f"{format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
         return f"{no} Smaller pictures and fewer frames were tried, and none fits."

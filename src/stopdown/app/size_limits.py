@@ -214,7 +214,7 @@ def show_before_download(
     if limit and made.precision != first:
         raise OptionError(
             f"{options.source} does not fit on {device} in {first}, and its weights were not downloaded.",
-            expected=made.answer,
+            expected=made.answer.removeprefix("No, it does not fit. "),
             remedy=f"Use: {made.command}"
             if made.command
             else "Use a smaller model, or more memory.",

@@ -80,14 +80,19 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, "The device has no room to be timed.")
+        return _leave_untimed("the device has no room")
     if rates[slowest] < LEAST_FLOPS_PER_S:
-        busy = "This machine is too busy to be timed; the order of the strategies holds."
-        return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, busy)
+        return _leave_untimed("this machine is too busy")
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
     )
     return Speed(rates[slowest], link, reason)
+
+
+def _leave_untimed(why: str) -> Speed:
+    """A typical speed, with the reason why nothing was timed."""
+    said = f"a typical rate, because {why} to be timed: only their order holds."
+    return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, said)
 
 
 def _time_product(device: Device, name: str) -> float:

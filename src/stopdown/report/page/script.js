@@ -3,8 +3,9 @@
   const rows = document.querySelectorAll("script.row"); // each is read when it is shown
   const $ = (id) => document.getElementById(id);
   const words = { reference: "reference", same: "same picture", other: "different picture", broken: "broken", failed: "did not run" };
+  const badness = { same: 1, other: 2, broken: 3 };
   const signs = { reference: "◎", same: "✓", other: "≠", broken: "✕", failed: "—" };
-  const state = { row: 0, cells: [], frame: 0, frames: 1, timer: 0, pictures: new Map(), turn: 0 };
+  const state = { row: 0, cells: [], frame: -1, frames: 1, timer: 0, pictures: new Map(), turn: 0 };
 
   // A sheet becomes a picture without any request: bytes, blob, bitmap.
   const decode = async (sheet) => {
@@ -115,8 +116,11 @@
     $("tiles").replaceChildren(...row.cells.map(buildTile));
     const names = pictured.map((cell) => cell.name);
     const others = names.filter((name) => name !== row.reference);
-    fill($("left"), names, row.reference); fill($("right"), names, others[0] || row.reference);
-    fill($("mapped"), others, others[0]);
+    // the pair that says most: the reference against the worst; and the map of the best, which is not empty
+    const ranked = pictured.filter((cell) => others.includes(cell.name)).sort((a, b) => badness[b.verdict] - badness[a.verdict]);
+    const best = ranked.filter((cell) => cell.difference && cell.verdict === "same").pop();
+    fill($("left"), names, row.reference); fill($("right"), names, ranked.length ? ranked[0].name : row.reference);
+    fill($("mapped"), others, best ? best.name : others[0]);
     nameEnds();
     const wanted = [];
     for (const cell of pictured) {
@@ -128,7 +132,7 @@
     for (const found of state.pictures.values()) found.bitmap.close();
     state.pictures = new Map(decoded);
     state.frames = Math.max(1, ...pictured.map((cell) => (cell.frames.frames - 1) * cell.frames.every + 1));
-    state.frame = Math.min(state.frame, state.frames - 1);
+    state.frame = state.frame < 0 ? Math.floor(state.frames / 2) : Math.min(state.frame, state.frames - 1);
     $("seek").max = state.frames - 1;
     $("play").disabled = state.frames < 2;
     $("viewer").classList.toggle("pixelated", pictured.some((cell) => cell.frames.width < 200));
