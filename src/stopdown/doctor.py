@@ -166,12 +166,12 @@ def quote_measured(name: str, backend: str) -> Iterable[str]:
             continue
         for subject in dict.fromkeys(row.subject for row in device.rows):
             rows = [row for row in device.rows if row.subject == subject and row.way != "fp32"]
-            said = "; ".join(f"{row.way} {row.time_ratio:.2g}{_say_error(row)}" for row in rows)
-            yield f"{subject}, times over that of fp32: {said} (torch {device.torch}; {device.source})."
+            each = (f"{x.way} {x.time_ratio:.2g}× the time of fp32{_say_error(x)}" for x in rows)
+            yield f"{subject}: {'; '.join(each)} (torch {device.torch}; {device.source})."
 
 
 def _say_error(row: MeasuredRow) -> str:
-    return ", NaN" if row.rel_err is None else f", off by {row.rel_err:.2g}"
+    return ", NaN" if row.rel_err is None else f", error {100 * row.rel_err:.2g} %"
 
 
 def foresee(supports: Mapping[str, Support], kind: str) -> list[Outlook]:

@@ -12,6 +12,7 @@ import torch
 
 from stopdown import doctor as health_module
 from stopdown.app import cli, doctor_command
+from stopdown.app.doctor_command import word_ratio
 from stopdown.devices.backend_rules import list_attention
 from stopdown.devices.device_profiles import (
     find_profile,
@@ -318,3 +319,17 @@ def test_a_device_that_is_not_here(run: Run, arguments: list[Any]) -> None:
     assert err.startswith("stopdown: ")
     assert "--device" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (None, ""),
+        (0.12, "8.3× faster than fp32"),
+        (24.0, "24× slower than fp32"),
+        (1.02, "as fast as fp32"),
+    ],
+)
+def test_a_ratio_of_times_is_words(ratio: float | None, said: str) -> None:
+    """Nobody has to find out whether 0.12 of the time is fast."""
+    assert word_ratio(ratio) == said

@@ -103,14 +103,22 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
         print_prose(console, f"  {device.answer}")
     _print_fits(device, console)
     for entry in device.formats:
-        ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
-        console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())
+        console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(entry.time_ratio)}".rstrip())
         print_prose(console, f"        {entry.reason}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known faults of this device", device.faults, console)
     _print_list("Measured on such a device by stopdown bench", device.measured, console)
     _print_outlook(device, console)
+
+
+def word_ratio(ratio: float | None) -> str:
+    """`8.3× faster than fp32` for a time ratio of 0.12; "" where nothing was timed."""
+    if ratio is None:
+        return ""
+    if 0.95 < ratio < 1.05:
+        return "as fast as fp32"
+    return f"{ratio:.2g}× slower than fp32" if ratio > 1 else f"{1 / ratio:.2g}× faster than fp32"
 
 
 def _print_fits(device: DeviceHealth, console: Console) -> None:
