@@ -1,0 +1,667 @@
+"""Every pipeline of Diffusers through `generate` on a simulated T4, without a flag of precision.
+
+Each row takes a pipeline class with the tiny components and the arguments that Diffusers' own tests have,
+makes its denoiser overflow in fp16, saves it in bf16, and gives the folder to `stopdown generate` with its
+prompt, pictures and sizes. The same command is run in fp32 and in bf16 on the CPU, and with `fp16-plain`.
+Diffusers' tests are no part of its package: take them from its repository, and install what they import
+(`pip install parameterized requests`).
+
+    git clone --depth 1 https://github.com/huggingface/diffusers /tmp/diffusers
+    python benchmarks/every_pipeline.py /tmp/diffusers             # rows that are not stored, an hour
+    python benchmarks/every_pipeline.py /tmp/diffusers --only FluxPipeline SanaPipeline
+    python benchmarks/every_pipeline.py --table                    # only write the table anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from tiny_checkpoints import answer_hub, fit_vocabularies  # noqa: E402
+
+from models.rescaling_models import WAYS, cast_tree, scale_weights  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
+from stopdown.numerics import iterate_tensors  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "every_pipeline.json"
+LIMIT_SECONDS = 240
+MOST_BYTES = 12 * 2**30
+"""Of address space: a row that wants more is a row, and not the end of the machine."""
+
+DENOISERS = ("transformer", "unet", "prior", "decoder", "dit")
+MOST_BITS = 20
+LARGEST_WEIGHT = 2.0**15
+LARGEST_NOISE = 64.0
+NEAR = 0.2
+"""A mean difference, of 255, that is right in any case: pictures are rounded to whole numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A pipeline class as Diffusers tests it.
+
+    Attributes:
+        name: of the class, numbered where several tests make one.
+        path: of the module of its test, dotted.
+        test: name of the test's class.
+    """
+
+    name: str
+    path: str
+    test: str
+
+
+def list_subjects(checkout: Path) -> list[Subject]:
+    """Every pipeline class that a test makes, by name, without importing one."""
+    pattern = re.compile(r"^class (\w+)\(.*?(?=^class |\Z)", re.S | re.M)
+    found: dict[str, Subject] = {}
+    for path in sorted((checkout / "tests" / "pipelines").rglob("test_*.py")):
+        dotted = ".".join(path.relative_to(checkout).with_suffix("").parts)
+        text = path.read_text()
+        if "ConsisID" in text or "def get_dummy_components" not in text:
+            continue  # needs OpenCV
+        for match in pattern.finditer(text):
+            kind = re.search(r"^    pipeline_class = (\w+)", match[0], re.M)
+            is_slow = re.match(r"class \w*(Slow|Integration|Nightly)", match[0])
+            if kind is None or is_slow:
+                continue
+            names = [kind[1], *(f"{kind[1]} #{i}" for i in range(2, 9))]
+            if not any(found[x].test == match[1] for x in names if x in found):
+                name = next(x for x in names if x not in found)
+                found[name] = Subject(name, dotted, match[1])
+    families = Counter[str]()
+    ranks = {}
+    for name, subject in sorted(found.items()):
+        family = subject.path.split(".")[2]
+        families[family] += 1
+        ranks[name] = (families[family], name)
+    return sorted(found.values(), key=lambda x: ranks[x.name])  # one of each family first
+
+
+def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Build one pipeline, run it in every way, and say what came of it."""
+    row: dict[str, Any] = {}
+    try:
+        pipe, given = build(subject)
+        row["class"] = type(pipe).__name__
+        row["family"] = type(pipe).__module__.split(".")[2]
+        row |= make_overflow(pipe, given)
+        save(pipe, folder / "model")
+    except Exception as error:
+        row |= {"outcome": "not built", "said": f"{type(error).__name__}: {error}"[:300]}
+        return row | {"where": traceback.format_exc()[-1500:]}
+    words = list_words(type(pipe), given, folder)
+    row["words"] = [x.replace(f"{folder}/", "") for x in words]
+    suffix = choose_output(type(pipe), given)
+    del pipe, given
+    runs = {
+        "auto": ("--device", "simulated"),
+        "fp32": ("--device", "cpu", "--precision", "fp32"),
+        "bf16": ("--device", "cpu", "--precision", "bf16"),
+        "plain": ("--device", "simulated", "--precision", "fp16-plain", "--on-fault", "raise"),
+    }
+    for name, options in runs.items():
+        output = folder / f"{name}{suffix}"
+        ends = (*options, "-o", str(output), "--json")
+        with simulated_t4():
+            row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
+            advised = re.findall(
+                r"use (--frames|--height|--width) (\d+)", row[name].get("said", "")
+            )
+            if advised and row[name]["code"] == 2:  # the test's size is none that a real model has
+                for option, value in advised:
+                    at = words.index(option) + 1 if option in words else len(words)
+                    words[at : at + 1] = [value] if option in words else [option, value]
+                row["note"] = "A size was changed as the first answer said."
+                row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
+    if "on simulated device" in row["auto"].get("said", ""):  # a kernel that CUDA has
+        output = folder / f"auto{suffix}"
+        words += ["--device", "cpu", "--precision", "fp16"]
+        row["auto"] = run(
+            ["generate", str(folder / "model"), *words, "-o", str(output), "--json"], folder
+        )
+        row["note"] = "fp16 on the CPU: the simulated device lacks a kernel."
+    for name in ("auto", "bf16", "plain"):
+        if row[name]["code"] == 0 and row["fp32"]["code"] == 0:
+            one, other = (read(folder / f"{x}{suffix}") for x in (name, "fp32"))
+            row[name]["error"] = measure(one, other)
+    return row | {"outcome": judge(row)}
+
+
+def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
+    """The pipeline of a test in fp32, and the arguments of its call."""
+    answer_hub()
+    tests = importlib.import_module(subject.path)
+    torch.use_deterministic_algorithms(False)
+    tester = getattr(tests, subject.test)()
+    torch.manual_seed(0)
+    parts = tester.get_dummy_components()
+    inputs = tester.get_dummy_inputs
+    given = inputs("cpu") if inspect.signature(inputs).parameters else inputs()
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None:
+            part.float().eval().requires_grad_(False)
+            for value in part.parameters():
+                if value.dim() > 1 and not bool(value.any()):
+                    value.normal_(0, value[0].numel() ** -0.5)
+                elif not bool(value.isfinite().all()):  # made by `torch.empty`
+                    value.normal_(0, 0.02)
+    fit_vocabularies(parts)
+    kind = tester.pipeline_class
+    own = next(x for x in kind.__mro__ if x.__module__.startswith("diffusers."))
+    pipe = own(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, given
+
+
+def find_denoiser(pipe: Any) -> Any:
+    """The first component that is called at each step."""
+    names = [x for x in pipe.components if x.startswith(DENOISERS)]
+    names.sort(key=lambda x: next(i for i, y in enumerate(DENOISERS) if x.startswith(y)))
+    found = (getattr(pipe, x) for x in names)
+    return next((x for x in found if isinstance(x, torch.nn.Module)), None)
+
+
+def make_overflow(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Scale weights of the denoiser until it overflows in fp16 and not in fp32; which, and by how much."""
+    module = find_denoiser(pipe)
+    if module is None:
+        return {"overflow": "", "bits": 0}
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
+            pipe(**{**given, "num_inference_steps": 2} if "num_inference_steps" in given else given)
+    except Exception as error:
+        note = f"{type(error).__name__}: {error}"[:200]
+    else:
+        note = ""
+    hook.remove()
+    row: dict[str, Any] = {"direct": note, "overflow": "", "bits": 0}
+    if not calls:
+        return row
+    args, kwargs = calls[-1]
+    largest = max(float(x.abs().max()) for x in module.parameters())
+    most = min(MOST_BITS, math.floor(math.log2(LARGEST_WEIGHT / max(largest, 1e-3))))
+    for way, pattern in WAYS.items():
+        bits = most if scale_weights(module, pattern, most) else 0
+        while bits > 0 and not is_finite(module, args, kwargs, torch.float32):
+            scale_weights(module, pattern, -2)
+            bits -= 2
+        if bits > 0 and not is_finite(module, args, kwargs, torch.float16):
+            return row | {"overflow": way, "bits": bits}
+        if bits > 0:
+            scale_weights(module, pattern, -bits)
+    return row
+
+
+def is_finite(module: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> bool:
+    """Whether a call gives finite values in a format, and squares that fp32 holds."""
+    held = True
+
+    def look(_: Any, args: Any, output: Any) -> None:
+        nonlocal held
+        for value in iterate_tensors(output):
+            if value.is_floating_point() and dtype == torch.float32:
+                held = held and bool((value.abs() < 2.0**56).all())
+
+    hooks = [x.register_forward_hook(look) for x in module.modules()]
+    try:
+        with torch.no_grad():
+            cast = module if dtype == torch.float32 else _copy(module).to(dtype)
+            output = cast(*cast_tree(args, dtype), **cast_tree(kwargs, dtype))
+        values = [x for x in iterate_tensors(output) if x.is_floating_point()]
+        if dtype == torch.float32:  # a denoiser gives noise, however large its values are inside
+            return held and all(bool((x.abs() < LARGEST_NOISE).all()) for x in values)
+        return all(bool(x.isfinite().all()) for x in values)
+    except Exception:
+        return dtype == torch.float16  # no overflow was seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copy(module: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(module)
+
+
+def save(pipe: Any, folder: Path) -> None:
+    """Write the pipeline in bf16."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None:
+            part.to(torch.bfloat16)
+        elif isinstance(part, torch.nn.Module):
+            pipe.register_modules(**{name: None})  # a stand-in of Cosmos' safety checker
+    pipe.save_pretrained(folder)
+
+
+LEFT = {
+    "generator",
+    "output_type",
+    "return_dict",
+    "prompt_embeds",
+    "negative_prompt_embeds",
+    "latents",
+}
+"""Arguments that `generate` gives itself, or that a prompt stands for."""
+
+
+def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
+    """The words behind `generate MODEL` that stand for the arguments of a test's call."""
+    from stopdown.pipelines.requests import FIELDS, find_target
+
+    words, left = list[str](), {k: x for k, x in given.items() if k not in LEFT and x is not None}
+    taken = inspect.signature(kind.__call__).parameters
+    if "prompt" in taken and not left.get("prompt"):
+        left["prompt"] = "a cat"
+    if "use_resolution_binning" in taken:
+        left["use_resolution_binning"] = False
+    if "num_inference_steps" in taken:
+        left["num_inference_steps"] = min(2, int(left.get("num_inference_steps", 2)))
+    for field in (x for x in FIELDS if x.metadata["names"]):
+        target = find_target(field.name, kind)
+        if target not in left:
+            continue
+        value = left.pop(target)
+        value = (
+            value[0] if field.name in ("prompt", "negative") and isinstance(value, list) else value
+        )
+        if field.metadata["kind"] is Path:
+            value = write(value, folder / field.name, is_clip=field.name == "video")
+        option = [] if field.name == "prompt" else [f"--{field.name.replace('_', '-')}"]
+        words += [*option, str(value)] if value != "" or option else []
+    for name, value in left.items():
+        text = describe(value, folder / name)
+        if text is not None:
+            words += ["--arg", f"{name}={text}"]
+    return words
+
+
+def describe(value: Any, path: Path) -> str | None:
+    """An argument as `--arg` takes it; None for what it has no form for."""
+    if isinstance(value, (bool, int, float, str)) or (
+        isinstance(value, (list, tuple)) and value and not hasattr(value[0], "size")
+    ):
+        with contextlib.suppress(TypeError):
+            return json.dumps(value)
+    with contextlib.suppress(Exception):
+        is_list = isinstance(value, list) and len(value) > 1
+        is_clip = is_list or getattr(value, "ndim", 0) == 5
+        return f"{write(value, path, is_clip=is_clip)}{'/' * is_clip}"
+    return None
+
+
+def write(value: Any, path: Path, *, is_clip: bool) -> Path:
+    """A picture or clip of a test, as a file."""
+    from stopdown.frames.media import write_media
+
+    frames = value if isinstance(value, (list, tuple)) else [value]
+    pixels = np.concatenate([_list_pixels(x) for x in frames])
+    path = path if is_clip else path.with_suffix(".png")  # a folder keeps frames that are alike
+    write_media(path, pixels if is_clip else pixels[:1], 8)
+    return path
+
+
+def _list_pixels(value: Any) -> Any:
+    """[T, H, W, 3] uint8."""
+    if isinstance(value, torch.Tensor):
+        value = value.float().numpy()
+        value = value.reshape(-1, *value.shape[-3:]) if value.ndim > 2 else value[None]
+        if value.ndim == 4 and value.shape[1] in (1, 3):
+            value = value.transpose(0, 2, 3, 1)
+        value = np.clip(value, 0, 1) * 255
+    elif not isinstance(value, np.ndarray):
+        value = np.asarray(value.convert("RGB"))
+    value = value if value.dtype == np.uint8 else np.clip(value, 0, 255).astype(np.uint8)
+    value = value[None] if value.ndim < 4 else value
+    value = value[..., None] if value.ndim == 3 else value
+    return np.repeat(value, 3, -1) if value.shape[-1] == 1 else value[..., :3]
+
+
+def choose_output(kind: type, given: dict[str, Any]) -> str:
+    """The suffix of an output without loss: a picture, sound, or a folder of frames."""
+    from stopdown.pipelines.results import find_output_kind
+
+    return {"picture": ".png", "sound": ".wav"}.get(find_output_kind(kind), "")
+
+
+def read(path: Path) -> Any:
+    """All pixels of an output, or its samples times 255."""
+    if path.suffix == ".wav":
+        from stopdown.frames.sound import read_sound
+
+        return read_sound(str(path)).samples * 255.0
+    from PIL import Image
+
+    files = sorted(path.glob("*.png") if path.is_dir() else path.parent.glob(f"{path.stem}*.png"))
+    return np.stack([np.asarray(Image.open(x).convert("RGB"), np.float32) for x in files])
+
+
+def measure(one: Any, other: Any) -> float | None:
+    """The mean difference, of 255."""
+    return float(np.abs(one - other).mean()) if one.shape == other.shape else None
+
+
+@contextlib.contextmanager
+def simulated_t4() -> Iterator[None]:
+    """A device that refuses what a T4 refuses, for one command."""
+    from device.simulated_device import load_device
+    from stopdown.devices.device_profiles import find_target
+    from stopdown.memory import speed
+    from stopdown.plans import calibrated, plan_choice
+
+    cache = ROOT / ".pytest_cache" / "d" / "simulated-device"
+    cache.mkdir(parents=True, exist_ok=True)
+    supports = find_target("t4")[1].supports
+    with load_device(cache).present() as devices:
+        devices.act_as("cuda", computes_not=[torch.bfloat16])
+        kept = [(x, x.probe_formats) for x in (plan_choice, calibrated)]
+        timed = speed.measure_speed
+        speed.measure_speed = lambda *_: speed.Speed(1e11, 1e10, "Known.")  # type: ignore[assignment]
+        try:
+            for module, probe in kept:
+                module.probe_formats = lambda device, probe=probe: (  # type: ignore[attr-defined]
+                    supports if device.type == "simulated" else probe(device)
+                )
+            yield
+        finally:
+            speed.measure_speed = timed
+            for module, probe in kept:
+                module.probe_formats = probe  # type: ignore[attr-defined]
+
+
+def run(command: list[str], folder: Path) -> dict[str, Any]:
+    """Run a command of the command line in this process; its exit code, last words and seconds."""
+    from stopdown.app import cli
+
+    started, code = time.perf_counter(), 0
+    print("$ stopdown", " ".join(command), flush=True)
+    sys.stdout.flush()
+    with _captured(folder / "out.txt", folder / "err.txt"):
+        try:
+            cli.main(command)
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 70
+    said = (folder / "err.txt").read_text(errors="replace")
+    print(said[-3000:], flush=True)
+    row: dict[str, Any] = {"code": code, "seconds": round(time.perf_counter() - started, 1)}
+    if code:
+        row |= {"said": shorten(said), "traceback": "Traceback" in said}
+    else:
+        record = json.loads((folder / "out.txt").read_text())
+        row["repairs"] = len(record.get("repairs", ()))
+        row["findings"] = [x.get("kind", "") for x in record.get("findings", ())]
+        row["precisions"] = sorted({x["precision"] for x in record.get("decisions", ())})
+    return row
+
+
+def shorten(text: str) -> str:
+    """What a command said last: its one sentence, or the last line of a traceback."""
+    found = text.rfind("stopdown: ")
+    lines = [x for x in text[max(found, 0) :].splitlines() if x.strip()]
+    said = " ".join(lines) if found >= 0 else (lines or [""])[-1]
+    return re.sub(r"\s+", " ", re.sub(r"/tmp/\S*/(?=model\b)", "", said))[:700]
+
+
+@contextlib.contextmanager
+def _captured(out: Path, err: Path) -> Iterator[None]:
+    kept = [os.dup(1), os.dup(2)]
+    try:
+        for number, path in ((1, out), (2, err)):
+            with path.open("w") as file:
+                os.dup2(file.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, own in zip((1, 2), kept, strict=True):
+            os.dup2(own, number)
+            os.close(own)
+
+
+def judge(row: dict[str, Any]) -> str:
+    """One word for what came of a row."""
+    auto, other = row["auto"], row["fp32"]
+    if auto["code"]:
+        if auto["traceback"]:
+            return "traceback"
+        return "refused" if other["code"] else "failed"
+    if other["code"]:
+        return "no reference"
+    error, bf16 = auto.get("error"), row["bf16"].get("error")
+    if error is None or error > max(NEAR, bf16 if bf16 is not None else 0.0):
+        return "wrong"
+    return "right"
+
+
+def make_in_process(subject: Subject) -> dict[str, Any]:
+    """A row made by a child of its own, with a time limit: a crash or an endless loop is a row."""
+    with tempfile.TemporaryDirectory(prefix="every-") as name:
+        folder, started = Path(name), time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setsid()
+                resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+                os.environ["STOPDOWN_CACHE"] = str(folder / "cache")
+                log = (folder / "log.txt").open("w")
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                row = make_row(subject, folder)
+                (folder / "row.json").write_text(json.dumps(row))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        status = None
+        while status is None and time.perf_counter() - started < LIMIT_SECONDS:
+            done, found = os.waitpid(child, os.WNOHANG)
+            status = found if done else None
+            time.sleep(0.1)
+        seconds = round(time.perf_counter() - started, 1)
+        if status is None:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            row = {"outcome": "out of time", "said": f"More than {LIMIT_SECONDS} s."}
+        elif (folder / "row.json").exists():
+            row = json.loads((folder / "row.json").read_text())
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            row = {"outcome": "crashed", "said": f"The process ended with {code}."}
+            row["where"] = (folder / "log.txt").read_text(errors="replace")[-1500:]
+        if os.environ.get("EVERY_LOGS"):
+            logs = Path(os.environ["EVERY_LOGS"])
+            (logs / f"{subject.name}.log").write_bytes((folder / "log.txt").read_bytes())
+        return {"name": subject.name, **row, "seconds": seconds}
+
+
+def warm_up() -> None:
+    """Run once what children run, so that each has it imported."""
+    from stopdown.testing import save_pipeline
+
+    with tempfile.TemporaryDirectory() as name, simulated_t4():
+        os.environ["STOPDOWN_CACHE"] = f"{name}/cache"
+        model = save_pipeline("sd", f"{name}/model", overflow="unet")
+        words = ["a cat", "--steps", "2", "--device", "simulated", "-o", f"{name}/x.png", "--json"]
+        run(["generate", str(model), *words], Path(name))
+
+
+def main() -> None:
+    """Fill the rows that are asked for, and store each with those that were stored before."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, nargs="?", help="of Diffusers' repository")
+    parser.add_argument("--only", nargs="+", help="these rows, again")
+    parser.add_argument("--outcomes", nargs="+", help="rows with these outcomes, again")
+    parser.add_argument("--part", default="0/1", help="one part of the rows: 0/2, 1/2")
+    parser.add_argument("--table", action="store_true", help="only write the table anew")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if not options.table:
+        sys.path.insert(0, str(options.checkout))
+        subjects, stored = list_subjects(options.checkout), load()
+        count = len(subjects)
+        if options.only:
+            subjects = [x for x in subjects if x.name in options.only]
+        elif options.outcomes:
+            subjects = [
+                x
+                for x in subjects
+                if stored["rows"].get(x.name, {}).get("outcome") in options.outcomes
+            ]
+        else:
+            subjects = [x for x in subjects if x.name not in stored["rows"]]
+        part, parts = map(int, options.part.split("/"))
+        warm_up()
+        for subject in subjects[part::parts]:
+            if not (options.only or options.outcomes) and subject.name in load()["rows"]:
+                continue  # made by another part
+            row = make_in_process(subject)
+            print(row["name"], row["outcome"], row.get("said", ""), row["seconds"], flush=True)
+            store(row, count)
+    stored = load()
+    RESULTS.with_suffix(".md").write_text(draw(stored))
+
+
+def load() -> dict[str, Any]:
+    """What is stored."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+
+
+def store(row: dict[str, Any], listed: int) -> None:
+    """Write one row among those that are stored, by whichever process; `listed`: how many there are."""
+    from filelock import FileLock
+
+    with FileLock(f"{RESULTS}.lock"):
+        stored = load()
+        stored["rows"][row.pop("name")] = row
+        stored["rows"] = dict(sorted(stored["rows"].items()))
+        stored |= {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d")}
+        stored |= {"command": "python benchmarks/every_pipeline.py CHECKOUT", "listed": listed}
+        stored["counts"] = dict(Counter(x["outcome"] for x in stored["rows"].values()))
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+OUTCOMES = {
+    "right": "ran, and is no further from fp32 than bf16 is, or within 0.2 of 255",
+    "wrong": "ran, and is further from fp32",
+    "failed": "stopped with a message, where fp32 runs",
+    "traceback": "stopped with a traceback",
+    "refused": "refused in one sentence, in fp32 as well",
+    "no reference": "ran, where fp32 did not",
+    "out of time": f"took more than {LIMIT_SECONDS} s on a share of two busy cores",
+    "crashed": "ended the process",
+    "not built": "the tiny model could not be made here",
+}
+
+
+def draw(stored: dict[str, Any]) -> str:
+    """The table, by family."""
+    rows: dict[str, Any] = stored["rows"]
+    counts = Counter(x["outcome"] for x in rows.values())
+    versions = stored["machine"]["versions"]
+    raising = [x for x in rows.values() if x.get("plain", {}).get("code") == 1]
+    saved = sum(x["outcome"] == "right" for x in raising)
+    ran = [x for x in rows.values() if x.get("fp32", {}).get("code") == 0]
+    good = sum(x["outcome"] == "right" for x in ran)
+    lines = [
+        "# Every pipeline of Diffusers on a simulated T4",
+        "",
+        f"`{stored['command']}`, {stored['date']}: Diffusers {versions['diffusers']}, PyTorch "
+        f"{versions['torch']}, Transformers {versions['transformers']}.",
+        "",
+        "Each row is a pipeline class with the tiny components and the arguments of Diffusers' own "
+        "tests. Its denoiser is made to overflow in fp16, it is saved in bf16, and `stopdown generate` "
+        "gets the folder and no option about precision. Errors are mean differences, of 255, to fp32 with "
+        "the same seed.",
+        "",
+        f"Of {len(ran)} classes that run in fp32, {good} are right. Plain fp16 stops in {len(raising)}, of "
+        f"which {saved} are right here. "
+        f"Rows that are not made yet: {stored['listed'] - len(rows)} of {stored['listed']}.",
+        "",
+        *(f"- {counts[x]} {x}: {text}." for x, text in OUTCOMES.items() if counts[x]),
+    ]
+    families: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        families.setdefault(row.get("family") or "not built", []).append(name)
+    for family, names in sorted(families.items()):
+        lines += [
+            "",
+            f"## {family}",
+            "",
+            "| class | outcome | error | bf16 | plain fp16 | what was said |",
+        ]
+        lines += ["|---|---|--:|--:|---|---|"]
+        lines += [_draw_row(name, rows[name]) for name in names]
+    left = sorted({*list_classes()} - {x.get("class", name) for name, x in rows.items()})
+    lines += ["", f"## Without a row: {len(left)} of {len(list_classes())} classes", ""]
+    lines += [
+        "Not run yet, or Diffusers has no test that makes their components:",
+        "",
+        ", ".join(left) + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def list_classes() -> list[str]:
+    """Every pipeline class that Diffusers has, by name."""
+    import diffusers
+
+    kinds = {name: getattr(diffusers, name, None) for name in dir(diffusers)}
+    base = diffusers.DiffusionPipeline
+    return [
+        name
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base
+    ]
+
+
+def _draw_row(name: str, row: dict[str, Any]) -> str:
+    cells = [name, row["outcome"]]
+    for way in ("auto", "bf16"):
+        error = row.get(way, {}).get("error")
+        cells.append("" if error is None else f"{error:.3f}")
+    plain = row.get("plain", {})
+    stops = "stops" if plain.get("code") == 1 else "refused"
+    error = f"{plain.get('error') or 0.0:.3f}"
+    cells.append("" if not plain else stops if plain["code"] else error)
+    said = row.get("auto", {}).get("said") or row.get("said") or row.get("note", "")
+    said = re.sub(r"^stopdown: ", "", said).replace("|", "/")[:300]
+    return f"| {' | '.join([*cells, said])} |"
+
+
+if __name__ == "__main__":
+    main()
