@@ -176,6 +176,56 @@ def full_runs_table() -> str:
     return _make_table([heads[n] for n in made], [[row[n] for n in made] for row in rows])
 
 
+_H3_CASES = {"width": "all widths, 2 of 50 blocks", "depth": "all 50 blocks, narrow"}
+_H3_VARIANTS = {"bf16": "bf16", "fp16": "plain fp16", "rescaled": "measured",
+                "rescaled, fp32 residual": "from the weights"}  # fmt: skip
+
+
+@_figure
+def h3_table() -> str:
+    """Error of MiniMax H3's video in each format."""
+    rows = _read("minimax_h3")["rows"]
+    return _make_table(
+        ["model", *_H3_VARIANTS.values()],
+        [
+            [title, *(_h3_error(rows[case]["variants"][x]) for x in _H3_VARIANTS)]
+            for case, title in _H3_CASES.items()
+        ],
+    )
+
+
+def _h3_error(variant: dict[str, Any]) -> str:
+    return "NaN" if variant["video"] is None else _percent(variant["video"])
+
+
+@_figure
+def h3_magnitudes() -> str:
+    """The residual stream that users report, and the benchmark's."""
+    rows = _read("minimax_h3")["rows"]
+    streams = [rows[case]["stream"] for case in _H3_CASES]
+    reported = {"sinks, first block": ("sinks", 0, "81 thousand"),
+                "sinks, last block": ("sinks", -1, "4.3 million"),
+                "other rows, last block": ("others", -1, "small")}  # fmt: skip
+    return _make_table(
+        ["residual stream", "reported", *_H3_CASES.values()],
+        [
+            [name, words, *(f"{float(f'{x[kind][at]:.2g}'):,.0f}" for x in streams)]
+            for name, (kind, at, words) in reported.items()
+        ],
+    )
+
+
+@_figure
+def h3_memory() -> str:
+    return _gib(_read("minimax_h3")["rows"]["width"]["rss_bytes"])
+
+
+@_figure
+def h3_weights() -> str:
+    count = _read("minimax_h3")["published_parameters"]
+    return f"{count / 1e9:.0f} billion weights, {2 * count / 1e9:.0f} GB"
+
+
 @_figure
 def encoders_summary() -> str:
     """What the table of encoders comes to."""
