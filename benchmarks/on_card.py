@@ -353,7 +353,7 @@ def run_model(name: str, place: Place) -> Facts:
 def run_host(place: Place) -> Facts:
     """Certify CogVideoX-5B's transformer with the processor's products alone."""
     import stopdown
-    from stopdown.bounds import near_weights
+    from stopdown.plans import near_weights
 
     near_weights.KINDS = ()
     module, args, kwargs = draw_model("CogVideoX-5B", place)

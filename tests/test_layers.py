@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
-    ("number_formats",),
+    ("number_formats", "out_of_memory", "scaling_records"),
     ("files",),
     ("argument_types", "component_call_names", "records"),
     ("devices",),

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from stopdown.bounds.known_values import Bounds
-from stopdown.bounds.near_weights import bring_near
 from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device
 from stopdown.graph.capture import name_parameters
 from stopdown.plans.certified import TracedCalls, certify_component
+from stopdown.plans.near_weights import bring_near
 from stopdown.scaling import certificate, search
 from stopdown.scaling.certificate import BoundedCalls
 

@@ -26,7 +26,7 @@ from stopdown.bench.ways import WAYS, Subject, Way, running
 from stopdown.component_calls.call_interception import Rank
 from stopdown.component_calls.components import find_components
 from stopdown.component_calls.step_counter import StepCounter
-from stopdown.devices.device_memory import free_memory, is_out_of_memory, peak_memory
+from stopdown.devices.device_memory import free_memory, peak_memory
 from stopdown.devices.environment import Device, describe_machine
 from stopdown.doctor import attend_with, list_kernels, try_attention
 from stopdown.errors import take_one_line
@@ -36,6 +36,7 @@ from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
+from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.requests import Request, build_arguments, find_steps
 from stopdown.pipelines.results import read_result

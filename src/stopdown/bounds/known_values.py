@@ -32,6 +32,11 @@ Load = Callable[[str], torch.Tensor]
 """Gives a parameter or buffer by its name, as it is stored."""
 
 
+def bring_home(load: Load) -> Load:
+    """Load weights to the host, where all bounds are."""
+    return lambda name: load(name).cpu()
+
+
 @dataclass(frozen=True)
 class Timesteps:
     """The timesteps that a schedule can ask for.

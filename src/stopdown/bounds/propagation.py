@@ -37,7 +37,6 @@ from stopdown.bounds.known_values import (
 )
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform, unsized
-from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
@@ -51,6 +50,7 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import find_operation
 from stopdown.graph.range_measurement import Range, find_sentinels
+from stopdown.out_of_memory import is_out_of_memory
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""

@@ -53,11 +53,11 @@ from stopdown.comparison.verdicts import (
 )
 from stopdown.component_calls.components import explain_run
 from stopdown.devices.environment import describe_machine, name_device, require_package
-from stopdown.devices.model_needs import keeps_clamps
 from stopdown.errors import InputError, describe_error
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import written_beside
 from stopdown.frames.media import to_uint8
+from stopdown.graph.operations import keeps_clamps
 from stopdown.pipelines.requests import MEDIA, Request, check_request
 from stopdown.plans.plan_files import read_class_versions, write_plan
 from stopdown.plans.precision import write_request

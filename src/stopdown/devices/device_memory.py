@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stopdown.devices.environment import Device
 from stopdown.errors import StopdownError, take_one_line
+from stopdown.out_of_memory import is_out_of_memory
 
 
 def free_memory() -> None:
@@ -47,18 +48,6 @@ def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
             continue
         free = min(free, max(0, most - taken + int(stat[stat.index(files) + 1])))
     return free
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left; the CPU's and MPS's are RuntimeErrors."""
-    import torch
-
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "allocate memory" in text or "out of memory" in text.lower()
-    )
 
 
 @contextmanager

@@ -11,7 +11,6 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a class of models needs.
 
     Attributes:
-        keeps_clamps: its clamp at fp16's maximum is part of the model.
         tiles: its code does nothing without tiling, which is off in its configuration.
     """
 
@@ -20,17 +19,11 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     refused: tuple[str, ...] = ()
     remedy: str = ""
-    keeps_clamps: bool = False
     tiles: bool = False
 
 
 def read_needs() -> tuple[Need, ...]:
     return read_rows("models", "need", Need)
-
-
-def keeps_clamps(class_name: str) -> bool:
-    """Whether the clamp at fp16's maximum is part of a model, by the name of its class."""
-    return any(need.keeps_clamps and class_name.startswith(need.begins) for need in read_needs())
 
 
 def needs_tiling(class_name: str) -> bool:

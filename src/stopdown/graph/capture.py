@@ -55,7 +55,7 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.numerics import has_values, iterate_tensors
-from stopdown.records import Operands
+from stopdown.scaling_records import Operands
 
 _PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

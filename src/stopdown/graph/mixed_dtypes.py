@@ -26,7 +26,7 @@ from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.own_hooks import hook_own_arguments
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
-from stopdown.records import Operands
+from stopdown.scaling_records import Operands
 
 NO_OPERANDS = Operands()
 """Of code that mixes no dtypes."""

@@ -114,3 +114,8 @@ def list_with(trait: str) -> frozenset[str]:
 def list_kinds(*kinds: str) -> frozenset[str]:
     """The names of the operations of some kinds."""
     return frozenset(name for name, row in read_operations().items() if row.kind in kinds)
+
+
+def keeps_clamps(class_name: str) -> bool:
+    """Return whether the clamp at fp16's maximum is part of a model, by the name of its class."""
+    return class_name.startswith(tuple(read_rules("operations")["kept_clamps"]))

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from stopdown.devices.environment import KINDS
 from stopdown.interception.patches import Patches
+
+_TYPES = ("cpu", "cuda", "mps", "xpu")
+"""Device types whose autocast PyTorch has."""
 
 
 def list_autocast() -> tuple[str, ...]:
     """Device types whose autocast is on."""
-    return tuple(filter(torch.is_autocast_enabled, KINDS))
+    return tuple(filter(torch.is_autocast_enabled, _TYPES))
 
 
 def read_autocast(module: torch.nn.Module) -> torch.dtype | None:

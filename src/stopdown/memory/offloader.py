@@ -23,7 +23,7 @@ import torch
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.call_interception import Rank, intercept
 from stopdown.component_calls.components import Callee, find_blocks, find_callees, find_components
-from stopdown.devices.device_memory import free_memory, is_out_of_memory
+from stopdown.devices.device_memory import free_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import (
@@ -40,6 +40,7 @@ from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Placement, Prediction, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.number_formats import format_bytes, list_all, name_dtype
+from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 from stopdown.scaling.call_watch import WAITING

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.devices.device_profiles import Profile
 from stopdown.devices.environment import Device, synchronise
 from stopdown.number_formats import FORMATS
+from stopdown.out_of_memory import is_out_of_memory
 
 LINK_BYTES_PER_S = 12e9
 """From host memory to a card: what PCIe 3.0 with 16 lanes reaches of its 15.75 GB/s. Newer links are

@@ -30,8 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
-from stopdown.bounds.known_values import Load
-from stopdown.bounds.near_weights import bring_home, bring_near
+from stopdown.bounds.known_values import Load, bring_home
 from stopdown.component_calls.call import ComponentCall, PlainCall
 from stopdown.component_calls.call_interception import bared
 from stopdown.component_calls.components import (
@@ -40,11 +39,12 @@ from stopdown.component_calls.components import (
     find_components,
     runs_by_call,
 )
-from stopdown.devices.device_memory import free_memory, is_out_of_memory
+from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters, sign_capture
 from stopdown.number_formats import FORMATS
+from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import (
     carries_plan,
@@ -65,6 +65,7 @@ from stopdown.plans.calibrated import describe_scaling, fall_back, seal_made
 from stopdown.plans.call_recorder import record_first_calls
 from stopdown.plans.certifier import Certifier, choose_others
 from stopdown.plans.dry_calls import list_pipeline_calls, list_source_calls
+from stopdown.plans.near_weights import bring_near
 from stopdown.plans.plan_files import (
     keep_plan,
     read_cached_plan,

@@ -22,7 +22,7 @@ import torch
 from stopdown.component_call_names import is_inside
 from stopdown.component_calls.call_interception import find_code
 from stopdown.component_calls.components import find_blocks
-from stopdown.devices.model_needs import keeps_clamps
+from stopdown.graph.operations import keeps_clamps
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced

@@ -10,9 +10,9 @@ from typing import Any
 from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.outermost_calls import is_plain, wants_gradients
 from stopdown.devices.environment import count_processes
-from stopdown.devices.model_needs import keeps_clamps
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
+from stopdown.graph.operations import keeps_clamps
 from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler

@@ -38,7 +38,7 @@ from stopdown.errors import ScalingError
 from stopdown.fold_names import Folds, spread_columns, spread_rows
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
-from stopdown.records import Scaling
+from stopdown.scaling_records import Scaling
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from stopdown.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
 from stopdown.graph.capture import Capture, name_parameters
 from stopdown.interception.patches import Place
-from stopdown.records import Scaling
 from stopdown.scaling.linear_system import ZERO, System
 from stopdown.scaling.problem import (
     MeasuredCall,
@@ -31,6 +30,7 @@ from stopdown.scaling.problem import (
     split_values,
     state_problem,
 )
+from stopdown.scaling_records import Scaling
 
 
 @dataclass(frozen=True)

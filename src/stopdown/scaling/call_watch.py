@@ -85,7 +85,6 @@ from stopdown.numerics import (
     is_readable,
     iterate_tensors,
 )
-from stopdown.records import Scaling
 from stopdown.scaling.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling.call_exponents import CallEnds, find_ends
 from stopdown.scaling.folds import (
@@ -100,6 +99,7 @@ from stopdown.scaling.measurement import Captures, capture_answered, cut_sizes
 from stopdown.scaling.module_code import CODE_WORDS
 from stopdown.scaling.module_settings import ModuleSettings
 from stopdown.scaling.range_notes import RangeNotes
+from stopdown.scaling_records import Scaling
 
 Extend = Callable[[ComponentCall, str], bool]
 """Finds exponents that hold for one more call, given how it differs from others, and puts them on; returns

@@ -27,8 +27,7 @@ from stopdown.bounds.input_limits import (
     note_limits,
     state_calls,
 )
-from stopdown.bounds.known_values import Bounds, Load
-from stopdown.bounds.near_weights import bring_home
+from stopdown.bounds.known_values import Bounds, Load, bring_home
 from stopdown.bounds.propagation import bound_call
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_name
@@ -40,9 +39,9 @@ from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
-from stopdown.records import Operands, Scaling
 from stopdown.scaling.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.solver import CALIBRATED_BITS, Solution
+from stopdown.scaling_records import Operands, Scaling
 
 RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""

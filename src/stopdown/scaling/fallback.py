@@ -33,9 +33,9 @@ from stopdown.numerics import (
     iterate_tensors,
     measure_amax,
 )
-from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.solver import ASKED_BITS
 from stopdown.scaling.trial import Reference, count_layer_flops, run_call, try_scaling
+from stopdown.scaling_records import ResidualStream, Scaling
 
 Failure = CaptureError | ScalingError
 

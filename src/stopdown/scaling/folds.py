@@ -37,10 +37,10 @@ from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import iterate_tensors
-from stopdown.records import ResidualStream, Scaling, Trial
 from stopdown.scaling.adapters import follow_adapters, keep_merges, unwrap_name
 from stopdown.scaling.cast_check import CHECK, CastCheck
 from stopdown.scaling.clamp_constants import scale_clamps
+from stopdown.scaling_records import ResidualStream, Scaling, Trial
 
 RESCALED = "stopdown_rescaled"
 """Attribute of a module while exponents are folded into it: it was made to fit fp16."""

@@ -22,9 +22,9 @@ from stopdown.graph.capture import (
 )
 from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
-from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import MeasuredCall, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
+from stopdown.scaling_records import Operands, ResidualStream
 
 FEW_FRAMES = 5
 """Frames after which a decoder of videos that goes from frame to frame has run all of its modules."""

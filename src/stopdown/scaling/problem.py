@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
-from stopdown.devices.model_needs import keeps_clamps
 from stopdown.fold_names import name_block, name_clamp, split_name
 from stopdown.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
@@ -30,12 +29,12 @@ from stopdown.graph.nodes import (
     operation,
     shape_of,
 )
-from stopdown.graph.operations import PRODUCTS
+from stopdown.graph.operations import PRODUCTS, keeps_clamps
 from stopdown.graph.range_measurement import Range, Ranges, find_saturating, log2_of
 from stopdown.number_formats import NEAR_FP16_END
-from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.exponent_rules import Operation, state_equations
 from stopdown.scaling.linear_system import ZERO, System
+from stopdown.scaling_records import Operands, ResidualStream
 
 SMALLEST_BITS = -22.0
 """What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""

@@ -19,7 +19,7 @@ import torch
 
 from stopdown.component_calls.call import is_kept, is_mask
 from stopdown.numerics import bound_values, is_readable, iterate_tensors
-from stopdown.records import Scaling
+from stopdown.scaling_records import Scaling
 
 _REMEDY = "Run it under the guard, stopdown.guard(pipe, plan), which repairs that."
 

@@ -10,12 +10,11 @@ import torch
 
 from stopdown.argument_types import check_type
 from stopdown.component_calls.call import PlainCall
-from stopdown.devices.device_memory import is_out_of_memory
 from stopdown.errors import OptionError, take_one_line
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
-from stopdown.records import Scaling
+from stopdown.out_of_memory import is_out_of_memory
 from stopdown.scaling.call_watch import WatchOptions, watch_calls
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import (
@@ -29,6 +28,7 @@ from stopdown.scaling.folds import (
 from stopdown.scaling.kept_state import KeptState
 from stopdown.scaling.search import scale_calls
 from stopdown.scaling.weight_checks import check_weights, refuse_quantised
+from stopdown.scaling_records import Scaling
 
 RESIDUALS = ("native", "fp32")
 """What a residual stream can be kept in: as the model has it, or in fp32."""

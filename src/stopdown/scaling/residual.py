@@ -33,9 +33,9 @@ from stopdown.graph.capture import Capture, find_mixed_operands, module_path, na
 from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.interception.patches import Patches
-from stopdown.records import ResidualStream
 from stopdown.scaling.folds import put_stream
 from stopdown.scaling.problem import count_flops
+from stopdown.scaling_records import ResidualStream
 
 LARGEST_KEPT = 1 << 17
 """Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""

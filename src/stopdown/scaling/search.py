@@ -36,7 +36,6 @@ from stopdown.graph.capture import Capture
 from stopdown.graph.nodes import arguments, is_kind, strip_casts
 from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import FP16
-from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import (
     BoundedCalls,
     bound_kinds,
@@ -77,6 +76,7 @@ from stopdown.scaling.symmetry import (
     tie_columns,
 )
 from stopdown.scaling.trial import Reference, run_reference, try_scaling
+from stopdown.scaling_records import ResidualStream, Scaling
 
 CHEAP = 200.0
 """A solution by folding alone that costs less is taken without trying multiplies."""

@@ -35,9 +35,9 @@ from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
-from stopdown.records import Scaling, Trial
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.kept_state import KeptState, describe_kept
+from stopdown.scaling_records import Scaling, Trial
 
 LARGEST_ERROR = 0.05
 """Relative 2-norm error against fp32 that is not believed where bf16 does not run."""

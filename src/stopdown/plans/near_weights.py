@@ -20,11 +20,6 @@ TERMS = 16
 """Of the sums that a device is judged by."""
 
 
-def bring_home(load: Load) -> Load:
-    """Load weights to the host, where all bounds are."""
-    return lambda name: load(name).cpu()
-
-
 def bring_near(load: Load, device: Device | None = None) -> Load | None:
     """Load weights that take much work to a device that sums in fp32, and others to the host.
 
