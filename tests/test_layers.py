@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
-    ("number_formats", "out_of_memory", "scaling_records"),
+    ("number_formats", "out_of_memory", "public_names", "scaling_records"),
     ("files",),
     ("argument_types", "component_call_names", "records"),
     ("devices",),
@@ -41,7 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "bench",
         "comparison",
     ),  # its runs are opened by `plans` and looked at by the guard of `runtime`
-    ("report", "testing"),
+    ("embedding", "report", "testing"),  # names of the whole package, loaded when they are used
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
     ("__main__",),

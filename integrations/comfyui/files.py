@@ -24,9 +24,9 @@ def save_fp16(model: Any, session: Any, prefix: str) -> str:
     import torch
     from safetensors.torch import save_file
 
+    from stopdown.embedding import RESCALED_ENTRY
     from stopdown.errors import InputError
-    from stopdown.scaling.folds import fold_scaling
-    from stopdown.sources.headers import RESCALED_ENTRY
+    from stopdown.scaling import fold_scaling
 
     calls = session.calls.get("model", {}).get("diffusion_model")
     if not calls:
@@ -69,7 +69,7 @@ def _renew(call: Any, module: Any) -> Any:
 def _find_scaling(module: Any, calls: list[Any]) -> Any:
     """Exponents as files hold them."""
     from stopdown import rescale_
-    from stopdown.checkpoints.file_exponents import express_component
+    from stopdown.embedding import express_component
     from stopdown.records import ComponentPlan
 
     given = [(module, call.args, call.kwargs) for call in calls]

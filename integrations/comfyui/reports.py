@@ -46,8 +46,7 @@ def write_report(runs: Sequence[tuple[str, Any]]) -> str:
 
 def write_health() -> str:
     """What `stopdown doctor` prints."""
-    from stopdown.app.doctor_command import print_health
-    from stopdown.doctor import examine
+    from stopdown.embedding import examine, print_health
 
     return _print(lambda console: print_health(examine(), console))
 
@@ -59,7 +58,7 @@ def write_causes(message: str, images: Any) -> str:
         images: `[B, H, W, 3]` floating in 0 to 1, or None.
     """
     import stopdown
-    from stopdown.app.explain_command import print_diagnosis
+    from stopdown.embedding import print_diagnosis
 
     found = [stopdown.explain(message)] if message.strip() else []
     if images is not None:

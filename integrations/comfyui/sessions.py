@@ -76,9 +76,8 @@ class Session:
             program: the MODEL's patcher, the CLIP or the VAE.
             run: makes the same run once more. It is stopped where it first calls a component.
         """
-        from stopdown.interception.patches import Patches
-        from stopdown.runtime.guard import Guard, GuardOptions
-        from stopdown.runtime.repairs import RepairCache
+        from stopdown.embedding import Guard, GuardOptions, RepairCache
+        from stopdown.scaling import Patches
 
         self._cache = self._cache or RepairCache()
         with Patches() as patches:
@@ -216,8 +215,8 @@ def put_casts(program: Any, patches: Any) -> None:
     """Have text encoders computed in fp16: ComfyUI gives them fp32, and takes fp32 from them."""
     import torch
 
-    from stopdown.component_calls.call_interception import put_cast
-    from stopdown.component_calls.components import find_callees
+    from stopdown.embedding import find_callees
+    from stopdown.scaling import put_cast
 
     if hasattr(program, "cond_stage_model"):
         for callee in find_callees(program):
@@ -231,7 +230,7 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
     """
     import torch
 
-    from stopdown.component_calls.components import find_components
+    from stopdown.embedding import find_components
 
     plain = (torch.Tensor, torch.nn.Parameter)  # quantised weights are left alone
     for component in find_components(program).values():
@@ -251,9 +250,8 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
 
 def keep_calls(program: Any, patches: Any) -> dict[str, list[Any]]:
     """The first and the last call of each component, by name; they fill in while the program runs."""
-    from stopdown.component_calls.call import ComponentCall
-    from stopdown.component_calls.call_interception import Rank, intercept
-    from stopdown.component_calls.components import find_callees
+    from stopdown.embedding import find_callees
+    from stopdown.scaling import ComponentCall, Rank, intercept
 
     kept: dict[str, list[Any]] = {}
 

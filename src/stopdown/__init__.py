@@ -18,34 +18,20 @@ Diffusers; `__init__.pyi` beside this file is their one list.
 
 from __future__ import annotations
 
-import importlib
+import sys as _sys
 
+from stopdown.public_names import load_name as _load_name
+from stopdown.public_names import read_homes as _read_homes
 from stopdown.quantizers.registration import register as _register
 
 __version__ = "0.1.0"
 
-
-def _read_homes() -> dict[str, str]:
-    """Return each name of the stub, and the module that it is in: verbs first, then classes."""
-    stub = __spec__.loader.get_data(f"{__file__}i").decode()
-    words = [line.split() for line in stub.splitlines() if line.startswith("from ")]
-    found = {name: module for _, module, _, name, *_ in words}
-    return dict(sorted(found.items(), key=lambda entry: (entry[0][0].isupper(), entry[0])))
-
-
-_HOMES = _read_homes()
+_HOMES = _read_homes(_sys.modules[__name__])
 __all__ = [name for name, home in _HOMES.items() if home != __name__]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    return _load_name(__name__, name, _HOMES)
 
 
 def __dir__() -> list[str]:

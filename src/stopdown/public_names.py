@@ -1,0 +1,33 @@
+"""Names that a package loads when they are first used: its stub `__init__.pyi` is their one list."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+
+def read_homes(package: ModuleType) -> dict[str, str]:
+    """Return each name of a package's stub, and the module that it is in: verbs first, then classes."""
+    spec = package.__spec__
+    assert spec is not None
+    stub = spec.loader.get_data(f"{spec.origin}i").decode()  # type: ignore[union-attr]
+    words = [line.split() for line in stub.splitlines() if line.startswith("from ")]
+    found = {name: module for _, module, _, name, *_ in words}
+    return dict(sorted(found.items(), key=lambda entry: (entry[0][0].isupper(), entry[0])))
+
+
+def load_name(package: str, name: str, homes: dict[str, str]) -> object:
+    """Import a name of a package, and keep it there.
+
+    Raises:
+        AttributeError: the package's stub does not have it.
+    """
+    home = homes.get(name)
+    if home is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    if home == package:
+        return importlib.import_module(f"{package}.{name}")
+    value = getattr(importlib.import_module(home), name)
+    setattr(sys.modules[package], name, value)
+    return value

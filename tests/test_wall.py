@@ -1,0 +1,183 @@
+"""The wall between the core, which scales a torch module and proves it, and what runs models.
+
+The core is `stopdown.scaling` and what that rests on. It needs torch, NumPy, SciPy, safetensors and msgspec.
+Programs of others, such as the ComfyUI nodes, import public names alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+import stopdown
+import stopdown.embedding
+import stopdown.scaling
+from test_layers import SOURCES, Sources, iterate_imports, parse
+
+ROOT = Path(__file__).parents[1]
+NODES = ROOT / "integrations" / "comfyui"
+
+CORE = (
+    *("argument_types", "bounds", "component_call_names", "errors", "fold_names", "graph"),
+    *("interception", "mapped_weights", "number_formats", "numerics", "out_of_memory"),
+    *("public_names", "record_display", "scaling", "scaling_records"),
+    *(
+        "component_calls.call",
+        "component_calls.call_interception",
+        "component_calls.outermost_calls",
+    ),
+    "files.toml_files",
+)
+"""Modules and packages of the core, in `stopdown`."""
+
+LIBRARIES = ("torch", "numpy", "scipy", "safetensors", "msgspec")
+OPTIONAL = {"record_display": "rich"}
+"""A console prints records better with it; without it they are printed in one line."""
+
+LEAVES = {
+    "component_calls.components": "Callee and patterns of names: they are the core's own",
+    "component_calls.entrances": "how arguments are cast at a component",
+    "component_calls.step_caches": "Diffusers' hooks",
+    "diagnosis": "whether an error is a refusal of two dtypes",
+    "interception.accumulation": "switches of devices",
+}
+"""What the core still imports from above, until it is handed in. The table only shrinks."""
+
+MOST_BEHIND = 128
+"""Names of `graph`, `bounds` and `scaling` that modules above take past the list. It only shrinks."""
+
+
+def is_core(name: str) -> bool:
+    """Return whether a module is one of the core, or inside of one."""
+    return name not in LEAVES and any(name == x or name.startswith(f"{x}.") for x in CORE)
+
+
+def find_module(target: str, sources: Sources) -> str:
+    """Return the module of the package that an import is of: without the name that it takes."""
+    path = target.removeprefix("stopdown").removeprefix(".")
+    return path if path in sources else path.rpartition(".")[0]
+
+
+def list_leaving(sources: Sources) -> list[str]:
+    """Return what modules of the core import of the package from above, and of libraries not its own."""
+    found = []
+    for name, tree in sources.items():
+        if not is_core(name):
+            continue
+        for target in sorted(set(iterate_imports(tree))):
+            root = target.split(".")[0]
+            module = find_module(target, sources)
+            if root == "stopdown" and not is_core(module) and module not in LEAVES:
+                found.append(f"{name} imports {module}")
+            if root not in (*sys.stdlib_module_names, *LIBRARIES, "stopdown", OPTIONAL.get(name)):
+                found.append(f"{name} imports {root}")
+    return found
+
+
+def list_behind(sources: Sources) -> set[str]:
+    """Return names of the core's three packages that modules above take from their modules."""
+    return {
+        target
+        for name, tree in sources.items()
+        if not is_core(name)
+        for target in iterate_imports(tree)
+        if target.split(".")[:1] == ["stopdown"] and target.count(".") > 2
+        if target.split(".")[1] in ("graph", "bounds", "scaling")
+    }
+
+
+def list_private(texts: dict[str, str]) -> list[str]:
+    """Return what sources import of `stopdown` that is not one of its public names."""
+    public = {
+        "stopdown": {*stopdown.__all__, "errors", "records"},
+        "stopdown.scaling": set(stopdown.scaling.__all__),
+        "stopdown.embedding": set(stopdown.embedding.__all__),
+    }
+    found = []
+    for file, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+                found += [f"{file}: {x}" for x in names if x.split(".")[0] == "stopdown" != x]
+            elif (
+                isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stopdown"
+            ):
+                known = public.get(node.module or "", set())
+                if node.module in ("stopdown.errors", "stopdown.records"):
+                    known = set(vars(importlib.import_module(node.module)))
+                names = [alias.name for alias in node.names]
+                found += [f"{file}: {node.module}.{x}" for x in names if x not in known]
+    return found
+
+
+def test_nothing_below_the_wall_knows_what_is_above() -> None:
+    """The core imports its libraries and itself: no Diffusers, Hub, command line or table of devices."""
+    assert list_leaving(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import diffusers", "scaling.search imports diffusers"),
+        ("def f():\n    import huggingface_hub", "scaling.search imports huggingface_hub"),
+        ("from stopdown.app.flags import A", "scaling.search imports app.flags"),
+        (
+            "from stopdown.devices.environment import A",
+            "scaling.search imports devices.environment",
+        ),
+    ],
+)
+def test_an_import_that_leaves_is_found(source: str, found: str) -> None:
+    """Each kind of import from above is listed, inside of functions as well."""
+    above = {name: SOURCES[name] for name in ("app.flags", "devices.environment")}
+    assert list_leaving({**above, **parse(scaling__dot__search=source)}) == [found]
+
+
+def test_fewer_names_are_taken_past_the_list() -> None:
+    """Nobody above reaches behind the public names more often than today."""
+    assert len(list_behind(SOURCES)) <= MOST_BEHIND
+    source = "from stopdown.scaling.solver import Prices"
+    assert list_behind(parse(plans=source)) == {"stopdown.scaling.solver.Prices"}
+    assert list_behind(parse(plans="from stopdown.scaling import rescale_")) == set()
+
+
+def test_the_core_has_thirty_public_names() -> None:
+    """Each is there, has a docstring, and is no submodule."""
+    names = stopdown.scaling.__all__
+    assert len(names) == 30
+    verbs = [name for name in names if name.islower()]
+    assert names == sorted(verbs) + sorted(set(names) - set(verbs))
+    for name in names:
+        value = getattr(stopdown.scaling, name)
+        assert not inspect.ismodule(value)
+        assert inspect.getdoc(value), name
+    with pytest.raises(AttributeError, match=r"module 'stopdown.scaling' has no attribute 'fold'"):
+        _ = stopdown.scaling.fold
+
+
+def test_names_for_programs_of_others_are_there() -> None:
+    """Each name for programs that call models themselves can be loaded."""
+    for name in stopdown.embedding.__all__:
+        assert getattr(stopdown.embedding, name) is not None
+
+
+def test_the_nodes_import_public_names_alone() -> None:
+    """The ComfyUI nodes take nothing from a module that may move."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in NODES.rglob("*.py")}
+    assert texts
+    assert list_private(texts) == []
+
+
+def test_a_private_import_is_found() -> None:
+    """A private module and a name that no list has are found, and public ones are not."""
+    good = "from stopdown import rescale_\nfrom stopdown.errors import InputError\nimport stopdown"
+    bad = "from stopdown.scaling import solver\nimport stopdown.app\nfrom stopdown.scaling.folds import x"
+    assert list_private({"good": good}) == []
+    assert list_private({"bad": bad}) == [
+        "bad: stopdown.scaling.solver", "bad: stopdown.app", "bad: stopdown.scaling.folds.x",
+    ]  # fmt: skip
