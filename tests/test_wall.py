@@ -1,6 +1,6 @@
 """The wall between the core, which scales a torch module and proves it, and what runs models.
 
-The core is `stopdown.scaling` and what that rests on. It needs torch, NumPy, SciPy, safetensors and msgspec.
+The core is `stopdown.scaling` and what that rests on: torch, NumPy, SciPy, safetensors and msgspec.
 Programs of others, such as the ComfyUI nodes, import public names alone.
 """
 
