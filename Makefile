@@ -4,23 +4,36 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
 JOBS ?= 2
+TOUCHED ?= yes
 BIN := $(VENV)/bin
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, which would compile all of it again
 
-.PHONY: demo test thorough slow trained gpu check docs clean
+.PHONY: demo test thorough drawn ci slow trained gpu check docs clean
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
 	$(BIN)/stopdown generate shapes "a red circle moving left on a grey background" \
 		--steps 20 --force -o $(OUT)/demo.mp4
 
-test: $(VENV)/installed-dev # what takes less than a second, and a few that take more
+test: $(VENV)/installed-dev # what takes less than a second, a few that take more, and all of what the diff touches
 	$(TESTS) -m "not thorough and not slow and not trained"
+	@files="$$(test -z "$(TOUCHED)" || $(BIN)/python tests/touched_tests.py)"; if [ -n "$$files" ]; then \
+		echo "The longer tests of what differs from main:"; \
+		$(TESTS) -m "thorough and not slow and not trained" $$files || [ $$? = 5 ]; fi
 
 thorough: $(VENV)/installed-dev # the rest; CI runs both
 	$(TESTS) -m "thorough and not slow and not trained"
+
+drawn: $(VENV)/installed-dev # a share of the slow tests, drawn by the commit, within ten minutes
+	$(BIN)/python -m pytest -v -n $(JOBS) -m drawn --draw "$$(git rev-parse HEAD)"
+
+ci: # all that CI runs
+	$(MAKE) test TOUCHED=
+	$(MAKE) thorough
+	$(MAKE) drawn
+	$(MAKE) check
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from device.simulated_device import Simulated
     from stopdown.records import Plan
 
+pytest_plugins = ("drawn_tests",)
+
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

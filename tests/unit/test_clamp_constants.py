@@ -61,6 +61,9 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+SLOW = (pytest.mark.slow, pytest.mark.drawn)
+
+
 def list_inputs(x: torch.Tensor, eps: float) -> list[torch.Tensor]:
     """Inputs whose norms lie on both sides of the number."""
     near = [x * (eps / GROWTH * 2.0**bits) for bits in range(-12, 13, 3)]
@@ -68,9 +71,7 @@ def list_inputs(x: torch.Tensor, eps: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(
-    "eps", [1e-3, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e-12, 0.05, 1.0))]
-)
+@pytest.mark.parametrize("eps", [1e-3, *(pytest.param(x, marks=SLOW) for x in (1e-12, 0.05, 1.0))])
 @pytest.mark.parametrize("name", NORMALISED)
 def test_every_later_input_is_exact(name: str, eps: float, held: bool) -> None:
     """Inputs whose norm falls below the number give the same bits, whatever was measured."""
