@@ -138,42 +138,6 @@ def test_nothing_heavy_is_imported_at_the_start(path: Path) -> None:
             assert name == "comfy_api.latest" or name.partition(".")[0] in sys.stdlib_module_names
 
 
-PUBLIC = ("stopdown", "stopdown.errors", "stopdown.records")
-BEYOND = {
-    "stopdown.app.doctor_command.print_health",
-    "stopdown.app.explain_command.print_diagnosis",
-    "stopdown.checkpoints.file_exponents.express_component",
-    "stopdown.doctor.examine",
-    "stopdown.interception.patches.Patches",
-    "stopdown.component_calls.call_interception.Rank",
-    "stopdown.component_calls.call_interception.intercept",
-    "stopdown.component_calls.call_interception.put_cast",
-    "stopdown.component_calls.components.find_callees",
-    "stopdown.component_calls.components.find_components",
-    "stopdown.sources.headers.RESCALED_ENTRY",
-    "stopdown.component_calls.call.ComponentCall",
-    "stopdown.runtime.guard.Guard",
-    "stopdown.runtime.guard.GuardOptions",
-    "stopdown.runtime.repairs.RepairCache",
-    "stopdown.scaling.folds.fold_scaling",
-}
-"""What the pack takes besides public names: ComfyUI moves weights between runs, so each is guarded
-by itself. Nothing is added here."""
-
-
-def test_the_pack_takes_public_names() -> None:
-    """All but those above: a name that becomes public, or that is no longer taken, leaves the list."""
-    taken = {
-        f"{node.module}.{alias.name}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stopdown")
-        for alias in node.names
-        if node.module not in PUBLIC
-    }
-    assert taken == BEYOND
-
-
 @pytest.mark.parametrize(
     "path", sorted(PACK.glob("example_workflows/*.json")), ids=lambda x: x.stem
 )
