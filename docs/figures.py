@@ -438,6 +438,13 @@ def certificate_table() -> str:
 
 
 @_figure
+def forgeries() -> str:
+    found = _read("random_forgeries")
+    refused = f"{found['refused']:,} of {found['forgeries']:,} refused"
+    return f"{refused}, {found['true']:,} true, {found['false']:,} false"
+
+
+@_figure
 def faults_repaired() -> str:
     rows = _read("fault_matrix")["rows"]
     return f"{sum(x['passes'] for x in rows)} of {len(rows)}"

@@ -109,9 +109,10 @@ class Run:
         first, last = n["first"], n["last"]
         t = self._pick(first, last, self.rng.uniform(first, last), self.rng.uniform(first, last))
         t = t if n["radius"] else np.rint(t) if n["count"] > 1 else first
-        held = float(store(torch.tensor(float(t), dtype=torch.float64), n["dtype"]))
-        held = held if first <= held <= last else float(t)
-        return torch.full(n["shape"], held, dtype=torch.float64)
+        exact = torch.tensor(float(t), dtype=torch.float64)
+        held = [float(store(exact * factor, n["dtype"])) for factor in (1, 1 - 2.0**-7)]
+        within = [x for x in held if first <= x <= last]  # a timestep is a number of its dtype
+        return torch.full(n["shape"], [*within, float(t)][0], dtype=torch.float64)
 
     def _known(self, n: Node, xs: list[Tensor]) -> Tensor:
         return torch.tensor(n["values"], dtype=torch.float64).reshape(n["shape"])
