@@ -776,6 +776,24 @@ def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -
     assert rescale_(module, (x,), verify=False).exponents
 
 
+def test_parameters_that_lie_in_the_same_memory_are_named() -> None:
+    """An exponent that is written into one changes the other: refused, and every bit is restored."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    memory = torch.randn(24) * 2.0**17
+    for number, start in ((0, 0), (2, 8)):
+        module[number].weight = nn.Parameter(memory[start : start + 16].view(4, 4))
+    module.eval().requires_grad_(False)
+    before, x = take_snapshot(module), torch.randn(3, 4)
+    with pytest.raises(
+        ScalingError,
+        match=r"0\.weight and 2\.weight of Sequential lie in the same memory in part\. .*"
+        r"module\.get_parameter\('0\.weight'\)\.clone\(\)",
+    ):
+        rescale_(module, (x,))
+    assert compare_snapshot(before, module) == []
+
+
 class OwnNorm(nn.Module):
     """An RMS norm that computes in the dtype of what it is given."""
 

@@ -188,6 +188,21 @@ def test_everything_is_put_back() -> None:
     ) == before
 
 
+def test_ctrl_break_ends_a_program_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process can send another one SIGTERM there; SIGBREAK is raised as `Stopped` as well."""
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with SignalTrap():
+            assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
+        with pytest.raises(Stopped) as stopped, SignalTrap():
+            signal.raise_signal(signal.SIGUSR1)
+        assert stopped.value.code == 128 + signal.SIGUSR1
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_child_ends_by_the_signal() -> None:
     """A process that was forked meanwhile, such as a loader of data, ends as it would without us."""
     with SignalTrap():

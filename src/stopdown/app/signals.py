@@ -1,7 +1,8 @@
 """Signals that end a program, as exceptions: what is open is closed and removed on the way out.
 
 Python does so for Ctrl-C. SIGTERM (`kill`, `timeout`, a queue that takes its machine back) and SIGHUP (a
-terminal that is closed) would end the process on the spot, with temporary files and locks left. A signal
+terminal that is closed) would end the process on the spot, with temporary files and locks left. So would
+SIGBREAK on Windows (Ctrl-Break, a console that is closed), where SIGTERM cannot be sent. A signal
 that is ignored (`nohup`) or handled already stays so, and in a child process all of them end it as ever.
 
 No exception is raised while a module is imported. Libraries catch it there, or look up the module that is
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 _IMPORTER = "<frozen importlib._bootstrap>"
 
 _PATIENCE_S = 1.0

@@ -15,6 +15,7 @@ it is another, so their error is not compared.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from stopdown.graph.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.interception.autocast import watched_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_random
-from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
+from stopdown.numerics import count_flops, count_non_finite, is_away, iterate_tensors, relative_l2
 from stopdown.scaling.folds import cast_, fold_scaling
 from stopdown.scaling.kept_state import KeptState, describe_kept
 from stopdown.scaling_records import Scaling, Trial
@@ -285,12 +286,37 @@ def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
         with watched_autocast(is_off=True):
             output, _ = run_call(module, *call)
         if not _are_equal(output, run.output):
+            if shared := _find_shared_memory(module):
+                raise ScalingError(
+                    f"{' and '.join(shared)} of {type(module).__name__} lie in the same memory in part.",
+                    expected="An exponent is written into each parameter by itself; nothing was changed.",
+                    remedy="Give one memory of its own: "
+                    f"module.get_parameter({shared[0]!r}).data = "
+                    f"module.get_parameter({shared[0]!r}).clone().",
+                )
             raise ScalingError(
                 f"{type(module).__name__} rescaled in fp32 is not bit for bit what it was.",
                 expected="Exponents must not change what a module computes; nothing was changed.",
                 remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
                 "wrong.",
             )
+
+
+def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names of two parameters that have some memory in common and are two objects; none for none."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    for name, weight in module.named_parameters():
+        if weight.numel() and not is_away(weight):
+            sizes = zip(weight.shape, weight.stride(), strict=True)
+            first = int(weight.storage_offset())
+            last = first + int(sum((size - 1) * step for size, step in sizes))
+            place = ends.setdefault(weight.untyped_storage().data_ptr(), [])
+            place.append((first * weight.itemsize, (last + 1) * weight.itemsize, name))
+    for found in ends.values():
+        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
+            if start < end:
+                return name, other
+    return ()
 
 
 def _are_equal(output: Any, reference: Any) -> bool:
