@@ -604,6 +604,7 @@ class ComponentPlan(Displayed):
         reasons: whole sentences.
         stored: format of most of its weights on disk; None when unknown.
         kept_fp32: parts that stay in fp32.
+        code: functions and hooks on it that were not its classes' own.
     """
 
     component: str
@@ -617,6 +618,7 @@ class ComponentPlan(Displayed):
     reasons: tuple[str, ...] = ()
     stored: str | None = None
     kept_fp32: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     @property
     def in_force(self) -> Scaling:

@@ -52,7 +52,7 @@ from stopdown.graph.capture import casts_weights, name_parameters
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import StoredWeight, put_
-from stopdown.number_formats import FORMATS, name_dtype
+from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.plan_files import read_class_versions, take_plan
@@ -70,6 +70,7 @@ from stopdown.scaling.folds import (
     load_scaled,
     widen_,
 )
+from stopdown.scaling.module_code import list_foreign_code
 from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.sources import Source, fingerprint
 
@@ -414,6 +415,11 @@ def compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
         elif entry.precision == "fp16":
             misfits = list_misfits(modules[name], entry.in_force)
             yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
+            if (code := list_foreign_code(modules[name])) != entry.code:
+                more = list_some([x for x in code if x not in entry.code])
+                less = list_some([x for x in entry.code if x not in code])
+                named = f"with {more}" if more else f"without {less}"
+                yield f"{name} runs other code than it was made for, {named}"
 
 
 def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> None:

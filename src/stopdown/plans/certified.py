@@ -81,6 +81,7 @@ from stopdown.plans.weight_fingerprints import join_samples, sample_weights, tak
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling.folds import PLANNED
 from stopdown.scaling.measurement import Captures
+from stopdown.scaling.module_code import list_foreign_code
 from stopdown.scaling.problem import Statements
 from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
@@ -422,7 +423,8 @@ def _plan_component(
             scaling = dataclasses.replace(scaling, trial=_UNTRIED)
             notes = suggest_stream(scaling, context.residual)
             planned = describe_scaling(bare, scaling, "fp16", 0, notes)
-    return dataclasses.replace(planned, weights=reading.hash_samples())
+    code = list_foreign_code(module)
+    return dataclasses.replace(planned, weights=reading.hash_samples(), code=code)
 
 
 def _scale_near(

@@ -51,6 +51,7 @@ from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import cast_, read_headroom
 from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.module_settings import sign_settings
 from stopdown.scaling.problem import MeasuredCall
 from stopdown.scaling.residual import demand_agreement
 from stopdown.scaling.search import find_scaling, plan_stream
@@ -534,11 +535,11 @@ def _find_used(measured: Iterable[MeasuredCall]) -> set[str]:
 class RepairCache:
     """What guards of components found, for the next guard of them; forgotten with the component.
 
-    It is put on as long as the weights are those that it was found for, by samples of each. Components
-    whose weights wait elsewhere cannot be compared: each guard begins anew there.
+    It is put on as long as the weights, by samples of each, and the code are those that it was found for.
+    Components whose weights wait elsewhere cannot be compared: each guard begins anew there.
 
     Attributes:
-        outdated: classes of components whose weights were others when they came again.
+        outdated: classes of components whose weights or code were others when they came again.
     """
 
     outdated: list[str] = field(default_factory=list)
@@ -568,7 +569,7 @@ class RepairCache:
 
 
 def _sign(module: torch.nn.Module) -> str:
-    """What its weights are known by; empty when they are not there."""
+    """What its weights and its code are known by; empty when the weights are not there."""
     if any(tensor.is_meta for tensor in module.parameters()):
         return ""
-    return f"{sample_weights(module)} {read_precisions(module)}"
+    return f"{sample_weights(module)} {read_precisions(module)} {sign_settings(module)}"

@@ -292,8 +292,8 @@ class ScriptGuard:
         made = Guard(program, options).put_on()
         while self._repair_cache.outdated:
             self.announce(
-                f"The weights of {self._repair_cache.outdated.pop()} were changed since an earlier call "
-                "repaired it; that repair is left out."
+                f"The weights or the code of {self._repair_cache.outdated.pop()} were changed since an "
+                "earlier call repaired it; that repair is left out."
             )
         return made
 

@@ -14,7 +14,7 @@ calls; what a function that was there before calls now.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -175,3 +175,79 @@ class Hooks:
 def is_alike_code(before: Any, now: Any) -> bool:
     """Whether the same function runs; a bound method is a new object each time."""
     return before is now or (isinstance(before, Callable) and before == now)  # type: ignore[arg-type]
+
+
+def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...]:
+    """Return what tells apart the code that calls of these parts run, in this process.
+
+    Args:
+        parts: path and module of each, the module itself first.
+    """
+    own = [
+        (path, name, _identify(found))
+        for path, part in parts
+        for name, value in vars(part).items()
+        if is_code(part, name) and (found := find_own_code(part, name, value)) is not MISSING
+    ]
+    functions = [
+        (one.path, name, id(_strip(value)))
+        for one in list_functions(part for _, part in parts)
+        for name, value in vars(one.owner).items()
+        if name not in _KERNELS and _is_function(_strip(value))
+    ]
+    hooks = [(path, id(hook)) for path, hook in _list_hooks(parts)]
+    return *((path, id(type(part))) for path, part in parts), *own, *functions, *hooks
+
+
+def _identify(value: Any) -> object:
+    """What a function is known by: a bound method is a new object each time."""
+    return id(getattr(value, "__self__", None)), id(getattr(value, "__func__", value))
+
+
+def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
+    """List in words the functions and hooks of a module that are neither its classes' nor a library's."""
+    parts = list(module.named_modules())
+    own = [
+        ".".join(filter(None, (path, name)))
+        for path, part in parts
+        for name, value in vars(part).items()
+        if is_code(part, name) and (found := find_own_code(part, name, value)) is not MISSING
+        if _is_foreign(found)
+    ]
+    functions = [
+        f"{one.path}.{name}"
+        for one in list_functions(part for _, part in parts)
+        for name, value in vars(one.owner).items()
+        if name not in _KERNELS
+        and _is_function(_strip(value))
+        and _is_elsewhere(one, _strip(value))
+    ]
+    hooks = [
+        f"a hook on {path}" if path else "a hook on all modules" for path, _ in _list_hooks(parts)
+    ]
+    return tuple(dict.fromkeys((*own, *functions, *hooks)))
+
+
+def _is_elsewhere(functions: Functions, value: Any) -> bool:
+    """Whether a function comes from another package than the class, and from no library."""
+    value = getattr(value, "__func__", value)
+    if not isinstance(value, FunctionType):
+        return False
+    owner = functions.owner
+    package = getattr(owner, "__module__", None) or owner.__name__
+    home = _find_home(inspect.unwrap(value))
+    return home.partition(".")[0] != package.partition(".")[0] and not home.startswith(_LIBRARIES)
+
+
+def _list_hooks(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, Any]]:
+    """Path and hook of each foreign forward hook, but for those of the module itself."""
+    tables = [
+        *(
+            (path, table)
+            for path, x in parts[1:]
+            for table in (x._forward_hooks, x._forward_pre_hooks)
+        ),
+        ("", module_hooks._global_forward_hooks),
+        ("", module_hooks._global_forward_pre_hooks),
+    ]
+    return ((path, hook) for path, table in tables for hook in table.values() if _is_foreign(hook))

@@ -14,6 +14,7 @@ other containers and objects; what libraries set while they load and place weigh
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from stopdown.scaling.module_code import (
     is_code,
     is_method,
     list_functions,
+    sign_code,
 )
 
 _FOREIGN = (
@@ -138,6 +140,22 @@ def _list_inner(part: Any) -> Iterator[Any]:
         yield part
         part = next((x for name in _INNER if (x := getattr(part, name, None)) is not None), None)
     yield part
+
+
+def sign_settings(module: torch.nn.Module) -> str:
+    """Return what tells apart how calls of a module go: its code, and flags and numbers that are set on it.
+
+    It holds in this process, and keeps nothing of the module alive.
+    """
+    named = list(module.named_modules())
+    plain = [
+        (path, name, copied)
+        for path, part in named
+        for name, value in sorted(vars(part).items())
+        if not (name in OWN_ATTRIBUTES or name.startswith(_FOREIGN))
+        if (copied := _copy_plain(value)) is not MISSING
+    ]
+    return hashlib.sha256(repr((sign_code(named), plain)).encode()).hexdigest()
 
 
 class ModuleSettings:
