@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,17 @@ QUICK = {
 }
 """Cells of the quick suite, one for each kind of fault that was found between two ways."""
 
+THOROUGH = {("cogvideox", "run", "replaced forward"), ("cogvideox", "run", "replaced class")}
+
 SMALL_QUICK = ("guard", "fp16")
 
-CELLS = [
-    pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow, id="-".join(x))
-    for x in list_cells()
-]
+
+def mark(cell: tuple[str, str, str]) -> Any:
+    """Return when a cell is tested."""
+    return () if cell in QUICK else pytest.mark.thorough if cell in THOROUGH else pytest.mark.slow
+
+
+CELLS = [pytest.param(*x, marks=mark(x), id="-".join(x)) for x in list_cells()]
 
 
 @pytest.fixture(scope="module")
