@@ -386,8 +386,8 @@ def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
     assert [len(one.repairs) for one in record.runs] == [1, 1]
     assert record.runs[1].reused == ()
     assert (
-        "The weights of AutoencoderKL were changed since an earlier call repaired it; that repair is left "
-        "out." in said
+        "The weights or the code of AutoencoderKL were changed since an earlier call repaired it; that "
+        "repair is left out." in said
     )
 
 

@@ -62,6 +62,7 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
     Args:
         value: what the part has under that name.
     """
+    of_class = _strip(inspect.getattr_static(type(part), name, None))
     while value is not MISSING:
         stack = getattr(value, "stopdown_stack", None)
         home = find_home(value)
@@ -69,9 +70,8 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
             value = stack.original
         elif home.startswith((OWN, *_WRAPPING)):
             value = getattr(value, "__wrapped__", MISSING)
-        elif getattr(value, "__self__", None) is part:
-            is_own = value.__func__ is inspect.getattr_static(type(part), name, None)
-            return MISSING if is_own else value
+        elif getattr(value, "__self__", part) is part:
+            return MISSING if _strip(getattr(value, "__func__", value)) is of_class else value
         else:
             return value
     return MISSING
@@ -112,8 +112,14 @@ class Functions:
 
 def _strip(value: Any) -> Any:
     """What is beneath our own layers on a class."""
-    stack = getattr(value, "stopdown_stack", None)
-    return value if stack is None else getattr(stack.original, "__func__", stack.original)
+    while True:
+        stack = getattr(value, "stopdown_stack", None)
+        if stack is not None:
+            value = getattr(stack.original, "__func__", stack.original)
+        elif _find_home(value).startswith(_OWN) and hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        else:
+            return value
 
 
 def _is_function(value: Any) -> bool:
