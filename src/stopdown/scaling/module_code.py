@@ -116,7 +116,7 @@ def _strip(value: Any) -> Any:
         stack = getattr(value, "stopdown_stack", None)
         if stack is not None:
             value = getattr(stack.original, "__func__", stack.original)
-        elif _find_home(value).startswith(_OWN) and hasattr(value, "__wrapped__"):
+        elif find_home(value).startswith(OWN) and hasattr(value, "__wrapped__"):
             value = value.__wrapped__
         else:
             return value
@@ -218,7 +218,7 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
         for path, part in parts
         for name, value in vars(part).items()
         if is_code(part, name) and (found := find_own_code(part, name, value)) is not MISSING
-        if _is_foreign(found)
+        if not is_from(found, _LIBRARIES)
     ]
     functions = [
         f"{one.path}.{name}"
@@ -241,7 +241,7 @@ def _is_elsewhere(functions: Functions, value: Any) -> bool:
         return False
     owner = functions.owner
     package = getattr(owner, "__module__", None) or owner.__name__
-    home = _find_home(inspect.unwrap(value))
+    home = find_home(inspect.unwrap(value))
     return home.partition(".")[0] != package.partition(".")[0] and not home.startswith(_LIBRARIES)
 
 
@@ -256,4 +256,9 @@ def _list_hooks(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[
         ("", module_hooks._global_forward_hooks),
         ("", module_hooks._global_forward_pre_hooks),
     ]
-    return ((path, hook) for path, table in tables for hook in table.values() if _is_foreign(hook))
+    return (
+        (path, hook)
+        for path, table in tables
+        for hook in table.values()
+        if not is_from(hook, _LIBRARIES)
+    )
