@@ -7,6 +7,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -438,10 +439,7 @@ def test_what_libraries_put_around_code_is_none(put: Any) -> None:
     def hook(part: nn.Module, given: Any, output: torch.Tensor) -> None:
         pass
 
-    def library(part: nn.Module, given: Any, output: torch.Tensor) -> None:
-        pass
-
-    library.__module__ = "peft.tuners"
+    library = FunctionType(hook.__code__, {"__name__": "peft.tuners"})
     with put(module, said) as dtype:
         before = call(module, dtype)
         accelerate.add_hook_to_module(module.down, accelerate.ModelHook())
