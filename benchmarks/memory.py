@@ -1,10 +1,11 @@
 """Predicted and measured peaks of every strategy, their times, and published figures beside predictions.
 
-Three parts, each kept in the results by itself:
+Four parts, each kept in the results by itself:
 
     python benchmarks/memory.py measured    # predicted over measured peak, and time, on this CPU
     python benchmarks/memory.py published   # CogVideoX-5B and CogView3-Plus-3B without weights
     python benchmarks/memory.py predicted   # well-known models without weights, at their own sizes
+    python benchmarks/memory.py reserved    # what the stored run on an H200 would have been forecast now
 
 Measured peaks are those of PyTorch's own CPU allocator, from the profiler's events, plus the weights
 that were there when the run began. Times are ratios to everything resident without any strategy, run
@@ -15,8 +16,10 @@ widths are those of the real ones. Tiles are made smaller than the small picture
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -30,15 +33,21 @@ from full_folders import write_configs
 
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import describe_machine
-from stopdown.memory.forecast import Fit, predict_all
+from stopdown.memory.caching_allocator import HOPPER_WORKSPACE_BYTES
+from stopdown.memory.forecast import USABLE_SHARE, Fit, choose, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader
+from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
+from stopdown.plans.applier import apply_without_weights
+from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.runtime.plan_maker import make_plan
 from stopdown.sources.sources import resolve_source
+from stopdown.testing import save_pipeline
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "a red circle moving left on a grey background"
@@ -271,6 +280,86 @@ def run_predicted(name: str) -> dict[str, Any]:
     return {"precision": precision, "parameters": parts, "peak_bytes": peaks}
 
 
+def widen_streams(pipe: Any) -> Plan:
+    """A plan for a large CogVideoX as that of the tiny one: the same modules widen its streams.
+
+    Its autoencoder stays in fp16: the tiny one has fewer kinds of modules.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        save_pipeline("cogvideox", folder)
+        small = make_plan(folder)
+        tiny = build_skeleton(resolve_source(folder), {})
+    entries = []
+    for entry in small.components:
+        if entry.component == "vae" or entry.scaling is None or entry.scaling.stream is None:
+            entries.append(ComponentPlan(entry.component, precision="fp16"))
+            continue
+        few, many = (find_components(x)[entry.component] for x in (tiny, pipe))
+        lists = {
+            part.name: widen_names(few, many, getattr(entry.scaling.stream, part.name))
+            for part in dataclasses.fields(entry.scaling.stream)
+            if part.name != "returns"
+        }
+        stream = dataclasses.replace(entry.scaling.stream, **lists)
+        entries.append(
+            ComponentPlan(entry.component, precision="fp16", scaling=Scaling(stream=stream))
+        )
+    return Plan("", precision="fp16", chosen="rescaled fp16", components=tuple(entries))
+
+
+def widen_names(few: Any, many: Any, names: Collection[str]) -> tuple[str, ...]:
+    """Modules and parameters of a large model that have the name of one of a small one but for numbers."""
+
+    def list_kinds(module: Any) -> dict[str, tuple[str, str]]:
+        parts = [*module.named_modules(), *module.named_parameters(), *module.named_buffers()]
+        return {name: (re.sub(r"\d+", "#", name), type(part).__name__) for name, part in parts}
+
+    small = list_kinds(few)
+    kinds = {small[name] for name in names if name in small}
+    return tuple(name for name, kind in list_kinds(many).items() if kind in kinds)
+
+
+def run_reserved(name: str) -> dict[str, Any]:
+    """Forecasts of the run that `on_card_first.json` holds: tensors, and what the allocator reserves."""
+    stored = json.loads((RESULTS / "on_card_first.json").read_text())
+    asked = stored["rows"]["one command"]["memory"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = resolve_source(write_configs(name, Path(folder) / "model"))
+        pipe = build_skeleton(source, {}, keep_fp32=False)
+        apply_without_weights(pipe, widen_streams(pipe))
+        pipe.set_progress_bar_config(disable=True)
+        arguments = build_arguments(pipe, Request(prompt=PROMPT, steps=2, **stored["request"]))
+        begun = time.perf_counter()
+        fit = predict_all(
+            pipe, arguments, steps=2, on_cpu=False, workspace_bytes=HOPPER_WORKSPACE_BYTES
+        )
+    elapsed_s = time.perf_counter() - begun
+    speed = Speed(5e14, 2e10, "in the order of an H200")
+    limit = asked["limit_bytes"]
+    by_tensors = dataclasses.replace(
+        fit, predictions=tuple(dataclasses.replace(x, reserved_bytes=0) for x in fit.predictions)
+    )
+    chosen = [choose(sort_by_time(one, speed), limit) for one in (by_tensors, fit)]
+    print(name, [x and x.strategy.name for x in chosen], round(elapsed_s), flush=True)
+    return {
+        "limit_bytes": limit,
+        "usable_share": USABLE_SHARE,
+        "forecast_then": {key: asked[key] for key in ("strategy", "peak_bytes")},
+        "ended_with": stored["rows"]["one command"]["strategy"],
+        "chosen_by_tensors": chosen[0].strategy.name if chosen[0] else "",
+        "chosen_by_reserved": chosen[1].strategy.name if chosen[1] else "",
+        "strategies": [
+            {
+                "name": x.strategy.name,
+                "peak_bytes": x.peak_bytes,
+                "component": x.component,
+                "reserved_bytes": x.reserved_bytes,
+            }
+            for x in fit.predictions
+        ],
+    }
+
+
 def read_results(path: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     return results
@@ -280,6 +369,7 @@ PARTS: dict[str, tuple[Collection[str], Callable[[str], dict[str, Any]]]] = {
     "measured": (MEASURED, run_measured),
     "published": (PUBLISHED, run_published),
     "predicted": (PREDICTED, run_predicted),
+    "reserved": (("CogVideoX-5B",), run_reserved),
 }
 
 

@@ -205,7 +205,8 @@ class MemoryPlan(Displayed):
         share: runs that the device has at the same time, which `auto` divides by.
         limit_bytes: what `asked` comes to; 0 until a run is placed.
         strategy: `resident`, `component+tiling`; "" until a run is placed.
-        peak_bytes: most bytes on the device at a time, weights included.
+        peak_bytes: most bytes of tensors on the device at a time, weights included.
+        reserved_bytes: what the device's allocator takes for them; 0 where it keeps nothing.
         stored_bytes: weights that wait in host memory or in their files.
         seconds: of the run; None where the speed of the device is not known.
         reason: why so, a whole sentence.
@@ -219,6 +220,7 @@ class MemoryPlan(Displayed):
     stored_bytes: int = 0
     seconds: float | None = None
     reason: str = ""
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,13 +229,14 @@ class MemoryRow(Displayed):
 
     Attributes:
         strategy: its name: `block+tiling`.
-        peak_bytes: most bytes on the device at a time.
+        peak_bytes: most bytes of tensors on the device at a time.
         component: whose call that is; "" between calls.
         moved_bytes: weights that are brought to the device in the run.
         stored_bytes: weights that wait in host memory or on disk.
         time_ratio: time over that of everything resident, estimated; None when the device's speed is
             not known.
         precision: what it computes in: `rescaled fp16`, `fp16 with fp32 modules`, `fp32`.
+        reserved_bytes: what the device's allocator takes for them; 0 where it keeps nothing.
     """
 
     strategy: str
@@ -243,6 +246,7 @@ class MemoryRow(Displayed):
     stored_bytes: int
     time_ratio: float | None = None
     precision: str = ""
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -268,6 +272,7 @@ class MemoryForecast(Displayed):
         answer: one line.
         fits: whether something stays within the limit.
         peak_bytes: of what was chosen; 0 when nothing fits.
+        reserved_bytes: of what was chosen, as in its row.
         host_bytes: weights that wait in host memory; 0 if they wait in files.
         host_limit_bytes: what they may take; 0 on a CPU.
         seconds: estimated for the run; None when the device's speed is not known.
@@ -300,6 +305,7 @@ class MemoryForecast(Displayed):
     command: str = ""
     download_bytes: int = 0
     decisions: tuple[ComponentPlan, ...] = ()
+    reserved_bytes: int = 0
     kind: str = "memory"
     schema: int = field(default=SCHEMA)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,8 @@ from stopdown.component_calls.components import find_components
 from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import Support
 from stopdown.interception.patches import Patches
+from stopdown.memory import caching_allocator
+from stopdown.memory.caching_allocator import WORKSPACE_BYTES
 from stopdown.memory.forecast import Fit
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
@@ -177,6 +180,26 @@ def test_a_mac_holds_all_weights_in_one_memory() -> None:
         "mps"
     )
     assert "not in use" not in explain_offloaded("cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tensors_alone() -> Iterator[None]:
+    """A tiny model is far below one segment of the allocator: forecasts here are of its tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caching_allocator, "find_workspace", lambda profile: None)
+        yield
+
+
+def test_the_answer_is_of_what_is_reserved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a V100 a model of kilobytes takes segments of 2 and 20 MiB, in the answer and the table."""
+    monkeypatch.setattr(caching_allocator, "find_workspace", lambda profile: WORKSPACE_BYTES)
+    made = forecast(folder, memory="1GiB", steps=4)
+    assert made.peak_bytes < 2**20
+    assert made.reserved_bytes >= 22 * 2**20
+    assert made.reserved_bytes % 2**20 == 0
+    assert f"{made.reserved_bytes / 2**20:.1f} MiB of 1.0 GiB on the device" in made.answer
+    assert "reserved" in show(made, verbose=True)
+    assert not forecast(folder, memory="1MiB", steps=4).fits
 
 
 @pytest.fixture(scope="module")

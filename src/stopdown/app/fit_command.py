@@ -161,11 +161,13 @@ def _print_tables(plan: MemoryForecast, console: Console) -> None:
 def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Console) -> None:
     from stopdown.app.progress import make_table
 
-    headings, right = ("strategy", "peak", "in", "time", "moved"), ("peak", "time", "moved")
-    table = make_table(*headings, right=right, no_wrap=True)
+    reserves = any(row.reserved_bytes for row in rows)
+    peaks = ("peak", "reserved") if reserves else ("peak",)
+    right = (*peaks, "time", "moved")
+    table = make_table("strategy", *peaks, "in", "time", "moved", right=right, no_wrap=True)
     for row in rows:
         is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
-        table.add_row(*_describe_row(row), style="bold" if is_chosen else "")
+        table.add_row(*_describe_row(row, reserves=reserves), style="bold" if is_chosen else "")
     console.print(table)
 
 
@@ -173,17 +175,22 @@ def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]
     """Those that take less than all before them, which take less time; and the chosen one."""
     shown: list[MemoryRow] = []
     for row in rows:
-        is_less = not shown or row.peak_bytes < min(one.peak_bytes for one in shown)
+        is_less = not shown or _need(row) < min(map(_need, shown))
         if is_less or row.strategy == chosen:
             shown.append(row)
     return shown
 
 
-def _describe_row(row: MemoryRow) -> tuple[str, ...]:
+def _need(row: MemoryRow) -> int:
+    return max(row.peak_bytes, row.reserved_bytes)
+
+
+def _describe_row(row: MemoryRow, *, reserves: bool) -> tuple[str, ...]:
     show: Callable[[int], str] = format_bytes
     return (
         row.strategy,
         show(row.peak_bytes),
+        *([show(row.reserved_bytes)] if reserves else []),
         row.component or "between",
         "not measured" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
         show(row.moved_bytes),

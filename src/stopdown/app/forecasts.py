@@ -108,6 +108,7 @@ def fit_source(
         remarks={x.plan.chosen: said for x in tried if (said := describe_remark(x.plan))},
         fits=prediction is not None,
         peak_bytes=prediction.peak_bytes if prediction is not None else 0,
+        reserved_bytes=prediction.reserved_bytes if prediction is not None else 0,
         host_bytes=_count_host(prediction, profile, host_limit),
         host_limit_bytes=0 if profile.kind == "cpu" else host_limit,
         seconds=prediction.seconds if prediction is not None else None,
@@ -130,7 +131,7 @@ def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int
 def _answer(made: MemoryForecast, prediction: Prediction) -> str:
     """`Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`."""
     parts = [
-        f"{_compare_bytes(made.peak_bytes, made.limit_bytes)} on the device",
+        f"{_compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)} on the device",
         made.chosen.replace("+", " + "),
     ]
     if made.host_bytes:
@@ -149,7 +150,7 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
     way, least = _find_smallest(tried)
     no = (
         f"No, it does not fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
-        f"{way.chosen}, needs {format_bytes(least.peak_bytes)}, and the limit is "
+        f"{way.chosen}, needs {format_bytes(least.needed_bytes)}, and the limit is "
         f"{format_bytes(made.limit_bytes)}."
     )
     if made.reduced is None:
@@ -192,7 +193,7 @@ def _find_smallest(tried: Sequence[Fit]) -> tuple[Plan, Prediction]:
     from stopdown.memory.forecast import find_smallest
 
     smallest = [(one.plan, find_smallest(one)) for one in tried]
-    return min(smallest, key=lambda pair: pair[1].peak_bytes)
+    return min(smallest, key=lambda pair: pair[1].needed_bytes)
 
 
 def _try_way(
@@ -211,6 +212,7 @@ def _try_way(
     Args:
         limit: where everything fits into it as it is, no other strategy is tried.
     """
+    from stopdown.memory.caching_allocator import find_workspace
     from stopdown.memory.forecast import predict_all, sort_by_time
     from stopdown.plans.precision_and_memory import (
         build_way,
@@ -230,6 +232,7 @@ def _try_way(
         on_cpu=profile.kind == "cpu",
         answers=answers,
         limit_bytes=limit,
+        workspace_bytes=find_workspace(profile),
         progress=lambda done, total: display.progress("predict", f"in {way.chosen}", done, total),
     )
     device = options.device or "auto"
@@ -263,12 +266,14 @@ def _explain(
         others = (one for one in tried if one.plan is not chosen[0])
         reasons += [_explain_other(one, tried, limit) for one in others]
     if profile.kind != "cpu":
-        reasons.append("The device's kernels and its allocator take some memory in addition.")
+        reasons.append(
+            "The driver and the workspaces of convolutions take some memory in addition."
+        )
     if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
         prediction = chosen[1]
         reasons.append(
             "CPU and GPU share the memory of a Mac: with the weights that are not in use, the run takes "
-            f"{format_bytes(prediction.peak_bytes + prediction.stored_bytes)}."
+            f"{format_bytes(prediction.needed_bytes + prediction.stored_bytes)}."
         )
     said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
     return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
@@ -283,13 +288,13 @@ def _explain_choice(
         way, prediction = chosen
         return (
             f"{way.chosen} with {prediction.strategy.name} is predicted to take "
-            f"{format_bytes(prediction.peak_bytes)}, and is the fastest that stays within "
+            f"{format_bytes(prediction.needed_bytes)}, and is the fastest that stays within "
             f"{usable}."
         )
     way, least = _find_smallest(tried)
     return (
         f"No strategy stays within {usable}: the smallest, {way.chosen} with {least.strategy.name}, is "
-        f"predicted to take {format_bytes(least.peak_bytes)}."
+        f"predicted to take {format_bytes(least.needed_bytes)}."
     )
 
 
@@ -307,7 +312,8 @@ def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
         if row.precision == one.plan.chosen and row.strategy == found.strategy.name
     )
     time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
-    return f"{one.plan.chosen}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
+    needed = format_bytes(found.needed_bytes)
+    return f"{one.plan.chosen}: {row.strategy} would fit with {needed}{time_taken}."
 
 
 def _shrink(

@@ -261,7 +261,7 @@ def _choose_tiling(
             fits.append(predict_pipe(pipe, formats, request, device))
     tiling = choose_tiling(fits, limit_bytes)
     if tiling is None and fits:
-        least = min(find_smallest(fit).peak_bytes for fit in fits)
+        least = min(find_smallest(fit).needed_bytes for fit in fits)
         raise StopdownError(
             f"No precision of {', '.join(names)} stays within {format_bytes(limit_bytes)}: at least "
             f"{format_bytes(least)} are predicted.",

@@ -18,6 +18,7 @@ workspaces, transposed convolutions), an allocator's rounding and fragmentation,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,6 +32,10 @@ from torch.utils.flop_counter import flop_registry
 from stopdown.devices.environment import read_cpu_flags
 from stopdown.numerics import count_attention_on_cpu
 
+Event = tuple[int | str, int]
+"""A storage's number, or a module's path, and what becomes of it: its bytes, or 1 where it is entered; 0 at
+the end."""
+
 
 class StorageTracker(TorchDispatchMode):
     """Counts, while it is entered, the storages that operations make.
@@ -40,6 +45,7 @@ class StorageTracker(TorchDispatchMode):
         flops: of matrix products, convolutions and attention, since the start.
         on_operation: told of each operation's positional arguments before it runs.
         kind: of tensors that are counted; others stand for nothing that a device would hold.
+        events: number of a storage and its bytes where it is made, and 0 where it dies.
     """
 
     def __init__(self, *, on_cpu: bool = True) -> None:
@@ -52,6 +58,8 @@ class StorageTracker(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.on_operation: Callable[[Any], None] | None = None
         self.kind: type[torch.Tensor] = torch.Tensor
+        self.events: list[Event] = []
+        self.numbers = itertools.count()
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -83,6 +91,9 @@ class StorageTracker(TorchDispatchMode):
             return output
         self.count(made)
         taken = count_workspace(func, args, output) if self._on_cpu else 0
+        if sums := count_sums(func, args):
+            number = next(self.numbers)
+            self.events += [(number, sums), (number, 0)]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + taken)
         self.flops += _count_flops(func.overloadpacket, args, kwargs or {}, output)
         return output
@@ -96,11 +107,17 @@ class StorageTracker(TorchDispatchMode):
         """Forget a storage when its last tensor dies."""
         key = id(storage)
         if key not in self._known:
-            self._known[key] = weakref.ref(storage, functools.partial(self._drop, key, nbytes))
+            number = next(self.numbers)
+            drop = functools.partial(self._drop, key, number, nbytes)
+            self._known[key] = weakref.ref(storage, drop)
+            if nbytes:
+                self.events.append((number, nbytes))
 
-    def _drop(self, key: int, nbytes: int, _: Any) -> None:
+    def _drop(self, key: int, number: int, nbytes: int, _: Any) -> None:
         self._known.pop(key, None)
         self.live_bytes -= nbytes
+        if nbytes:
+            self.events.append((number, 0))
 
 
 def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
@@ -131,6 +148,25 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
         places = output.shape[0] * math.prod(output.shape[2:])
         return places * math.prod(weight.shape[1:]) * output.element_size()
     return _count_blocks(args[0], args[1], output) if "Mkldnn" in backend else 0
+
+
+def count_sums(func: Any, args: Any) -> int:
+    """Bytes that attention takes on CUDA beside its output: its sums in fp32, for wide heads.
+
+    The memory-efficient kernel keeps them in registers up to 128 values a head, and in memory beyond
+    (`kNeedsOutputAccumulatorBuffer` of PyTorch's `kernel_forward.h`); FlashAttention ends at 256.
+    """
+    if func not in _ATTENTION or args[2].shape[-1] <= MOST_IN_REGISTERS:
+        return 0
+    return math.prod(args[0].shape[:-1]) * int(args[2].shape[-1]) * 4
+
+
+MOST_IN_REGISTERS = 128
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
 
 
 def _select_backend(args: Any) -> Any:

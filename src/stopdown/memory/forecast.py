@@ -14,6 +14,7 @@ from typing import Any
 
 from stopdown.component_calls.components import find_components, is_autoencoder
 from stopdown.interception.patches import Patches
+from stopdown.memory.reserved import count_reserved
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import decodes_in_chunks, put_variant
 from stopdown.memory.speed import Speed
@@ -62,6 +63,7 @@ def predict_all(
     answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
     limit_bytes: int = 0,
+    workspace_bytes: int | None = None,
 ) -> Fit:
     """A dry run of every variant, and predict every strategy.
 
@@ -72,6 +74,7 @@ def predict_all(
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
         limit_bytes: where a run with nothing made smaller stays within it, no other variant is run.
+        workspace_bytes: by `find_workspace`; None where the device's allocator reserves nothing.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
@@ -83,6 +86,19 @@ def predict_all(
     answers = {} if answers is None else answers
     found: dict[Variant, RunMemory] = {}
     variants = {strategy.variant: strategy for strategy in strategies}
+
+    reserved: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def foresee(one: Strategy) -> Prediction:
+        run = found[one.variant]
+        made = predict(run, one, steps=steps)
+        if workspace_bytes is None:
+            return made
+        key = one.placement, tuple(id(call.events) for call in run.calls)
+        if key not in reserved:  # slicing leaves the calls of a batch of one as they are
+            reserved[key] = count_reserved(run, one, workspace_bytes=workspace_bytes)
+        return dataclasses.replace(made, reserved_bytes=reserved[key])
+
     for number, (variant, strategy) in enumerate(variants.items()):
         if progress is not None:
             progress(number, len(variants))
@@ -91,14 +107,14 @@ def predict_all(
             listener = MemoryListener(fused=fused, on_cpu=on_cpu, sign=strategy.sign)
             found[variant] = listen_to_run(pipe, arguments, listener, answers)
         plain = found[Strategy().variant]  # the first
-        if _fits(predict(plain, Strategy(), steps=steps), limit_bytes):
+        if number == 0 and _fits(foresee(Strategy()), limit_bytes):
             break
     fitting = [
         s
         for s in strategies
         if s.variant in found and _list_shapes(found[s.variant]) == _list_shapes(plain)
     ]
-    predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
+    predictions = tuple(map(foresee, fitting))
     return Fit(predictions, plain.strays, _find_sides(plain))
 
 
@@ -141,7 +157,7 @@ def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
 
 
 def _fits(prediction: Prediction, limit_bytes: int) -> bool:
-    return prediction.peak_bytes <= limit_bytes * USABLE_SHARE
+    return prediction.needed_bytes <= limit_bytes * USABLE_SHARE
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:
@@ -159,7 +175,7 @@ def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
 
 
 def find_smallest(fit: Fit) -> Prediction:
-    return min(fit.predictions, key=lambda one: one.peak_bytes)
+    return min(fit.predictions, key=lambda one: one.needed_bytes)
 
 
 def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
@@ -172,6 +188,7 @@ def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
             one.moved_bytes,
             one.stored_bytes,
             round(estimate_time(one, fit.speed) / unit_s, 3) if fit.speed is not None else None,
+            reserved_bytes=one.reserved_bytes,
         )
         for one in fit.predictions
     )

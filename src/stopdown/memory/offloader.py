@@ -123,22 +123,22 @@ class Offloader:
         """Put on the next strategy that takes less."""
         free_memory()
         before = self.taken
-        smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
+        smaller = [other for other in self._others if other.needed_bytes < before.needed_bytes]
         if not smaller:
             raise StopdownError(
                 f"{callee.name} ran out of memory with the smallest strategy, "
                 f"{before.strategy.name}: {text}",
-                expected=f"It was predicted to take {format_bytes(before.peak_bytes)}, and so does "
+                expected=f"It was predicted to take {format_bytes(before.needed_bytes)}, and so does "
                 "the whole run at least.",
                 remedy="Use a smaller `height` and `width`, fewer `frames`, a 16-bit `precision`, "
-                f"or a device with more than {format_bytes(before.peak_bytes)} free.",
+                f"or a device with more than {format_bytes(before.needed_bytes)} free.",
             )
         self._put_on(smaller[0])
         name = self.taken.strategy.name
         self.steps_down.append(StepDown(callee.name, before.strategy.name, name, text))
         self._announce(
             f"{callee.name} ran out of memory with {before.strategy.name}; its call is run again "
-            f"with {name}, which is predicted to take {format_bytes(self.taken.peak_bytes)}."
+            f"with {name}, which is predicted to take {format_bytes(self.taken.needed_bytes)}."
         )
 
 
@@ -150,6 +150,7 @@ def predict_run(
     fused: bool,
     speed: Speed | None = None,
     device: str = "cpu",
+    workspace_bytes: int | None = None,
 ) -> Fit:
     """A dry run of a pipeline: what every strategy takes, those that cost the least time first.
 
@@ -164,6 +165,7 @@ def predict_run(
         steps=steps,
         fused=fused,
         on_cpu=device.startswith("cpu"),
+        workspace_bytes=workspace_bytes,
     )
     return sort_by_time(predicted, speed)
 
@@ -210,11 +212,11 @@ def _describe_misfit(fit: Fit, limit_bytes: int, where: str) -> StopdownError:
     least = find_smallest(fit)
     return StopdownError(
         f"No strategy stays within {format_bytes(limit_bytes)} {where}: the smallest strategy, "
-        f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)} "
+        f"{least.strategy.name}, is predicted to take {format_bytes(least.needed_bytes)} "
         f"{f'during a call of {least.component}' if least.component else _BETWEEN}.",
         expected=f"A predicted peak may be at most {USABLE_SHARE:.0%} of the limit.",
         remedy="Use a smaller `height` and `width`, fewer `frames`, a 16-bit "
-        f'`precision`, or memory="{math.ceil(least.peak_bytes / USABLE_SHARE / 2**20)}MiB".',
+        f'`precision`, or memory="{math.ceil(least.needed_bytes / USABLE_SHARE / 2**20)}MiB".',
     )
 
 

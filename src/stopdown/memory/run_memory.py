@@ -31,12 +31,15 @@ from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.alike_calls import GivenArguments, Result, sign_block
-from stopdown.memory.allocation_tracker import StorageTracker
+from stopdown.memory.allocation_tracker import Event, StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""
+
+REPEATS = 2
+"""How often a block or tile like an earlier one is told to an allocator: then what it left free fits."""
 
 MOST_STEPS = 3
 """Steps that are run dry: a multistep scheduler has then kept what it keeps."""
@@ -53,6 +56,8 @@ class CallMemory:
             the innermost one that runs, counted from the start of the run.
         entries: module path → how often it was entered.
         strays: path of a module → modules that used its weights while it did not run.
+        events: storages made and dropped and modules entered and left, in order; of what runs again with
+            the same sizes, `REPEATS` times.
     """
 
     component: str
@@ -62,6 +67,7 @@ class CallMemory:
     entries: dict[str, int] = field(default_factory=dict, repr=False)
     shapes: tuple[tuple[int, ...], ...] = ()
     strays: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
+    events: list[Event] = field(default_factory=list, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -80,6 +86,8 @@ class RunMemory:
         totals: component → bytes of its parameters, tied ones once, and of its buffers.
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
+        tensors: component → module path → bytes of each parameter directly in it, tied ones once.
+        trace: calls, and the events between them, in order.
     """
 
     calls: tuple[CallMemory, ...]
@@ -89,6 +97,8 @@ class RunMemory:
     blocks: dict[str, tuple[str, ...]]
     between_bytes: int
     steps: int
+    tensors: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    trace: tuple[CallMemory | list[Event], ...] = field(default=(), repr=False)
 
     def weigh(self, component: str) -> int:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
@@ -144,6 +154,7 @@ class MemoryListener(Listener):
         self._calls: list[CallMemory] = []
         self._between = self._start = self._steps = 0
         self._strays: dict[str, frozenset[str]] = {}
+        self._trace: list[CallMemory | list[Event]] = []
 
     def conclude(self, pipe: Any) -> RunMemory:
         """What the run that is over took, on a skeleton or the pipeline itself."""
@@ -156,6 +167,8 @@ class MemoryListener(Listener):
             blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
             between_bytes=self._tracker.peak_bytes,
             steps=self._steps,
+            tensors={name: _list_sizes(part) for name, part in parts.items()},
+            trace=(*self._trace, self._tracker.events),
         )
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
@@ -171,6 +184,8 @@ class MemoryListener(Listener):
         """Stop counting what the pipeline's own code makes."""
         self._tracker.__exit__(None, None, None)
         self._between, self._start = self._tracker.restart(), self._tracker.live_bytes
+        self._trace.append(self._tracker.events)
+        self._tracker.events = []
 
     @contextlib.contextmanager
     def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
@@ -182,6 +197,7 @@ class MemoryListener(Listener):
         tracker.ignore(name_parameters(callee.owner).values())
         tracker.ignore(run.fakes.values())  # real tensors stand for their memory
         self._call, self._paths = CallMemory(callee.name, callee.stage), paths
+        self._call.events = tracker.events
         self._begun, flops = tracker.live_bytes, tracker.flops
         self._strays = self._call.strays
         note = functools.partial(_note_strays, self._strays, _find_homes(callee.owner), paths)
@@ -194,7 +210,7 @@ class MemoryListener(Listener):
             self._put_blocks(callee.owner, patches)
             with tracker:
                 yield
-        self.leave("")
+        self._note("")
         self._call.flops = tracker.flops - flops
         run.kept["memory"] = self._call
 
@@ -236,7 +252,7 @@ class MemoryListener(Listener):
             given: the tile before it, the tile that is written into and comes back, and the width.
         """
         path = self._paths.current
-        self.leave(path)
+        self._note(path)
         alive, key = self._tracker.live_bytes, sign_arguments(given, {})
         output = given[1]
         if key not in known:
@@ -258,13 +274,16 @@ class MemoryListener(Listener):
     ) -> Any:
         """What a tile or block gives; one like an earlier one takes as much on top of what is alive."""
         here = self._paths.current
-        self.leave(here)
+        self._note(here)
         alive, call = self._tracker.live_bytes - self._begun, self._call
         arguments = GivenArguments(block, args, kwargs)
         taken = known.get(arguments.signature)
         if taken is not None and taken.result is not None:
             output = taken.result.give_again(args, kwargs)
             self._tracker.flops += taken.flops
+            if taken.again:
+                events = taken.again.pop()
+                self._tracker.events += _repeat(events, taken.path, here, self._tracker.numbers)
             # what was noted of the block that this one is like holds for it too
             for home, users in [*self._strays.items()] if taken.path != here else ():
                 if any(is_inside(x, taken.path) for x in (home, *users)):
@@ -289,23 +308,31 @@ class MemoryListener(Listener):
         """What a tile or block gives and takes by itself."""
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
+        begun = len(self._tracker.events)
         self._call = own = CallMemory(call.component, call.stage)
         try:
             output = code()
-            self.leave(self._paths.current)
+            self._note(self._paths.current)
         finally:
             self._call = call
         peaks = {path: peak - alive for path, peak in own.peaks.items()}
         flops = self._tracker.flops - flops
-        return output, Footprint(here, peaks, own.entries, flops, arguments.describe(output))
+        again = [self._tracker.events[begun:]] * REPEATS
+        result = arguments.describe(output)
+        return output, Footprint(here, peaks, own.entries, flops, result, again)
 
     def enter(self, path: str) -> None:
         """The module around it pauses."""
-        self.leave(self._paths.stack[-2])
+        self._note(self._paths.stack[-2])
         self._call.entries[path] = self._call.entries.get(path, 0) + 1
+        self._tracker.events.append((path, 1))
 
     def leave(self, path: str) -> None:
         """What this module took as the innermost one is known."""
+        self._note(path)
+        self._tracker.events.append((path, 0))
+
+    def _note(self, path: str) -> None:
         peak = self._tracker.restart() - self._begun
         self._call.peaks[path] = max(peak, self._call.peaks.get(path, peak))
 
@@ -316,6 +343,8 @@ class MemoryListener(Listener):
             seen: CallMemory = run.kept["memory"]
             peaks = {path: peak + self._start for path, peak in seen.peaks.items()}
             self._calls.append(dataclasses.replace(seen, peaks=peaks, shapes=shapes))
+            self._trace.append(self._calls[-1])
+        self._tracker.events = []
         # the call's own peak is in what was noted of it
         self._tracker.peak_bytes = max(self._between, self._tracker.live_bytes)
         self._tracker.__enter__()
@@ -362,6 +391,15 @@ def weigh(module: torch.nn.Module) -> dict[str, int]:
     return weights
 
 
+def _list_sizes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Module path → bytes of each parameter directly in it."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in module.named_parameters():
+        path = name.rpartition(".")[0]
+        sizes[path] = (*sizes.get(path, ()), tensor.nbytes)
+    return sizes
+
+
 def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
     return sum(x.nbytes for x in module.parameters()), sum(x.nbytes for x in module.buffers())
 
@@ -374,6 +412,7 @@ class Footprint:
         path: of the module that ran.
         peaks: module path → most bytes alive, counted from its start.
         result: what it gave, if that can be given again.
+        again: what is allocated in it, as often as that is still to be told.
     """
 
     path: str
@@ -381,6 +420,22 @@ class Footprint:
     entries: dict[str, int]
     flops: int
     result: Result | None
+    again: list[list[Event]]
+
+
+def _repeat(events: list[Event], before: str, after: str, numbers: Iterator[int]) -> list[Event]:
+    """Events of one block as those of another; what it leaves behind is made anew where it is given."""
+    own: dict[int, int] = {}
+    found: list[Event] = []
+    for what, size in events:
+        if isinstance(what, str):
+            found.append((_move(what, before, after), size))
+        elif size:
+            own[what] = next(numbers)
+            found.append((own[what], size))
+        elif what in own:
+            found.append((own.pop(what), 0))
+    return found + [(number, 0) for number in own.values()]
 
 
 def _move(path: str, before: str, after: str) -> str:

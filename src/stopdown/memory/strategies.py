@@ -87,8 +87,10 @@ class Prediction:
     """What a strategy takes.
 
     Attributes:
-        peak_bytes: most bytes on the device at a time.
+        peak_bytes: most bytes of tensors on the device at a time.
         component: whose call that is; "" between calls.
+        reserved_bytes: the least limit for what the device's allocator takes for them; 0 where it keeps
+            nothing, as on the CPU.
         moved_bytes: weights that are brought to the device in one run of `steps`.
         stored_bytes: weights that wait in host memory or on disk.
         seconds: estimated for the run; None where no speed is known.
@@ -101,6 +103,12 @@ class Prediction:
     stored_bytes: int
     flops: float = 0.0
     seconds: float | None = None
+    reserved_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a device has to have: tensors, or what its allocator takes for them."""
+        return max(self.peak_bytes, self.reserved_bytes)
 
 
 def list_strategies(

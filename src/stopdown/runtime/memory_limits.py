@@ -17,6 +17,7 @@ from stopdown.devices.device_profiles import describe_device
 from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
+from stopdown.memory.caching_allocator import find_workspace
 from stopdown.memory.forecast import Fit, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
@@ -112,6 +113,7 @@ def fit_run(
         limit_bytes=limit_bytes,
         strategy=taken.strategy.name,
         peak_bytes=taken.peak_bytes,
+        reserved_bytes=taken.reserved_bytes,
         stored_bytes=taken.stored_bytes,
         seconds=taken.seconds,
         reason=reason,
@@ -180,4 +182,5 @@ def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: 
         fused=has_fused_attention(describe_device(device), formats),
         speed=speeds.measure_speed(device, formats),
         device=device.torch_name,
+        workspace_bytes=find_workspace(describe_device(device)),
     )

@@ -1,0 +1,274 @@
+"""A model of PyTorch's caching allocator for CUDA, ROCm and XPU: what it takes from the driver.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` without settings, for one stream:
+
+- A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, else from the large one.
+- The smallest free block that is large enough is taken. In the small pool its rest stays free from 512
+  bytes on, in the large pool from more than 1 MiB on; a smaller rest is handed out with it.
+- Without such a block a segment is taken from the driver: 2 MiB for the small pool, 20 MiB for sizes
+  below 10 MiB, else the size rounded up to 2 MiB.
+- Free neighbours of one segment are merged, never those of two.
+- Nothing goes back to the driver until memory runs out; then all segments do that nothing is in.
+
+With `expandable` each pool is one segment that grows by pages of 2 or 20 MiB, every rest stays free, and
+pages that nothing is in go back. Their holes are not filled again here; the segment grows instead.
+
+Not covered: several streams, `max_split_size_mb` and other settings, and memory that the driver takes
+for itself (context, kernels).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+from stopdown.devices.device_profiles import Profile
+
+BLOCK_BYTES = 512
+SMALL_BYTES = 2**20
+SMALL_SEGMENT_BYTES = 2 * 2**20
+LARGE_SEGMENT_BYTES = 20 * 2**20
+LARGE_BYTES = 10 * 2**20
+
+WORKSPACE_BYTES = (4096 * 2 + 16 * 8) * 1024
+"""Of cuBLAS, from the first product on: `CUBLAS_WORKSPACE_CONFIG` is `:4096:2:16:8` by itself."""
+
+HOPPER_WORKSPACE_BYTES = 4096 * 8 * 1024
+"""Of cuBLAS on compute capability 9.0: `:4096:8`."""
+
+
+def find_workspace(profile: Profile) -> int | None:
+    """Bytes of cuBLAS's workspace on a device whose allocator keeps segments; None on one that keeps none.
+
+    Those of ROCm and XPU follow the same rules. That of MPS has others, which are not modelled.
+    """
+    if profile.kind in ("cpu", "mps"):
+        return None
+    return HOPPER_WORKSPACE_BYTES if profile.capability == "9.0" else WORKSPACE_BYTES
+
+
+class OutOfMemory(Exception):
+    """A model's limit does not hold what is asked of it."""
+
+
+def round_size(nbytes: int) -> int:
+    """Bytes of the block for so many."""
+    return max(BLOCK_BYTES, -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+def size_segment(size: int) -> int:
+    """Bytes that are taken from the driver for a block that nothing free is large enough for."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+
+
+class Block:
+    """A part of a segment, between its neighbours."""
+
+    __slots__ = ("after", "before", "is_free", "place", "pool", "size", "start")
+
+    def __init__(self, pool: Pool, place: int, start: int, size: int) -> None:
+        """
+        Args:
+            place: of the segment among all that were ever taken.
+            start: offset in the segment.
+        """
+        self.pool, self.place, self.start, self.size = pool, place, start, size
+        self.before: Block | None = None
+        self.after: Block | None = None
+        self.is_free = False
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The order of free blocks: by size, then by address."""
+        return self.size, self.place, self.start
+
+
+class Pool:
+    """Free blocks of one kind.
+
+    Attributes:
+        least_rest: bytes from which the rest of a block stays free.
+        last: the end of an expandable segment.
+    """
+
+    def __init__(self, least_rest: int, page: int) -> None:
+        self.least_rest, self.page = least_rest, page
+        self.keys: list[tuple[int, int, int]] = []
+        self.blocks: dict[tuple[int, int, int], Block] = {}
+        self.last: Block | None = None
+
+    def put(self, block: Block) -> None:
+        block.is_free = True
+        bisect.insort(self.keys, block.key)
+        self.blocks[block.key] = block
+
+    def take(self, block: Block) -> None:
+        del self.keys[bisect.bisect_left(self.keys, block.key)]
+        del self.blocks[block.key]
+        block.is_free = False
+
+    def count_pages(self, size: int) -> int:
+        """Bytes of the pages that an expandable segment lacks for a block at its end."""
+        there = self.last.size if self.last is not None and self.last.is_free else 0
+        return -(-(size - there) // self.page) * self.page
+
+    def find(self, size: int) -> Block | None:
+        """The smallest free block of at least this size; the end of an expandable segment comes last."""
+        at = bisect.bisect_left(self.keys, (size, 0, 0))
+        found = [self.blocks[key] for key in self.keys[at : at + 2]]
+        return next((x for x in found if x is not self.last), found[0] if found else None)
+
+
+class CachingAllocator:
+    """What is reserved while tensors are made and dropped.
+
+    Attributes:
+        limit_bytes: that reserved memory may come to.
+        allocated_bytes, reserved_bytes: now; `peak_…` the most so far.
+        segments: that are held.
+        releases: how often memory ran out and what was free went back.
+    """
+
+    def __init__(
+        self, limit_bytes: int | None = None, *, expandable: bool = False, grows: bool = False
+    ) -> None:
+        """
+        Args:
+            limit_bytes: None for no limit.
+            grows: the limit is raised where it does not hold what is needed, so that the peak is the
+                least that suffices.
+        """
+        self.limit_bytes, self._expandable, self._grows = limit_bytes, expandable, grows
+        self._small = Pool(BLOCK_BYTES, SMALL_SEGMENT_BYTES)
+        self._large = Pool(BLOCK_BYTES if expandable else SMALL_BYTES + 1, LARGE_SEGMENT_BYTES)
+        self.allocated_bytes = self.reserved_bytes = self.segments = self.releases = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self._places = itertools.count(1)
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """A block for so many bytes; None for none, as a tensor without elements has none."""
+        if nbytes <= 0:
+            return None
+        size = round_size(nbytes)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = pool.find(size)
+        if block is not None:
+            pool.take(block)
+        else:
+            block = self._expand(pool, size) if self._expandable else self._add_segment(pool, size)
+        if block.size - size >= pool.least_rest:
+            rest = Block(pool, block.place, block.start + size, block.size - size)
+            rest.before, rest.after, block.after, block.size = block, block.after, rest, size
+            if rest.after is not None:
+                rest.after.before = rest
+            if pool.last is block:
+                pool.last = rest
+            pool.put(rest)
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give a block back, and join it with its free neighbours."""
+        if block is None:
+            return
+        pool = block.pool
+        self.allocated_bytes -= block.size
+        if block.before is not None and block.before.is_free:
+            pool.take(block.before)
+            block = self._join(block.before, block)
+        if block.after is not None and block.after.is_free:
+            pool.take(block.after)
+            block = self._join(block, block.after)
+        pool.put(block)
+
+    def release(self) -> None:
+        """Give the driver what nothing is in: `empty_cache`, and what happens when memory runs out."""
+        for pool in (self._small, self._large):
+            for block in [*pool.blocks.values()]:
+                if self._expandable:
+                    self._unmap(pool, block)
+                elif block.before is None and block.after is None:
+                    pool.take(block)
+                    self.reserved_bytes -= block.size
+                    self.segments -= 1
+
+    def _join(self, first: Block, second: Block) -> Block:
+        first.size += second.size
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        if first.pool.last is second:
+            first.pool.last = first
+        return first
+
+    def _reserve(self, nbytes: int) -> None:
+        if self._lacks(nbytes):
+            if not self._grows:
+                raise OutOfMemory(f"{nbytes} bytes beside {self.reserved_bytes}")
+            self.limit_bytes = self.reserved_bytes + nbytes
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _lacks(self, nbytes: int) -> bool:
+        return self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes
+
+    def _make_room(self, nbytes: int) -> None:
+        """Give back what is free where so much more would be beyond the limit."""
+        if self._lacks(nbytes):
+            self.releases += 1
+            self.release()
+
+    def _add_segment(self, pool: Pool, size: int) -> Block:
+        taken = size_segment(size)
+        self._make_room(taken)
+        self._reserve(taken)
+        self.segments += 1
+        return Block(pool, next(self._places), 0, taken)
+
+    def _expand(self, pool: Pool, size: int) -> Block:
+        """Map pages at the end of a pool's segment, and take what is free there."""
+        self._make_room(pool.count_pages(size))
+        pages = pool.count_pages(size)  # the free end may have gone back
+        self._reserve(pages)
+        last = pool.last
+        if last is not None and last.is_free:
+            pool.take(last)
+            last.size += pages
+            return last
+        if last is None:
+            self.segments += 1
+            block = Block(pool, next(self._places), 0, pages)
+        else:
+            block = Block(pool, last.place, last.start + last.size, pages)
+            block.before, last.after = last, block
+        pool.last = block
+        return block
+
+    def _unmap(self, pool: Pool, block: Block) -> None:
+        """Give back the whole pages of a free block; what remains of it on either side stays free."""
+        begin = -(-block.start // pool.page) * pool.page
+        end = (block.start + block.size) // pool.page * pool.page
+        if end <= begin:
+            return
+        pool.take(block)
+        self.reserved_bytes -= end - begin
+        sides = [(block.start, begin - block.start), (end, block.start + block.size - end)]
+        left, right = (Block(pool, block.place, at, n) if n else None for at, n in sides)
+        if block.before is not None:
+            block.before.after = left
+        if block.after is not None:
+            block.after.before = right
+        for side, before, after in ((left, block.before, None), (right, None, block.after)):
+            if side is not None:
+                side.before, side.after = before, after
+                pool.put(side)
+        if pool.last is block:
+            # the segment goes on behind the hole, at the start of a page
+            pool.last = right or left or block.before
+            if pool.last is None:
+                self.segments -= 1

@@ -1,0 +1,161 @@
+"""What a run reserves on a card whose allocator keeps segments, from the events of its dry run.
+
+The events are replayed through `CachingAllocator`, with the weights brought and dropped where the placement
+does it and cuBLAS's workspace beside them. The result is the least limit under which nothing runs out of
+memory, when free segments go back first, as PyTorch does it.
+
+Not covered: workspaces of cuDNN, which depend on the card and on what is free; the driver's own context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stopdown.component_call_names import name_component
+from stopdown.memory.allocation_tracker import Event
+from stopdown.memory.caching_allocator import WORKSPACE_BYTES, Block, CachingAllocator
+from stopdown.memory.run_memory import CallMemory, RunMemory
+from stopdown.memory.strategies import Strategy, group_weights
+
+PIECE_BYTES = 2**25
+"""Of a weight in another format, converted on the device at a time: `mapped_weights` brings so much."""
+
+
+def count_reserved(
+    run: RunMemory,
+    strategy: Strategy,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    expandable: bool = False,
+) -> int:
+    """The least limit for reserved memory that a run stays within.
+
+    Args:
+        run: with the strategy's `variant` put on.
+    """
+    allocator = CachingAllocator(0, expandable=expandable, grows=True)
+    replay(run, strategy, allocator, workspace_bytes=workspace_bytes)
+    return allocator.peak_reserved_bytes
+
+
+def replay(
+    run: RunMemory,
+    strategy: Strategy,
+    allocator: CachingAllocator,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> None:
+    """Make and drop in an allocator what a run makes and drops."""
+    for _, buffers in run.totals.values():
+        allocator.allocate(buffers)
+    weights = _Weights(run, strategy, allocator)
+    allocator.allocate(workspace_bytes)
+    alive: dict[int, Block | None] = {}
+    for part in run.trace:
+        if not isinstance(part, CallMemory):
+            _go_through(part, allocator, alive)
+            continue
+        weights.begin(part.component)
+        own: dict[int, Block | None] = {}
+        _go_through(part.events, allocator, own, alive, weights)
+        for block in own.values():  # the output is made again by the code around the call
+            allocator.free(block)
+        weights.end()
+
+
+class _Weights:
+    """The weights that are on the device, by the placement of a strategy."""
+
+    def __init__(self, run: RunMemory, strategy: Strategy, allocator: CachingAllocator) -> None:
+        self._run, self._placement, self._allocator = run, strategy.placement, allocator
+        self._units: dict[str, dict[str, list[int]]] = {}
+        self._here: dict[str, list[Block | None]] = {}
+        self._users: dict[str, int] = {}
+        self._current = ""
+        if strategy.placement == "resident":
+            for tensors in run.tensors.values():
+                for sizes in tensors.values():
+                    self._load("", sizes)
+
+    def begin(self, component: str) -> None:
+        """A call begins: what waits for the whole of it comes."""
+        name = name_component(component)
+        self._current, before = name, self._current
+        if self._placement == "resident":
+            return
+        if self._placement != "component":
+            self.enter("")
+        elif before != name:
+            self._drop("")
+            self._load("", [x for sizes in self._run.tensors[name].values() for x in sizes])
+
+    def end(self) -> None:
+        """A call is over."""
+        if self._placement in ("block", "leaf"):
+            self.leave("")
+
+    def enter(self, path: str) -> None:
+        """A module is entered."""
+        if (sizes := self._find_units().get(path)) is not None:
+            self._users[path] = self._users.get(path, 0) + 1
+            if self._users[path] == 1:
+                self._load(path, sizes)
+
+    def leave(self, path: str) -> None:
+        """A module is left."""
+        if self._users.get(path):
+            self._users[path] -= 1
+            if not self._users[path]:
+                self._drop(path)
+
+    def _find_units(self) -> dict[str, list[int]]:
+        """Path of what is loaded as one → bytes of each of its tensors."""
+        name = self._current
+        if self._placement in ("resident", "component"):
+            return {}
+        if name not in self._units:
+            run, tensors = self._run, self._run.tensors[name]
+            groups = group_weights(
+                run.weights[name], run.blocks[name], run.strays[name], self._placement
+            )
+            self._units[name] = {
+                unit: [size for path in paths for size in tensors.get(path, ())]
+                for unit, paths in groups.items()
+            }
+        return self._units[name]
+
+    def _load(self, unit: str, sizes: Iterable[int]) -> None:
+        here = self._here.setdefault(unit, [])
+        for size in sizes:
+            here.append(self._allocator.allocate(size))
+            if self._placement != "resident" and size > PIECE_BYTES:
+                self._allocator.free(self._allocator.allocate(PIECE_BYTES))
+
+    def _drop(self, unit: str) -> None:
+        for block in self._here.pop(unit, ()):
+            self._allocator.free(block)
+
+
+def _go_through(
+    events: Iterable[Event],
+    allocator: CachingAllocator,
+    own: dict[int, Block | None],
+    outer: dict[int, Block | None] | None = None,
+    weights: _Weights | None = None,
+) -> None:
+    """Do what some events say.
+
+    Args:
+        own: numbers of the storages that these events made; what is alive in the end stays in it.
+        outer: those that were made before.
+    """
+    for what, size in events:
+        if isinstance(what, str):
+            if weights is not None:
+                (weights.enter if size else weights.leave)(what)
+        elif size:
+            own[what] = allocator.allocate(size)
+        elif what in own:
+            allocator.free(own.pop(what))
+        elif outer is not None and what in outer:
+            allocator.free(outer.pop(what))
