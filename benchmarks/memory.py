@@ -33,7 +33,7 @@ from full_folders import write_configs
 
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import describe_machine
-from stopdown.memory.caching_allocator import HOPPER_WORKSPACE_BYTES
+from stopdown.memory.caching_allocator import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
 from stopdown.memory.forecast import USABLE_SHARE, Fit, choose, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.speed import Speed
@@ -274,10 +274,19 @@ def run_predicted(name: str) -> dict[str, Any]:
         request = Request(prompt=PROMPT, steps=50)
         if name.startswith("SVD"):
             request = Request(image=np.zeros((576, 1024, 3), np.uint8), steps=50)
-        fit = predict_all(pipe, build_arguments(pipe, request), steps=50, on_cpu=False)
-    peaks = {x.strategy.name: x.peak_bytes for x in fit.predictions}
-    print(name, parts, peaks, flush=True)
-    return {"precision": precision, "parameters": parts, "peak_bytes": peaks}
+        arguments = build_arguments(pipe, request)
+        fit = predict_all(pipe, arguments, steps=50, on_cpu=False, workspace_bytes=WORKSPACE_BYTES)
+    found = {x.strategy.name: x for x in fit.predictions}
+    print(name, parts, {key: x.reserved_bytes for key, x in found.items()}, flush=True)
+    return {
+        "precision": precision,
+        "parameters": parts,
+        "flops": fit.predictions[0].flops,
+        "peak_bytes": {key: x.peak_bytes for key, x in found.items()},
+        "reserved_bytes": {key: x.reserved_bytes for key, x in found.items()},
+        "moved_bytes": {key: x.moved_bytes for key, x in found.items()},
+        "stored_bytes": {key: x.stored_bytes for key, x in found.items()},
+    }
 
 
 def widen_streams(pipe: Any) -> Plan:

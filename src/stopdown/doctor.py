@@ -61,8 +61,10 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stored: format by component.
         force_upcast: components whose config says that they must run in fp32 when fp16 is asked.
         size: of what it makes unless another size is requested.
-        peaks: strategy to the most bytes that a run at that size takes on a device, in 16 bits and with an
-            attention kernel that keeps no scores; the fastest strategy first.
+        flops: of a run at that size with 50 steps.
+        peaks: strategy to the bytes that PyTorch's allocator reserves for it on a card, in 16 bits and with
+            an attention kernel that keeps no scores; the fastest strategy first.
+        moved: strategy to the bytes of weights that are brought to the device in the run.
     """
 
     name: str
@@ -71,7 +73,9 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stored: dict[str, str]
     force_upcast: tuple[str, ...] = ()
     size: str = ""
+    flops: float = 0.0
     peaks: dict[str, int] = {}
+    moved: dict[str, int] = {}
 
 
 def examine(name: str | None = None) -> MachineHealth:
@@ -121,7 +125,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
         measured=tuple(quote_measured(device.name, device.type)),
         missing=str(device.missing or ""),
         answer="" if device.missing else word_answer(supports, device.type),
-        fits=tuple(list_fits(outlooks, device.memory_bytes))
+        fits=tuple(list_fits(outlooks, device.memory_bytes, profile))
         if has_kernel and device.type != "cpu"
         else (),
     )
@@ -205,8 +209,16 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
     return f"Models stored in bf16 run in {found['bf16']}. Models stored in fp16 run in {found['fp16']}."
 
 
-def list_fits(outlooks: Iterable[Outlook], memory_bytes: int) -> Iterable[KnownFit]:
-    """For each well-known model that runs in 16 bits, the fastest strategy that a device's memory holds."""
+def list_fits(
+    outlooks: Iterable[Outlook], memory_bytes: int, profile: Profile | None = None
+) -> Iterable[KnownFit]:
+    """For each well-known model that runs in 16 bits, the fastest strategy that a device's memory holds.
+
+    Args:
+        profile: whose published rates say how long a run takes.
+    """
+    from stopdown.memory.speed import find_speed
+
     found = list(outlooks)
     for model in read_models():
         chosen = [x for x in found if x.model == model.name]
@@ -216,7 +228,12 @@ def list_fits(outlooks: Iterable[Outlook], memory_bytes: int) -> Iterable[KnownF
         least = min(model.peaks.values())
         name = fitting[0] if fitting else ""
         peak = model.peaks.get(name, least)
-        yield KnownFit(model.name, model.size, _name_precision(chosen[0]), name, peak)
+        speed = find_speed(profile, {x.precision for x in chosen}) if profile is not None else None
+        times: tuple[float, ...] = ()
+        if speed is not None and name:
+            seconds = model.flops / speed.flops_per_s + model.moved[name] / speed.link_bytes_per_s
+            times = tuple(seconds * x for x in speed.error)
+        yield KnownFit(model.name, model.size, _name_precision(chosen[0]), name, peak, times)
 
 
 def _name_precision(outlook: Outlook) -> str:

@@ -132,6 +132,12 @@ def format_about(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def format_range(least: float, most: float) -> str:
+    """`15 min to 31 min`; one of the two where they read alike."""
+    first, last = format_about(least), format_about(most)
+    return first if first == last else f"{first} to {last}"
+
+
 def list_some(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

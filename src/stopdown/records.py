@@ -882,7 +882,9 @@ class KnownFit(Displayed):
         size: of what it makes: `49 frames of 480x720`.
         precision: of its denoiser, in words: `fp16 with a plan`.
         strategy: the fastest that fits: `component+tiling`; "" where none does.
-        peak_bytes: of that strategy; of the smallest where none fits.
+        peak_bytes: of that strategy, as the allocator reserves it; of the smallest where none fits.
+        seconds: the least and the most that 50 steps take, by published rates and their error; empty where
+            none are known.
     """
 
     model: str
@@ -890,6 +892,7 @@ class KnownFit(Displayed):
     precision: str
     strategy: str
     peak_bytes: int
+    seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

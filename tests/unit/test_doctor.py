@@ -191,9 +191,22 @@ def test_stored_peaks_are_those_of_the_benchmark() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_predicted.json"
     known = json.loads(path.read_text())["results"]
     for model in read_models():
-        found = known[model.name.removesuffix(" (fp16 variant)")]["peak_bytes"]
+        found = known[model.name.removesuffix(" (fp16 variant)")]["reserved_bytes"]
         assert model.peaks == {name: found[name] for name in model.peaks}
         assert min(model.peaks.values()) == min(found.values())
+        stored = known[model.name.removesuffix(" (fp16 variant)")]
+        assert model.moved == {name: stored["moved_bytes"][name] for name in model.peaks}
+        assert model.flops == pytest.approx(stored["flops"], rel=1e-3)
+
+
+def test_how_long_a_clip_takes() -> None:
+    """On an A100 and an H100 the range holds what the model's card says: 180 and 90 s."""
+    for name, published in (("a100", 180), ("h100", 90)):
+        (fit,) = (x for x in examine(name).devices[0].fits if x.model == "CogVideoX-5B")
+        assert fit.seconds[0] <= published <= fit.seconds[1]
+    (slow,) = (x for x in examine("t4").devices[0].fits if x.model == "CogVideoX-5B")
+    assert slow.strategy == "block+tiling"
+    assert slow.seconds[0] > 600
 
 
 def test_switches_are_read_as_they_stand() -> None:
@@ -285,7 +298,7 @@ def test_the_page_of_a_profile(run: Run) -> None:
     assert code == 0
     assert "NVIDIA T4, compute capability 7.5, 14.6 GiB" in out
     assert (
-        "CogVideoX-5B, 49 frames of 720x480: fits in fp16 with a plan, memory strategy component+tiling"
+        "CogVideoX-5B, 49 frames of 720x480: fits in fp16 with a plan, memory strategy block+tiling"
         in out
     )
     assert "(from its profile; nothing was measured)" in out

@@ -278,6 +278,24 @@ def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> 
 
 
 @pytest.mark.thorough
+def test_weights_read_from_disk_at_every_step_are_said_first(folder: Path) -> None:
+    """Blocks that come from files at each step are no plain yes, and the time is that of a disk."""
+    rows = forecast(folder, verbose=True, host_memory="1KiB", steps=50).rows
+    blocks = min(x.peak_bytes for x in rows if x.strategy.startswith("leaf"))
+    limit = f"{blocks / 0.95 / 2**10 + 1:.0f}KiB"
+    slow = forecast(folder, memory=limit, host_memory="1KiB", steps=50)
+    fast = forecast(folder, memory=limit, steps=50)
+    assert slow.fits
+    assert slow.answer.startswith("It fits only from disk, about ")
+    assert " read at every step: " in slow.answer
+    assert fast.answer.startswith("Yes, it fits: ")
+    assert fast.seconds is not None
+    assert slow.seconds is not None
+    assert slow.seconds > 10 * fast.seconds
+    assert any("files at 0.5 GB/s" in reason for reason in slow.reasons)
+
+
+@pytest.mark.thorough
 def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
     """A T4 has less than 15 GiB; that is said once, and the forecast goes by what it has."""
     said: list[str] = []

@@ -14,7 +14,7 @@ from stopdown.app.flags import CommandOptions
 from stopdown.devices.device_profiles import find_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
-from stopdown.number_formats import format_bytes
+from stopdown.number_formats import format_bytes, format_range
 from stopdown.records import DeviceHealth, MachineHealth, group_components
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
     for fit in device.fits:
         peak = format_bytes(fit.peak_bytes)
         told = f"fits in {fit.precision}, memory strategy {fit.strategy}, about {peak} of {has}"
+        if fit.seconds:
+            told += f", {format_range(*fit.seconds)} for 50 steps"
         if not fit.strategy:
             told = f"does not fit: {fit.precision} takes at least {peak}, and there are {has}"
         print_prose(console, f"  {fit.model}, {fit.size}: {told}")

@@ -16,7 +16,7 @@ from stopdown.app.display import Display
 from stopdown.app.registration import describe_command
 from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
-from stopdown.number_formats import format_about, format_bytes
+from stopdown.number_formats import format_bytes, format_range
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.pipelines.requests import (
     MEDIA,
@@ -77,7 +77,13 @@ def fit_source(
         needed, request = list_needed_fields(type(pipe)), complete_request(pipe, read)
         answers: Answers = {}
         try_way = functools.partial(
-            _try_way, source, profile=profile, options=options, display=display, answers=answers
+            _try_way,
+            source,
+            profile=profile,
+            options=options,
+            display=display,
+            answers=answers,
+            host_limit=host_limit,
         )
         shows_all = options.verbose or options.json
         tried = [try_way(first, request=request, limit=0 if shows_all else limit)]
@@ -115,7 +121,9 @@ def fit_source(
         download_bytes=count_download(source),
         decisions=describe_choices(way),
     )
-    answer = _answer(made, prediction) if prediction else _refuse(made, tried)
+    speed = next((x.speed for x in tried if x.plan is way), None)
+    error = speed.error if speed is not None else (1.0, 1.0)
+    answer = _answer(made, prediction, error) if prediction else _refuse(made, tried)
     can_run = made.fits or reduced is not None
     command = _name_command(made, options, needed, sizes) if can_run else ""
     return dataclasses.replace(made, answer=answer, command=command)
@@ -128,8 +136,14 @@ def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int
     return prediction.stored_bytes
 
 
-def _answer(made: MemoryForecast, prediction: Prediction) -> str:
-    """`Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`."""
+def _answer(
+    made: MemoryForecast, prediction: Prediction, error: tuple[float, float] = (1.0, 1.0)
+) -> str:
+    """`Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`.
+
+    Args:
+        error: what runs took over estimates of their time.
+    """
     parts = [
         f"{_compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)} on the device",
         made.chosen.replace("+", " + "),
@@ -141,7 +155,12 @@ def _answer(made: MemoryForecast, prediction: Prediction) -> str:
     if made.download_bytes:
         parts.append(f"{format_bytes(made.download_bytes)} to download")
     if made.seconds is not None:
-        parts.append(f"about {format_about(made.seconds)}")
+        parts.append(f"about {format_range(*(made.seconds * x for x in error))}")
+    from_disk = made.host_limit_bytes and not made.host_bytes and prediction.stored_bytes
+    steps = made.request["steps"] or 1
+    if from_disk and prediction.moved_bytes > 2 * prediction.stored_bytes:
+        read = format_bytes(prediction.moved_bytes // steps)
+        return f"It fits only from disk, about {read} read at every step: {', '.join(parts)}"
     return f"Yes, it fits: {', '.join(parts)}"
 
 
@@ -206,10 +225,12 @@ def _try_way(
     display: Display,
     answers: Answers,
     limit: int = 0,
+    host_limit: int | None = None,
 ) -> Fit:
     """What every strategy takes in one precision, those that cost the least time first.
 
     Args:
+        host_limit: weights that wait and take more are read from their files each time.
         limit: where everything fits into it as it is, no other strategy is tried.
     """
     from stopdown.memory.caching_allocator import find_workspace
@@ -238,6 +259,9 @@ def _try_way(
     device = options.device or "auto"
     wide = _find_speed(device, {"fp32"}) if find_fp32_share(way) else None
     speed = weigh_speed(way, _find_speed(device, formats), wide)
+    stored = max(one.stored_bytes for one in fit.predictions)
+    if speed is not None and host_limit is not None and stored > host_limit:
+        speed = speed.read_from_disk()
     return dataclasses.replace(sort_by_time(fit, speed), plan=way)
 
 
