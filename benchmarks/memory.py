@@ -34,7 +34,7 @@ from full_folders import write_configs
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import describe_machine
 from stopdown.memory.caching_allocator import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
-from stopdown.memory.forecast import USABLE_SHARE, Fit, choose, predict_all, sort_by_time
+from stopdown.memory.forecast import USABLE_SHARE, Fit, Room, choose, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
@@ -275,7 +275,9 @@ def run_predicted(name: str) -> dict[str, Any]:
         if name.startswith("SVD"):
             request = Request(image=np.zeros((576, 1024, 3), np.uint8), steps=50)
         arguments = build_arguments(pipe, request)
-        fit = predict_all(pipe, arguments, steps=50, on_cpu=False, workspace_bytes=WORKSPACE_BYTES)
+        fit = predict_all(
+            pipe, arguments, steps=50, on_cpu=False, room=Room(workspace_bytes=WORKSPACE_BYTES)
+        )
     found = {x.strategy.name: x for x in fit.predictions}
     print(name, parts, {key: x.reserved_bytes for key, x in found.items()}, flush=True)
     return {
@@ -340,7 +342,11 @@ def run_reserved(name: str) -> dict[str, Any]:
         arguments = build_arguments(pipe, Request(prompt=PROMPT, steps=2, **stored["request"]))
         begun = time.perf_counter()
         fit = predict_all(
-            pipe, arguments, steps=2, on_cpu=False, workspace_bytes=HOPPER_WORKSPACE_BYTES
+            pipe,
+            arguments,
+            steps=2,
+            on_cpu=False,
+            room=Room(workspace_bytes=HOPPER_WORKSPACE_BYTES),
         )
     elapsed_s = time.perf_counter() - begun
     speed = Speed(5e14, 2e10, "in the order of an H200")

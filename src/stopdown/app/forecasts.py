@@ -76,15 +76,13 @@ def fit_source(
         pipe = build_way(source, first)
         needed, request = list_needed_fields(type(pipe)), complete_request(pipe, read)
         answers: Answers = {}
-        try_way = functools.partial(
-            _try_way,
-            source,
-            profile=profile,
-            options=options,
-            display=display,
-            answers=answers,
-            host_limit=host_limit,
+        predict = functools.partial(
+            _try_way, source, profile=profile, options=options, display=display, answers=answers
         )
+
+        def try_way(way: Plan, **given: Any) -> Fit:
+            return _count_disk(predict(way, **given), host_limit)
+
         shows_all = options.verbose or options.json
         tried = [try_way(first, request=request, limit=0 if shows_all else limit)]
         chosen, reduced = choose_way(tried, limit), None
@@ -225,16 +223,14 @@ def _try_way(
     display: Display,
     answers: Answers,
     limit: int = 0,
-    host_limit: int | None = None,
 ) -> Fit:
     """What every strategy takes in one precision, those that cost the least time first.
 
     Args:
-        host_limit: weights that wait and take more are read from their files each time.
         limit: where everything fits into it as it is, no other strategy is tried.
     """
     from stopdown.memory.caching_allocator import find_workspace
-    from stopdown.memory.forecast import predict_all, sort_by_time
+    from stopdown.memory.forecast import Room, predict_all, sort_by_time
     from stopdown.plans.precision_and_memory import (
         build_way,
         find_fp32_share,
@@ -252,17 +248,23 @@ def _try_way(
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         answers=answers,
-        limit_bytes=limit,
-        workspace_bytes=find_workspace(profile),
+        room=Room(limit, find_workspace(profile)),
         progress=lambda done, total: display.progress("predict", f"in {way.chosen}", done, total),
     )
     device = options.device or "auto"
     wide = _find_speed(device, {"fp32"}) if find_fp32_share(way) else None
     speed = weigh_speed(way, _find_speed(device, formats), wide)
-    stored = max(one.stored_bytes for one in fit.predictions)
-    if speed is not None and host_limit is not None and stored > host_limit:
-        speed = speed.read_from_disk()
     return dataclasses.replace(sort_by_time(fit, speed), plan=way)
+
+
+def _count_disk(fit: Fit, host_limit: int) -> Fit:
+    """Return the same with the time of a disk where weights that wait take more than the host has."""
+    from stopdown.memory.forecast import sort_by_time
+
+    stored = max(one.stored_bytes for one in fit.predictions)
+    if fit.speed is None or stored <= host_limit:
+        return fit
+    return sort_by_time(fit, fit.speed.read_from_disk())
 
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:

@@ -44,7 +44,7 @@ def find_workspace(profile: Profile) -> int | None:
     """
     if profile.kind in ("cpu", "mps"):
         return None
-    return HOPPER_WORKSPACE_BYTES if profile.capability == "9.0" else WORKSPACE_BYTES
+    return HOPPER_WORKSPACE_BYTES if profile.number == (9, 0) else WORKSPACE_BYTES
 
 
 class OutOfMemory(Exception):

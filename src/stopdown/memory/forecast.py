@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stopdown.component_calls.components import find_components, is_autoencoder
 from stopdown.interception.patches import Patches
@@ -53,6 +53,18 @@ class Fit:
     speed: Speed | None = None
 
 
+class Room(NamedTuple):
+    """What there is on a device.
+
+    Attributes:
+        limit_bytes: where a run with nothing made smaller stays within it, no other variant is run.
+        workspace_bytes: by `find_workspace`; None where the device's allocator reserves nothing.
+    """
+
+    limit_bytes: int = 0
+    workspace_bytes: int | None = None
+
+
 def predict_all(
     pipe: Any,
     arguments: dict[str, Any],
@@ -62,8 +74,7 @@ def predict_all(
     on_cpu: bool = True,
     answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
-    limit_bytes: int = 0,
-    workspace_bytes: int | None = None,
+    room: Room = Room(),
 ) -> Fit:
     """A dry run of every variant, and predict every strategy.
 
@@ -73,8 +84,6 @@ def predict_all(
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
-        limit_bytes: where a run with nothing made smaller stays within it, no other variant is run.
-        workspace_bytes: by `find_workspace`; None where the device's allocator reserves nothing.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
@@ -92,11 +101,11 @@ def predict_all(
     def foresee(one: Strategy) -> Prediction:
         run = found[one.variant]
         made = predict(run, one, steps=steps)
-        if workspace_bytes is None:
+        if room.workspace_bytes is None:
             return made
         key = one.placement, tuple(id(call.events) for call in run.calls)
         if key not in reserved:  # slicing leaves the calls of a batch of one as they are
-            reserved[key] = count_reserved(run, one, workspace_bytes=workspace_bytes)
+            reserved[key] = count_reserved(run, one, workspace_bytes=room.workspace_bytes)
         return dataclasses.replace(made, reserved_bytes=reserved[key])
 
     for number, (variant, strategy) in enumerate(variants.items()):
@@ -107,7 +116,7 @@ def predict_all(
             listener = MemoryListener(fused=fused, on_cpu=on_cpu, sign=strategy.sign)
             found[variant] = listen_to_run(pipe, arguments, listener, answers)
         plain = found[Strategy().variant]  # the first
-        if number == 0 and _fits(foresee(Strategy()), limit_bytes):
+        if number == 0 and _fits(foresee(Strategy()), room.limit_bytes):
             break
     fitting = [
         s

@@ -29,6 +29,7 @@ from stopdown.interception.patches import Patches
 from stopdown.memory.forecast import (
     USABLE_SHARE,
     Fit,
+    Room,
     choose,
     find_smallest,
     predict_all,
@@ -165,7 +166,7 @@ def predict_run(
         steps=steps,
         fused=fused,
         on_cpu=device.startswith("cpu"),
-        workspace_bytes=workspace_bytes,
+        room=Room(workspace_bytes=workspace_bytes),
     )
     return sort_by_time(predicted, speed)
 
