@@ -65,6 +65,9 @@ class Room(NamedTuple):
     workspace_bytes: int | None = None
 
 
+NO_LIMIT = Room()
+
+
 def predict_all(
     pipe: Any,
     arguments: dict[str, Any],
@@ -74,7 +77,7 @@ def predict_all(
     on_cpu: bool = True,
     answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
-    room: Room = Room(),
+    room: Room = NO_LIMIT,
 ) -> Fit:
     """A dry run of every variant, and predict every strategy.
 
