@@ -57,9 +57,10 @@ class Example:
 def make_example(name: str, seed: int = 0) -> tuple[nn.Module, list[Call]]:
     """A model of the table with random weights, and its calls."""
     torch.manual_seed(seed)
-    module = EXAMPLES[name].build().eval().requires_grad_(False)
+    example = (EXAMPLES | DENOISERS_OF_2026)[name]
+    module = example.build().eval().requires_grad_(False)
     randomise(module)
-    return module, EXAMPLES[name].calls(module)
+    return module, example.calls(module)
 
 
 def randomise(module: nn.Module) -> None:
@@ -82,14 +83,15 @@ def scale_weights(module: nn.Module, pattern: str, exponent: int) -> int:
     return len(found)
 
 
-def run_calls(calls: list[Call], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The outputs of all calls, with floating inputs in `dtype`."""
+def run_calls(calls: list[Call], dtype: torch.dtype, least_dim: int = 2) -> list[torch.Tensor]:
+    """The outputs of all calls, with floating inputs of so many dimensions or more in `dtype`."""
     from stopdown.numerics import iterate_tensors
 
     outputs: list[torch.Tensor] = []
     with torch.no_grad():
         for call, args, kwargs in calls:
-            found = call(*cast_tree(args, dtype), **cast_tree(dict(kwargs), dtype))
+            own, named = cast_tree((args, dict(kwargs)), dtype, least_dim)
+            found = call(*own, **named)
             outputs += [x for x in iterate_tensors(found) if x.is_floating_point()]
     return outputs
 
@@ -510,6 +512,134 @@ EXAMPLES: dict[str, Example] = {
         _forward(**_TEXT_CALL), _TEXT_WAYS,
     ),
 }  # fmt: skip
+
+
+_WIDE: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+_NOISE = {"timestep": lambda: torch.tensor([0.7])}
+
+
+def _places(count: int, axes: int = 3) -> Callable[[], torch.Tensor]:
+    return lambda: torch.stack([torch.arange(count)] * axes, 1)
+
+
+DENOISERS_OF_2026: dict[str, Example] = {
+    "Kandinsky 6": Example(
+        from_diffusers(
+            "Kandinsky6Transformer3DModel", in_visual_dim=4, out_visual_dim=4, in_text_dim=24,
+            in_text_dim2=16, time_dim=32, model_dim=32, ff_dim=64, num_text_blocks=1, num_visual_blocks=2,
+            axes_dims=(4, 6, 6), visual_cond=False, in_audio_dim=4, out_audio_dim=4,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 2, 4, 4, 4), encoder_hidden_states=lambda: _random(1, 6, 24),
+            pooled_projections=lambda: _random(1, 16), timestep=lambda: torch.tensor([700.0]),
+        ),
+        ("gated product",),
+    ),
+    "Qwen-Image 2.1": Example(
+        from_diffusers(
+            "QwenImage21Transformer2DModel", **_WIDE, patch_size=1, in_channels=8, out_channels=8,
+            context_in_dim=24, axes_dims_rope=(4, 6, 6),
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 16, 8), encoder_hidden_states=lambda: _random(1, 6, 24),
+            **_NOISE, img_shapes=lambda: [[(1, 4, 4)]], img_mask=lambda: torch.arange(10)[None] > 5,
+            encoder_hidden_states_mask=lambda: torch.ones(1, 6, dtype=torch.bool),
+        ),
+        ("residual", "attention values"),
+    ),
+    "Krea 2": Example(
+        from_diffusers(
+            "Krea2Transformer2DModel", **_WIDE, in_channels=8, num_key_value_heads=1, intermediate_size=48,
+            timestep_embed_dim=16, text_hidden_dim=24, num_text_layers=3, text_num_attention_heads=2,
+            text_num_key_value_heads=2, text_intermediate_size=32, num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 16, 8), encoder_hidden_states=lambda: _random(1, 6, 3, 24),
+            **_NOISE, position_ids=_places(22),
+        ),
+        ("residual", "attention values"),
+    ),
+    "MiniMax H3": Example(
+        from_diffusers(
+            "MiniMaxH3Transformer3DModel", **_WIDE, hidden_size=32, num_refiner_layers=1, ffn_dim=48,
+            in_channels=2, audio_in_channels=4, text_dim=24, time_embed_hidden_dim=32, time_embed_dim=16,
+            rope_freq_dim=2,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 8, 8), audio_hidden_states=lambda: _random(1, 4, 4),
+            encoder_hidden_states=lambda: _random(1, 6, 24), **_NOISE,
+            timestep_indices=lambda: torch.zeros(18, dtype=torch.long),
+            token_tags=lambda: torch.tensor([1] * 6 + [0] * 8 + [2] * 4), position_ids=_places(18),
+            text_indices=lambda: torch.arange(6), video_indices=lambda: torch.arange(6, 14),
+            audio_indices=lambda: torch.arange(14, 18),
+        ),
+        ("residual", "gated product"),
+    ),
+    "MiniMax Music 3": Example(
+        from_diffusers(
+            "MiniMaxMusic3Transformer1DModel", **_WIDE, in_channels=8, condition_dim=16, ff_inner_dim=48,
+            rotary_dim=8, fourier_embedding_dim=16,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 8, 12), encoder_hidden_states=lambda: _random(1, 12, 16),
+            **_NOISE,
+        ),
+        ("residual", "attention values"),
+    ),
+    "ACE-Step 1.5": Example(
+        from_diffusers(
+            "AceStepTransformer1DModel", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, in_channels=24,
+            audio_acoustic_hidden_dim=8, patch_size=2, sliding_window=16,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 8, 8), encoder_hidden_states=lambda: _random(1, 10, 32),
+            **_NOISE, timestep_r=lambda: torch.tensor([0.2]), context_latents=lambda: _random(1, 8, 16),
+        ),
+        ("residual", "gated product"),
+    ),
+    "Cosmos 3": Example(
+        from_diffusers(
+            "Cosmos3OmniTransformer", head_dim=8, hidden_act="relu2", hidden_size=16, intermediate_size=24,
+            latent_channel=4, latent_patch_size=1, num_attention_heads=2, num_hidden_layers=2,
+            num_key_value_heads=1, patch_latent_dim=4, qk_norm_for_text=False, rms_norm_eps=1e-5,
+            rope_axes_dim=[2, 1, 1], rope_theta=1e4, vocab_size=32,
+        ),
+        _forward(
+            input_ids=lambda: torch.tensor([1, 2]), text_indexes=lambda: torch.tensor([0, 1]),
+            position_ids=lambda: _places(6)().T, und_len=2, sequence_length=6,
+            vision_tokens=lambda: [_random(1, 4, 1, 2, 2)], vision_token_shapes=lambda: [(1, 2, 2)],
+            vision_sequence_indexes=lambda: torch.arange(2, 6),
+            vision_mse_loss_indexes=lambda: torch.arange(2, 6),
+            vision_timesteps=lambda: torch.ones(4), vision_noisy_frame_indexes=lambda: [torch.tensor([0])],
+        ),
+        ("residual", "attention values"),
+    ),
+    "DreamLite": Example(
+        from_diffusers(
+            "DreamLiteUNetModel", sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32),
+            down_block_types=("DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteCrossAttnDownBlock2D"),
+            up_block_types=("DreamLiteCrossAttnUpBlock2D", "DreamLiteUpBlock2D"), cross_attention_dim=16,
+            attention_head_dim=8, layers_per_block=1, norm_num_groups=4, transformer_layers_per_block=1,
+        ),
+        _forward(**_UNET_CALL), ("attention values",),
+    ),
+    "SANA-WM": Example(
+        from_diffusers(
+            "SanaWMTransformer3DModel", in_channels=4, num_layers=2, hidden_size=32, num_attention_heads=2,
+            softmax_every_n=2, linear_head_dim=16, chunk_plucker_channels=6,
+            chunk_plucker_post_attn_blocks=2, caption_channels=24,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 2, 4, 4), timestep=lambda: torch.full((1, 1, 2), 500.0),
+            encoder_hidden_states=lambda: _random(1, 1, 6, 24),
+            encoder_attention_mask=lambda: torch.ones(1, 6),
+        ),
+        ("attention values", "residual"),
+    ),
+}  # fmt: skip
+"""Families that came in 2026, by the class that denoises."""
 """Class, as users call it, to its tiny model."""
 
 
