@@ -610,7 +610,7 @@ class ComponentPlan(Displayed):
         reasons: whole sentences.
         stored: format of most of its weights on disk; None when unknown.
         kept_fp32: parts that stay in fp32.
-        code: functions and hooks on it that were not its classes' own.
+        code: functions on it that were not its classes' own.
     """
 
     component: str

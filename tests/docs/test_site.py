@@ -127,7 +127,9 @@ def test_sizes_in_prose_are_those_of_the_model(figures: Any) -> None:
     }
     for page in figures.PAGES:
         prose = figures.MARK.sub("", page.read_text(encoding="utf-8"))
-        assert {int(found) for found in re.findall(r"\b(\d+) GB\b", prose)} <= sizes, page.name
+        assert {int(found) for found in re.findall(r"(?<![\d.])(\d+) GB\b", prose)} <= sizes, (
+            page.name
+        )
 
 
 def test_a_figure_follows_its_result(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:

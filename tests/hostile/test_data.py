@@ -172,13 +172,20 @@ RECORDS = [
 ]
 
 SHOWN = [
-    give("a call without a decision", REPORT, put_run(decisions=[]), 0, "╭", left=("out.html",)),
+    give(
+        "a call without a decision",
+        REPORT,
+        put_run(decisions=[]),
+        0,
+        "circle.mp4",
+        left=("out.html",),
+    ),
     give(
         "stages that sum to 0",
         REPORT,
         put_run(stages_s={"a": -1, "b": 1}),
         0,
-        "╭",
+        "circle.mp4",
         left=("out.html",),
     ),
     give(
@@ -186,7 +193,7 @@ SHOWN = [
         REPORT,
         put_run(elapsed_s=1e308, stages_s={"a": 1e308, "b": 1e308}, peak_bytes=2**63),
         0,
-        "╭",
+        "circle.mp4",
         left=("out.html",),
     ),
     give(
@@ -199,7 +206,7 @@ SHOWN = [
             request={HOSTILE: HOSTILE, "prompt": HOSTILE},
         ),
         0,
-        "╭",
+        "circle.mp4",
         left=("out.html",),
     ),
     give(
@@ -217,7 +224,7 @@ SHOWN = [
             ]
         ),
         0,
-        "╭",
+        "circle.mp4",
         left=("out.html",),
     ),
     give(

@@ -211,7 +211,9 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     assert unet.calls >= 1
     assert unet.effect <= file_exponents.EFFECT_LIMIT
     assert any(
-        x.startswith(f"For {len(unet.eps_left)} of its norms, no configuration")
+        x.startswith(
+            f"{len(unet.eps_left)} norms keep their original eps, because no configuration"
+        )
         for x in unet.reasons
     )
     assert record.load == (

@@ -428,8 +428,7 @@ def test_what_a_pipeline_refuses_is_one_message(run: Any, monkeypatch: pytest.Mo
     with pytest.raises(InputError) as caught:
         run("cogvideox")
     assert str(caught.value) == (
-        "CogVideoXPipeline refused the request: `guidance_scale` must be odd. Change the option that it "
-        "names."
+        "CogVideoXPipeline refused the request: `guidance_scale` must be odd. Change `guidance`."
     )
 
 

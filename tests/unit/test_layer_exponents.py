@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import FunctionType
 
 import torch
 
@@ -32,11 +33,10 @@ def watch(module: torch.nn.Module, call: Mapping[str, torch.Tensor]) -> Values:
     def note(layer: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         found[names[layer]] = (args[0].clone(), layer.weight.detach().clone(), output.clone())
 
-    note.__module__ = (
-        "stopdown"  # it is to see the exponents, for which a user's hook takes them off
-    )
     names = {part: name for name, part in module.named_modules() if isinstance(part, LAYERS)}
-    handles = [part.register_forward_hook(note) for part in names]
+    # it is to see the exponents, for which a user's hook takes them off
+    see = FunctionType(note.__code__, {"__name__": "stopdown"}, closure=note.__closure__)
+    handles = [part.register_forward_hook(see) for part in names]
     with torch.no_grad():
         module(**call)
     for handle in handles:

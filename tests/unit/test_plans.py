@@ -556,21 +556,19 @@ def test_a_component_left_as_loaded_takes_what_a_planned_one_gives() -> None:
     assert (found - want).norm() < 1e-3 * want.norm()
 
 
-@pytest.mark.parametrize("way", ["function", "hook"])
 @torch.no_grad()
-def test_a_plan_is_refused_where_other_code_runs(way: str) -> None:
+def test_a_plan_is_refused_where_other_code_runs() -> None:
     """What somebody put in a layer's place since the plan was made is named, and nothing is changed."""
     from stopdown import apply_plan, make_plan
 
     module, x = Branch(use(lambda h: h)), torch.randn(4, 16)
     plan = make_plan(module, run=lambda: module(x))
     own = module.first.forward
-    if way == "function":
-        module.first.forward = lambda h: own(h) + h  # type: ignore[method-assign]
-    else:
-        module.first.register_forward_hook(lambda _, args, output: output + args[0])
-    want, place = module(x), "first.forward" if way == "function" else "a hook on first"
-    with pytest.raises(PlanError, match=f"runs other code than it was made for, with {place}"):
+    module.first.forward = lambda h: own(h) + h  # type: ignore[method-assign]
+    want = module(x)
+    with pytest.raises(
+        PlanError, match=r"runs other code than it was made for, with first\.forward"
+    ):
         apply_plan(module, plan)
     assert torch.equal(module(x), want)
     changed = make_plan(module, run=lambda: module(x))

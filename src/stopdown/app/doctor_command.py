@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show which precisions this machine supports and which models fit.
+    """Show this machine's precisions and which models fit.
 
     The answer comes first; costs and known problems follow.
 

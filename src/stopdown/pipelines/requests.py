@@ -384,7 +384,7 @@ def explain_stop(
         f"{pipeline_class.__name__} stopped: {type(error).__name__}: {take_first_line(error)[:300]}",
         expected=" ".join(filter(None, said)),
         remedy='Run it again with precision="fp32": if that stops as well, the cause is in the model or '
-        "the request. To see the whole traceback, use --verbose.",
+        "the request.",
     )
 
 

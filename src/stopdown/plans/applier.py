@@ -7,7 +7,8 @@ of all components are compared with those that the plan left, and the error name
 components that are missing or new: every difference in one message; exponents with which a weight
 leaves the format that it is cast to, or vanishes in it; `.float()`, `.half()`, `.to(dtype)` of
 components and of the whole pipeline, if a call fails.
-**Does not catch** weights that differ only between the sampled values; a cast after which every call
+**Does not catch** weights that differ only between the sampled values; hooks that were put on or taken off
+since a plan was made; a cast after which every call
 still runs: the component then computes in its new dtype; what a guard watches: it explains or repairs
 such calls itself.
 """

@@ -292,12 +292,12 @@ def _sign_program(
     Code is compared by the graphs that it gives: closures, functions of other modules and tables in plain
     attributes are in them.
     """
-    signs: list[object] = [known]
+    weights = [(name, type(x).__name__, sample_weights(x)) for name, x in modules.items()]
+    signs: list[object] = [known, weights]
     try:
-        for name, module in modules.items():
-            with bared(module):
-                graphs = traced[name].sign() if name in traced else ""
-            signs.append((name, type(module).__name__, sample_weights(module), graphs))
+        for name, one in traced.items():
+            with bared(modules[name]):
+                signs.append((name, one.sign()))
     except CaptureError:
         return ""
     return _hash(signs)

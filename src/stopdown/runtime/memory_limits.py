@@ -168,6 +168,10 @@ def _predict_loaded(loaded: LoadedPipeline, request: Request, device: Device) ->
     return predict_pipe(loaded.pipe, formats, request, device)
 
 
+SEGMENTED = ("cuda", "xpu")
+"""Devices whose allocator takes segments, as PyTorch names them: those of ROCm are `cuda`."""
+
+
 def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
     """What every strategy of a run takes.
 
@@ -182,5 +186,7 @@ def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: 
         fused=has_fused_attention(describe_device(device), formats),
         speed=speeds.measure_speed(device, formats),
         device=device.torch_name,
-        workspace_bytes=find_workspace(describe_device(device)),
+        workspace_bytes=find_workspace(describe_device(device))
+        if device.type in SEGMENTED
+        else None,
     )

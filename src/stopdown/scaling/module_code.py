@@ -211,7 +211,7 @@ def _identify(value: Any) -> object:
 
 
 def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
-    """List in words the functions and hooks of a module that are neither its classes' nor a library's."""
+    """List in words the functions of a module that are neither its classes' nor a library's."""
     parts = list(module.named_modules())
     own = [
         ".".join(filter(None, (path, name)))
@@ -228,10 +228,7 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
         and _is_function(_strip(value))
         and _is_elsewhere(one, _strip(value))
     ]
-    hooks = [
-        f"a hook on {path}" if path else "a hook on all modules" for path, _ in _list_hooks(parts)
-    ]
-    return tuple(dict.fromkeys((*own, *functions, *hooks)))
+    return tuple(dict.fromkeys((*own, *functions)))
 
 
 def _is_elsewhere(functions: Functions, value: Any) -> bool:
