@@ -22,7 +22,7 @@ from models.comparisons import make_comparison
 from stopdown.records import to_json
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--device", "cpu")
-MIXED = ("--precision", "fp16", "--device", "v100", "--fix")
+MIXED = ("--precision", "fp16-plain", "--device", "v100", "--fix")
 OTHER = {"plan.json": "run", "clip.mp4.json": "plan", "page.html.json": "run"}
 
 
