@@ -67,7 +67,7 @@ class CallMemory:
     entries: dict[str, int] = field(default_factory=dict, repr=False)
     shapes: tuple[tuple[int, ...], ...] = ()
     strays: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
-    events: list[Event] = field(default_factory=list, repr=False)
+    events: list[Event] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -98,7 +98,7 @@ class RunMemory:
     between_bytes: int
     steps: int
     tensors: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
-    trace: tuple[CallMemory | list[Event], ...] = field(default=(), repr=False)
+    trace: tuple[CallMemory | list[Event], ...] = field(default=(), repr=False, compare=False)
 
     def weigh(self, component: str) -> int:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
