@@ -189,12 +189,7 @@ def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...
     Args:
         parts: path and module of each, the module itself first.
     """
-    own = [
-        (path, name, _identify(found))
-        for path, part in parts
-        for name, value in vars(part).items()
-        if is_code(part, name) and (found := find_own_code(part, name, value)) is not MISSING
-    ]
+    own = [(path, name, _identify(found)) for path, name, found in _list_set_code(parts)]
     functions = [
         (one.path, name, id(_strip(value)))
         for one in list_functions(part for _, part in parts)
@@ -203,6 +198,18 @@ def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...
     ]
     hooks = [(path, id(hook)) for path, hook in _list_hooks(parts)]
     return *((path, id(type(part))) for path, part in parts), *own, *functions, *hooks
+
+
+def _list_set_code(
+    parts: Sequence[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield path, name and function of what is set on a part in the place of its class's."""
+    for path, part in parts:
+        for name, value in vars(part).items():
+            if is_code(part, name):
+                found = find_own_code(part, name, value)
+                if found is not MISSING:
+                    yield path, name, found
 
 
 def _identify(value: Any) -> object:
@@ -215,9 +222,7 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
     parts = list(module.named_modules())
     own = [
         ".".join(filter(None, (path, name)))
-        for path, part in parts
-        for name, value in vars(part).items()
-        if is_code(part, name) and (found := find_own_code(part, name, value)) is not MISSING
+        for path, name, found in _list_set_code(parts)
         if not is_from(found, _LIBRARIES)
     ]
     functions = [
