@@ -152,11 +152,8 @@ class Hooks:
         Args:
             parts: path and module of each, without the module itself: its hooks see what its caller sees.
         """
-        self._tables = [
-            *((path, [x._forward_hooks, x._forward_pre_hooks]) for path, x in parts),
-            ("", [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]),
-        ]
-        self._first = {number for _, tables in self._tables for x in tables for number in x}
+        self._tables = _list_hook_tables(parts)
+        self._first = {number for _, table in self._tables for number in table}
         self._new: list[tuple[str, Any, int]] = []
         self._registered = RemovableHandle.next_id
 
@@ -169,8 +166,7 @@ class Hooks:
             self._registered = RemovableHandle.next_id
             self._new = [
                 (path, table, number)
-                for path, tables in self._tables
-                for table in tables
+                for path, table in self._tables
                 for number, hook in table.items()
                 if number not in self._first and not is_from(hook, _LIBRARIES)
             ]
@@ -249,18 +245,14 @@ def _is_elsewhere(functions: Functions, value: Any) -> bool:
 
 def _list_hooks(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, Any]]:
     """Path and hook of each foreign forward hook, but for those of the module itself."""
-    tables = [
-        *(
-            (path, table)
-            for path, x in parts[1:]
-            for table in (x._forward_hooks, x._forward_pre_hooks)
-        ),
+    for path, table in _list_hook_tables(parts[1:]):
+        yield from ((path, x) for x in table.values() if not is_from(x, _LIBRARIES))
+
+
+def _list_hook_tables(parts: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
+    """Path and table of the forward hooks of parts, and of those on all modules."""
+    return [
+        *((path, table) for path, x in parts for table in (x._forward_hooks, x._forward_pre_hooks)),
         ("", module_hooks._global_forward_hooks),
         ("", module_hooks._global_forward_pre_hooks),
     ]
-    return (
-        (path, hook)
-        for path, table in tables
-        for hook in table.values()
-        if not is_from(hook, _LIBRARIES)
-    )
