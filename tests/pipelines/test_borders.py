@@ -116,6 +116,7 @@ def casting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.filterwarnings("ignore:1 call of .* not certified")
 @pytest.mark.filterwarnings("ignore:.*The pipeline does not call it")
 @pytest.mark.filterwarnings("ignore:`connectors` returned finite values")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of bf16's reference
 def test_a_pipeline_casts_states_of_a_hundred_thousand_itself(
     casting: Callable[[str], Path], name: str, way: str
 ) -> None:

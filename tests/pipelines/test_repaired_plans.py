@@ -26,6 +26,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
+from stopdown.scaling.module_code import list_foreign_code
 
 pytestmark = pytest.mark.thorough
 
@@ -113,6 +114,15 @@ def test_a_repair_on_top_of_a_plan_with_fp32_modules(tmp_path: Any) -> None:
     }
 
 
+def plan_changed_code(pipe: Any, plan: Plan) -> Plan:
+    """Return the plan as one that was made under the code that is on a pipeline now."""
+    entries = [
+        dataclasses.replace(x, code=list_foreign_code(getattr(pipe, x.component)))
+        for x in plan.components
+    ]
+    return seal_plan(dataclasses.replace(plan, components=tuple(entries)))
+
+
 @pytest.mark.parametrize(
     ("module_path", "precision", "fp32_modules"),
     [("x_embedder", "fp16", ("x_embedder",)), ("", "bf16", ())],
@@ -128,7 +138,7 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     with (
         assert_untouched(pipe),
         inject(pipe, "transformer", step=0, module_path=module_path, lasting=True),
-        guard(pipe, plan, announce=quiet) as handle,
+        guard(pipe, plan_changed_code(pipe, plan), announce=quiet) as handle,
     ):
         call_pipeline(pipe, NAME)
         updated = handle.updated_plan()

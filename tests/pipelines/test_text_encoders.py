@@ -134,7 +134,8 @@ def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: f
     encoder, out = find_encoder(folder), tmp_path / "out"
     assert encoder is not None
     (entry,) = convert_encoder(encoder, out, certify=True).components
-    said = f"changes by at most {entry.effect:.1e}" if eps == 1e-2 else "is the same bit for bit"
+    most = f"changes the output by at most {100 * entry.effect:.2g} %"
+    said = most if eps == 1e-2 else "that changes no bit in"
     assert said in " ".join(entry.reasons)
     reference = run_encoder(folder, torch.float32)
     same = relative_l2(run_encoder(out, torch.float32), reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -244,8 +245,11 @@ def test_an_fp32_module_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     def note(owner: Any, args: Any, output: Any) -> None:
         seen.extend(x.dtype for x in iterate_tensors(output))
 
-    note.__module__ = "stopdown"  # a user's hook has the exponents taken off
-    after = module.get_submodule(path).register_forward_hook(note)
+    known = {"__name__": "stopdown", "iterate_tensors": iterate_tensors}
+    see = FunctionType(
+        note.__code__, known, closure=note.__closure__
+    )  # a user's takes exponents off
+    after = module.get_submodule(path).register_forward_hook(see)
     outputs = run_calls(calls, torch.float16)
     after.remove()
     cast.undo()

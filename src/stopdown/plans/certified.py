@@ -246,7 +246,7 @@ def certify_program(
         raise explain_run(f"The run called no module of the {type(program).__name__}.", "make_plan")
     bare = {name: _bring_bare(module) for name, module in modules.items()}
     traced = {
-        name: TracedCalls(module, calls.get(name, []))
+        name: _trace_bare(module, calls.get(name, []))
         for name, module in bare.items()
         if not (PLANNED in vars(modules[name]) or find_quantised(module))
     }
@@ -261,7 +261,7 @@ def certify_program(
         if name in traced:
             tensors = name_parameters(module)
             load = functools.partial(load_stored, tensors, find_aliases(module), dict)
-            with bared(bare[name]):  # a guard may be on it
+            with bared(bare[name]):
                 entry = _plan_component(context, name, bare[name], load, traced[name])
         elif PLANNED in vars(module):
             why = "It is under a plan already, of another pipeline that shares it."
@@ -284,6 +284,12 @@ def _bring_bare(module: torch.nn.Module) -> torch.nn.Module:
     return module if places <= {"cpu", "meta"} else copy_to_host(module)
 
 
+def _trace_bare(module: torch.nn.Module, made: Sequence[ComponentCall]) -> TracedCalls:
+    """Bind calls to a module as it is beneath a guard."""
+    with bared(module):
+        return TracedCalls(module, made)
+
+
 def _sign_program(
     modules: Mapping[str, torch.nn.Module], traced: Mapping[str, TracedCalls], known: object
 ) -> str:
@@ -296,7 +302,7 @@ def _sign_program(
     signs: list[object] = [known, weights]
     try:
         for name, one in traced.items():
-            with bared(modules[name]):
+            with bared(one.module):
                 signs.append((name, one.sign()))
     except CaptureError:
         return ""
@@ -577,6 +583,7 @@ class TracedCalls:
     """Calls of one component and their captures, each made once."""
 
     def __init__(self, module: torch.nn.Module, made: Sequence[ComponentCall]) -> None:
+        self.module = module
         self.calls: list[PlainCall] = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
         self.captures = Captures()
         self._made = made
