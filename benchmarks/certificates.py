@@ -46,8 +46,8 @@ from models.rescaling_models import (  # noqa: E402
 from stopdown import rescale_  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
-from stopdown.graph.nodes import operation  # noqa: E402
-from stopdown.scaling.folds import cast_  # noqa: E402
+from stopdown.scaling.folding.folds import cast_  # noqa: E402
+from stopdown.scaling.graph.nodes import operation  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 CLIMBS, STEPS = 12, 5

@@ -121,7 +121,7 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
     from stopdown.numerics import iterate_tensors
     from stopdown.plans import certified, plan_choice
     from stopdown.runtime import memory_limits
-    from stopdown.scaling.trial import PRODUCT_FUNCTIONS
+    from stopdown.scaling.trials.trial import PRODUCT_FUNCTIONS
 
     class WideProducts(torch.overrides.TorchFunctionMode):
         """Products of fp16 summed in fp32 and rounded once, as an accelerator does; else they take days."""

@@ -27,12 +27,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from models.rescaling_models import measure_call, randomise  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
-from stopdown.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
-from stopdown.graph.nodes import operation  # noqa: E402
-from stopdown.graph.range_measurement import _Runner  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling.measurement import Captures  # noqa: E402
-from stopdown.scaling.search import plan_stream  # noqa: E402
+from stopdown.scaling.graph.capture import Capture, capture_call, flatten_call  # noqa: E402
+from stopdown.scaling.graph.nodes import operation  # noqa: E402
+from stopdown.scaling.graph.range_measurement import _Runner  # noqa: E402
+from stopdown.scaling.trials.measurement import Captures  # noqa: E402
+from stopdown.scaling.trials.search import plan_stream  # noqa: E402
 
 DEPTHS = (2, 12, 42)
 SEEDS = (0, 1, 2)

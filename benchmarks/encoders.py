@@ -44,7 +44,7 @@ from models.encoder_models import (  # noqa: E402 (the path is set above)
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling.folds import cast_  # noqa: E402
+from stopdown.scaling.folding.folds import cast_  # noqa: E402
 from stopdown.scaling.rescale import rescale_  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -27,12 +27,12 @@ import torch
 from torch.fx import Node
 
 from stopdown.devices.environment import describe_machine
-from stopdown.graph.capture import Capture, build_fake, capture_call
-from stopdown.graph.nodes import arguments, is_float, operation, shape_of
-from stopdown.graph.range_measurement import Range
-from stopdown.scaling.folds import read_headroom
-from stopdown.scaling.problem import MeasuredCall, split_values
-from stopdown.scaling.search import find_scaling
+from stopdown.scaling.exponents.problem import MeasuredCall, split_values
+from stopdown.scaling.folding.folds import read_headroom
+from stopdown.scaling.graph.capture import Capture, build_fake, capture_call
+from stopdown.scaling.graph.nodes import arguments, is_float, operation, shape_of
+from stopdown.scaling.graph.range_measurement import Range
+from stopdown.scaling.trials.search import find_scaling
 
 RESULTS = Path(__file__).parent / "results"
 Result = TypeVar("Result")

@@ -474,9 +474,9 @@ class Calls:
     @contextmanager
     def following(self, pipe: Any, component: str) -> Iterator[None]:
         """While it is on, the component's calls are kept."""
-        from stopdown.component_calls.call_interception import Rank, intercept
         from stopdown.component_calls.components import find_callees
         from stopdown.interception.patches import Patches
+        from stopdown.scaling.calls.call_interception import Rank, intercept
 
         with Patches() as patches:
             for callee in find_callees(pipe):
@@ -570,7 +570,7 @@ def name_plan(folder: Path, stage: str) -> Path:
 
 def wide(stage: str) -> Any:
     """Products of fp16 summed in fp32, where the format is fp16."""
-    from stopdown.scaling.trial import WideProducts
+    from stopdown.scaling.trials.trial import WideProducts
 
     return WideProducts() if stage.startswith("fp16") else nullcontext()
 

@@ -32,9 +32,9 @@ import torch
 
 from stopdown.devices.environment import describe_machine
 from stopdown.numerics import measure_amax, relative_l2
-from stopdown.scaling.folds import cast_
+from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.trial import WideProducts
+from stopdown.scaling.trials.trial import WideProducts
 
 STORED = Path(__file__).parent / "results" / "minimax_h3.json"
 PUBLISHED = {

@@ -34,8 +34,8 @@ from models.rescaling_models import (  # noqa: E402
 )
 from stopdown.devices.environment import choose_device, describe_machine  # noqa: E402
 from stopdown.memory.speed import time_runs  # noqa: E402
-from stopdown.scaling.folds import cast_, fold_scaling  # noqa: E402
-from stopdown.scaling.search import find_scaling  # noqa: E402
+from stopdown.scaling.folding.folds import cast_, fold_scaling  # noqa: E402
+from stopdown.scaling.trials.search import find_scaling  # noqa: E402
 
 DEVICE = choose_device("cpu")
 

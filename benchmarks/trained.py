@@ -44,7 +44,7 @@ from models.trained_models import (  # noqa: E402 (the path is set above)
 )
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.scaling.trial import WideProducts  # noqa: E402
+from stopdown.scaling.trials.trial import WideProducts  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "trained.png"

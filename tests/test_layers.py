@@ -25,13 +25,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("interception",),
     ("numerics",),  # it leaves autocast
-    ("fold_names", "frames"),
-    ("diagnosis", "mapped_weights"),
-    ("graph",),
-    ("bounds", "component_calls"),
+    ("frames",),
+    ("diagnosis",),
+    ("scaling",),  # the core, with levels of its own
+    ("component_calls",),
     ("sources",),
     ("pipelines",),
-    ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
     ("plans",),
     ("checkpoints", "doctor", "dtype_rules"),  # they write, judge and foresee what plans make
@@ -47,6 +46,20 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
+
+SCALING_LEVELS: tuple[tuple[str, ...], ...] = (
+    ("fold_names",),
+    ("mapped_weights", "calls"),
+    ("graph",),  # a call becomes a graph
+    ("bounds", "exponents"),  # how large its values get; the equations between exponents
+    ("folding",),  # exponents become weights
+    ("certificate",),  # whether the exponents keep every bound in range
+    ("trials",),  # candidates are searched, tried and compared
+    ("watch",),  # later calls are held against those that the exponents are for
+    ("rescale",),
+    ("__init__",),
+)
+"""The same inside of `scaling`."""
 
 LIGHT = (
     "argument_types",
@@ -128,9 +141,9 @@ def iterate_imports_when_loaded(tree: ast.AST) -> Iterator[str]:
             yield from iterate_imports_when_loaded(node)
 
 
-def find_level(unit: str) -> int:
+def find_level(unit: str, levels: tuple[tuple[str, ...], ...] = LEVELS) -> int:
     """The row of a module in the table."""
-    rows = [row for row, units in enumerate(LEVELS) if unit in units]
+    rows = [row for row, units in enumerate(levels) if unit in units]
     assert rows, f"{unit} is in no row of the table of levels"
     return rows[0]
 
@@ -146,6 +159,23 @@ def list_upward_imports(sources: Sources) -> list[str]:
             root, _, rest = target.partition(".")
             other = (rest.split(".")[0] or "__init__") if root == "stopdown" else unit
             if other != unit and find_level(other) >= find_level(unit):
+                found.append(f"{name} imports {other}")
+    return found
+
+
+def list_upward_imports_of_the_core(sources: Sources) -> list[str]:
+    """Imports between modules of `scaling` that do not point down."""
+    found = []
+    for name, tree in sources.items():
+        package, _, inner = name.partition(".")
+        if package != "scaling":
+            continue
+        unit = inner.split(".")[0] or "__init__"
+        for target in iterate_imports(tree):
+            other = target.removeprefix("stopdown.scaling.").split(".")[0]
+            if not target.startswith("stopdown.scaling.") or other == unit:
+                continue
+            if find_level(other, SCALING_LEVELS) >= find_level(unit, SCALING_LEVELS):
                 found.append(f"{name} imports {other}")
     return found
 
@@ -312,7 +342,8 @@ def parse(**sources: str) -> Sources:
 
 Checker = Callable[[Sources], list[Any]]
 CHECKERS: tuple[Checker, ...] = (
-    *(list_upward_imports, list_imports_between_commands, list_circles, list_diffusers_imports),
+    *(list_upward_imports, list_upward_imports_of_the_core, list_imports_between_commands),
+    *(list_circles, list_diffusers_imports),
     *(list_environment_readers, list_hookers, list_ends_of_fp16, list_wide_functions),
     *(list_name_parsers, list_heavy_loads, list_missing_modules, list_stray_texts),
 )
@@ -389,6 +420,11 @@ PLANTED: list[tuple[Checker, Sources, list[Any]]] = [
     (
         list_upward_imports, parse(frames="from .errors import OutputError"),
         ["frames imports .errors.OutputError: write absolute imports"],
+    ),
+    (
+        list_upward_imports_of_the_core,
+        parse(scaling__dot__graph__dot__nodes="from stopdown.scaling.bounds.rules import A"),
+        ["scaling.graph.nodes imports bounds"],
     ),
     (
         list_imports_between_commands,

@@ -1,7 +1,7 @@
 """Name the test files of what a change touches, for `make test`: python tests/touched_tests.py
 
 What is touched: files that differ from `main`, committed or not. A test file is of a package if it imports
-from it, or has the name of one of its modules: `test_folds.py` is of `scaling`.
+from it, lies in the folder of its name (`tests/scaling/folding`), or has the name of one of its modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def list_tests(changed: Iterable[str], tests: dict[str, str], modules: Iterable[
     """Return the test files that concern changed files.
 
     Args:
-        changed: paths in the repository: `src/stopdown/scaling/folds.py`.
+        changed: paths in the repository: `src/stopdown/scaling/folding/folds.py`.
         tests: path of each test file to its text.
         modules: paths of the package's modules, as in `changed`.
     """
@@ -26,20 +26,22 @@ def list_tests(changed: Iterable[str], tests: dict[str, str], modules: Iterable[
     units = {unit for path in changed if (unit := _find_unit(path))}
     names = {Path(path).stem for path in modules if _find_unit(path) in units}
     imported = re.compile(rf"\bstopdown\.({'|'.join(sorted(units))})\b") if units else None
+    folders = {f"tests/{unit.replace('.', '/')}" for unit in units}
     return sorted(
         path
         for path, text in tests.items()
         if path in changed
+        or str(Path(path).parent) in folders
         or Path(path).stem.removeprefix("test_") in {*names, *units}
         or (imported and imported.search(text))
     )
 
 
 def _find_unit(path: str) -> str:
-    """Return the package or module of `stopdown` that a file is of; "" for others."""
-    found = re.match(r"src/(?:stopdown/(\w+)|(stopdown_verify)\.py)", path)
-    unit = (found[1] or found[2]) if found else ""
-    return "" if unit == "__init__" else unit
+    """Return the package or module that a file is of, of the core the one inside; "" for others."""
+    found = re.match(r"src/(?:stopdown/(scaling/\w+|\w+)|(stopdown_verify)\.py)", path)
+    unit = (found[1] or found[2]).replace("/", ".") if found else ""
+    return "" if unit.endswith("__init__") else unit
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from stopdown.runtime.guard import guard as guard
 from stopdown.runtime.load import load as load
 from stopdown.runtime.plan_maker import fp16 as fp16
 from stopdown.runtime.plan_maker import make_plan as make_plan
-from stopdown.scaling.folds import cast_ as cast_
+from stopdown.scaling.folding.folds import cast_ as cast_
 from stopdown.scaling.rescale import rescale_ as rescale_
 from stopdown.sources.sources import resolve_source as resolve_source
 

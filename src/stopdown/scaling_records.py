@@ -102,8 +102,8 @@ class Scaling(Displayed):
         layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
             `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
             have none.
-        signatures: of the calls that they were found for, as `graph.call_signatures` writes them.
-        shapes: signature to the sizes of those calls, as `graph.call_signatures.list_sizes` has them.
+        signatures: of the calls that they were found for, as `call_signatures` writes them.
+        shapes: signature to the sizes of those calls, as `call_signatures.list_sizes` has them.
         inputs: `method.argument` to the largest magnitude that it had in the measured calls of a plan.
     """
 

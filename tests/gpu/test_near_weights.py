@@ -11,10 +11,10 @@ import torch
 
 from device.simulated_device import KIND
 from models.wide_models import check_bounds, make_encoder, make_transformer
-from stopdown.bounds.row_sums import sum_rows
-from stopdown.bounds.singular_values import measure_sigma
 from stopdown.devices.environment import Device
 from stopdown.plans import near_weights
+from stopdown.scaling.bounds.row_sums import sum_rows
+from stopdown.scaling.bounds.singular_values import measure_sigma
 
 pytestmark = [pytest.mark.thorough, pytest.mark.gpu]
 

@@ -17,13 +17,13 @@ import torch
 from torch.fx import Node
 
 from models.rescaling_models import make_example, scale_weights
-from stopdown.bounds.input_limits import name_inputs, state_limits
-from stopdown.bounds.known_values import Bounds, InputLimits
-from stopdown.bounds.propagation import bound_call
-from stopdown.graph.capture import Capture, capture_call, module_path, name_parameters
-from stopdown.graph.nodes import is_float, is_range_clamp, operation, shape_of
-from stopdown.graph.range_measurement import find_masked
-from stopdown.scaling.problem import split_values
+from stopdown.scaling.bounds.input_limits import name_inputs, state_limits
+from stopdown.scaling.bounds.known_values import Bounds, InputLimits
+from stopdown.scaling.bounds.propagation import bound_call
+from stopdown.scaling.exponents.problem import split_values
+from stopdown.scaling.graph.capture import Capture, capture_call, module_path, name_parameters
+from stopdown.scaling.graph.nodes import is_float, is_range_clamp, operation, shape_of
+from stopdown.scaling.graph.range_measurement import find_masked
 
 SLACK = 1e-9
 """Of a comparison in float64."""

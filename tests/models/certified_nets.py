@@ -19,10 +19,10 @@ import stopdown_verify
 from models.certificate_forgeries import Model
 from models.rescaling_models import Call, make_example
 from stopdown import rescale_
-from stopdown.graph.capture import name_parameters
 from stopdown.plans.certificate_files import export_calls
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling.measurement import Captures
+from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.trials.measurement import Captures
 
 FILE = "diffusion_pytorch_model.safetensors"
 

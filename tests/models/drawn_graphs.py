@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.errors import StopdownError
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling.folds import Rescaling, cast_
+from stopdown.scaling.folding.folds import Rescaling, cast_
 from stopdown.scaling.rescale import rescale_
 
 ROUNDED_ONCE = 2.0**-11

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stopdown.graph.capture import owner_of
 from stopdown.records import ResidualStream
-from stopdown.scaling.measurement import Captures, measure_kinds
-from stopdown.scaling.problem import MeasuredCall
+from stopdown.scaling.exponents.problem import MeasuredCall
+from stopdown.scaling.graph.capture import owner_of
+from stopdown.scaling.trials.measurement import Captures, measure_kinds
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 

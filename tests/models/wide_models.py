@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 
-from stopdown.bounds.known_values import Bounds
-from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device
-from stopdown.graph.capture import name_parameters
 from stopdown.plans.certified import TracedCalls, certify_component
 from stopdown.plans.near_weights import bring_near
-from stopdown.scaling import certificate, search
+from stopdown.scaling import certificate
+from stopdown.scaling.bounds.known_values import Bounds
+from stopdown.scaling.calls.call import ComponentCall
 from stopdown.scaling.certificate import BoundedCalls
+from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.trials import search
 
 
 def make_encoder() -> tuple[torch.nn.Module, ComponentCall]:

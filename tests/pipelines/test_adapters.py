@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
 from models.snapshots import assert_untouched
-from stopdown.component_calls.call import ComponentCall, cast_floats
-from stopdown.component_calls.components import Callee, find_components
+from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import choose_device
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.parameters import check_rescaled
@@ -33,8 +32,10 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling import folds
-from stopdown.scaling.folds import fold_scaling
+from stopdown.scaling.calls.call import ComponentCall, cast_floats
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.folding import folds
+from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.sources import fingerprint, resolve_source
 from stopdown.testing import make_pipeline

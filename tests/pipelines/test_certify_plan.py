@@ -16,10 +16,8 @@ from typer.testing import CliRunner
 from models.rescaling_models import make_example
 from models.wide_models import make_call
 from stopdown.app.commands import app
-from stopdown.bounds.input_limits import is_encoded
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, SourceError
-from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import certified as certified_module
@@ -36,6 +34,8 @@ from stopdown.plans.certified import (
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.scaling.bounds.input_limits import is_encoded
+from stopdown.scaling.graph.capture import name_parameters
 from stopdown.sources.sources import Source, resolve_source
 
 SaveTiny = Callable[..., Path]

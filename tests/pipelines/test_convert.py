@@ -33,9 +33,6 @@ from stopdown.checkpoints.file_exponents import (
     list_eps,
 )
 from stopdown.checkpoints.output_places import Target
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, put_layer
-from stopdown.component_calls.components import Callee
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.interception.patches import Patches
@@ -52,7 +49,10 @@ from stopdown.pipelines.single_files import (
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
-from stopdown.scaling.folds import fold_scaling, load_scaled
+from stopdown.scaling.calls.call import ComponentCall
+from stopdown.scaling.calls.call_interception import Rank, put_layer
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.folding.folds import fold_scaling, load_scaled
 from stopdown.scaling.rescale import rescale_
 from stopdown.sources.single_file_names import Layout
 from stopdown.sources.sources import resolve_source

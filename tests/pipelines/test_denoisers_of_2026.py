@@ -7,7 +7,7 @@ import torch
 
 from models.rescaling_models import DENOISERS_OF_2026, WAYS, make_example, run_calls, scale_weights
 from stopdown.numerics import measure_amax, relative_l2
-from stopdown.scaling.folds import cast_
+from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 
 TIMES_AS_WEIGHTS = ("MiniMax Music 3", "ACE-Step 1.5")

@@ -16,7 +16,7 @@ import torch
 from models.rescaling_models import WAYS, cast_tree, randomise, scale_weights
 from stopdown import cast_, rescale_
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling.folds import Rescaling
+from stopdown.scaling.folding.folds import Rescaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown.bounds.input_limits import list_timesteps
-from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.device_profiles import find_target
 from stopdown.dtype_rules.check import make_place
@@ -30,6 +28,8 @@ from stopdown.pipelines.dry_run import (
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.plans.dry_calls import CallListener, list_source_calls
+from stopdown.scaling.bounds.input_limits import list_timesteps
+from stopdown.scaling.calls.call import ComponentCall
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
 

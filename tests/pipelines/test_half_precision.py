@@ -16,7 +16,7 @@ from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.runtime import plan_maker
-from stopdown.scaling.trial import WideProducts
+from stopdown.scaling.trials.trial import WideProducts
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 

@@ -27,7 +27,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.scripts import ScriptGuard
-from stopdown.scaling.kept_state import KeptState
+from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.rescale import rescale_
 
 

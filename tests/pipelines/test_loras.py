@@ -24,13 +24,13 @@ from models.lora_cases import (
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
-from stopdown.component_calls.call import cast_floats
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling.adapters import measure_growth
-from stopdown.scaling.folds import cast_, fold_scaling
+from stopdown.scaling.calls.call import cast_floats
+from stopdown.scaling.folding.adapters import measure_growth
+from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling.rescale import rescale_
 
 CASES = [

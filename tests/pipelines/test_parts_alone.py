@@ -15,16 +15,16 @@ from torch import nn
 from models.rescaling_models import cast_tree
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
-from stopdown.component_calls import call_interception
-from stopdown.component_calls.call_interception import find_code
 from stopdown.errors import PlanError, ScalingError, StopdownWarning
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.activation_maxima import find_compiled
 from stopdown.runtime.guard import guard
-from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.calls import call_interception
+from stopdown.scaling.calls.call_interception import find_code
 from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.watch.call_watch import WAITING
 from stopdown.testing import make_pipeline
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]

@@ -19,13 +19,13 @@ from models.signature_cases import draw_ip_adapter, draw_picture
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
-from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_plans
 from stopdown.records import Plan
-from stopdown.scaling.call_watch import CallWatch, find_watch
+from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.watch.call_watch import CallWatch, find_watch
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 

@@ -26,7 +26,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
-from stopdown.scaling.module_code import list_foreign_code
+from stopdown.scaling.calls.module_code import list_foreign_code
 
 pytestmark = pytest.mark.thorough
 

@@ -18,7 +18,6 @@ from torch import nn
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, call, make_case, measure_error
 from models.snapshots import assert_untouched
-from stopdown.component_calls.call_interception import UNPLANNED
 from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.memory.offloader import predict_run
 from stopdown.plans.applier import AppliedPlan, apply_plan
@@ -27,11 +26,12 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
-from stopdown.scaling import call_watch
-from stopdown.scaling.call_exponents import CallEnds
-from stopdown.scaling.call_watch import WAITING, CallWatch
-from stopdown.scaling.folds import cast_
+from stopdown.scaling.calls.call_interception import UNPLANNED
+from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.watch import call_watch
+from stopdown.scaling.watch.call_exponents import CallEnds
+from stopdown.scaling.watch.call_watch import WAITING, CallWatch
 from stopdown.testing import make_pipeline
 
 

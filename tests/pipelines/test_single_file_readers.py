@@ -29,8 +29,8 @@ from readers.single_file_readers import (
     run_in_sgm,
 )
 from stopdown.errors import OptionError
-from stopdown.fold_names import list_folds
-from stopdown.graph import blocks
+from stopdown.scaling.fold_names import list_folds
+from stopdown.scaling.graph import blocks
 
 CHECKOUTS = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]
 NO_COMFYUI = pytest.mark.skipif(

@@ -11,9 +11,9 @@ from torch import nn
 
 from models.rescaling_models import WAYS, scale_weights
 from models.size_cases import CASES
-from stopdown.graph.capture import read_call
 from stopdown.numerics import iterate_tensors
-from stopdown.scaling.folds import fold_scaling
+from stopdown.scaling.folding.folds import fold_scaling
+from stopdown.scaling.graph.capture import read_call
 from stopdown.scaling.rescale import rescale_
 
 QUICK = ("CogVideoX learned, as configured", "CogVideoX learned, otherwise")

@@ -12,13 +12,13 @@ from diffusers import AutoencoderKL, AutoencoderKLCogVideoX, AutoencoderKLWan
 
 import stopdown
 from models.pipeline_calls import call_pipeline
-from stopdown.graph.capture import capture_call
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.strategies import Strategy
 from stopdown.numerics import relative_l2
-from stopdown.scaling import call_watch
-from stopdown.scaling.measurement import FEW_FRAMES, cut_sizes
+from stopdown.scaling.graph.capture import capture_call
+from stopdown.scaling.trials.measurement import FEW_FRAMES, cut_sizes
+from stopdown.scaling.watch import call_watch
 
 pytestmark = [
     pytest.mark.thorough,

@@ -21,8 +21,8 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard
-from stopdown.scaling.call_watch import find_watch
 from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.watch.call_watch import find_watch
 
 SCALE = 1024.0
 """What losses are multiplied with, as always in fp16."""

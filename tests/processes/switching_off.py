@@ -1,7 +1,7 @@
 r"""A pytest plugin that switches a detector off, to see which tests notice.
 
     PYTHONPATH=tests python -m pytest -p processes.switching_off --switch-off "call check" \
-        tests/unit/test_guard.py
+        tests/runtime/test_guard.py
 
 `tests/pipelines/test_switched_off.py` runs it for each detector.
 """
@@ -69,7 +69,7 @@ def give_nothing(own: Any) -> Any:
     return lambda *given: None
 
 
-TRIAL = "stopdown.scaling.trial:"
+TRIAL = "stopdown.scaling.trials.trial:"
 GUARDS = "unit/test_guard.py::"
 TRIALS = "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved"
 FAR_OFF = "pipelines/test_repairs.py::test_a_finite_repair_further_off_than_bf16_is_not_believed"
@@ -115,7 +115,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     ),
     # a rescaled module runs in whatever it was cast to
     "cast check": (
-        {"stopdown.scaling.cast_check:CastCheck.__call__": give_nothing},
+        {"stopdown.scaling.folding.cast_check:CastCheck.__call__": give_nothing},
         tuple(
             f"unit/test_cast_check.py::test_half_is_refused[{row}]"
             for row in ("multiplies-forward", "stream-decode")

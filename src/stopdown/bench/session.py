@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.bench.records import Benchmark, KernelTime, Measurement
 from stopdown.bench.ways import WAYS, Subject, Way, running
-from stopdown.component_calls.call_interception import Rank
 from stopdown.component_calls.components import find_components
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.devices.device_memory import free_memory, peak_memory
@@ -42,6 +41,7 @@ from stopdown.pipelines.requests import Request, build_arguments, find_steps
 from stopdown.pipelines.results import read_result
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
+from stopdown.scaling import Rank
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 

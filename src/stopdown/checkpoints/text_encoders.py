@@ -43,18 +43,19 @@ from stopdown.checkpoints.file_exponents import (
     express_component,
 )
 from stopdown.checkpoints.output_places import check_place
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.components import Callee, find_kept_fp32
+from stopdown.component_calls.components import find_kept_fp32
 from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
-from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
-from stopdown.scaling.search import scale_unmeasured
+from stopdown.scaling import ComponentCall, capture_call
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.trials.search import scale_unmeasured
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import download_component

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call_interception import intercept_components, put_cast
+from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import (
     cast_component_,
     check_run,
@@ -31,9 +31,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError, StopdownError
-from stopdown.graph.capture import detach_derived
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
@@ -47,6 +45,9 @@ from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
+from stopdown.scaling import put_cast
+from stopdown.scaling.graph.capture import detach_derived
+from stopdown.scaling.mapped_weights import find_stored
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, fingerprint, resolve_source, verify_source

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Layer, Rank, put_layer
-from stopdown.component_calls.components import Callee
 from stopdown.devices.environment import list_devices, require_kernels
 from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.scaling import ComponentCall, Rank
+from stopdown.scaling.calls.call_interception import Layer, put_layer
+from stopdown.scaling.calls.callee import Callee
 
 _CHANGING = threading.RLock()
 """Held while layers come and go: pipelines of one class share its `__call__`."""

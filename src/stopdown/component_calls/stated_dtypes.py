@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from stopdown.component_calls.call_interception import is_in_call
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
+from stopdown.scaling.calls.call_interception import is_in_call
 
 _PLACING = (
     "accelerate.",

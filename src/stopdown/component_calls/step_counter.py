@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, put_layer
-from stopdown.component_calls.components import Callee
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
+from stopdown.scaling import ComponentCall, Rank
+from stopdown.scaling.calls.call_interception import put_layer
+from stopdown.scaling.calls.callee import Callee
 
 
 class StepCounter:

@@ -9,7 +9,7 @@ captured graph shows with these rules.
 **Catches** operands of different dtypes, and formats that an operation is not implemented in, by
 backend, capability, versions of macOS and torch, and what a CPU's instruction sets leave to oneDNN.
 **Does not catch** what depends on sizes, layouts or values. The CPU's rows are held against what torch
-does (tests/unit/test_backend_rules.py); those of CUDA and MPS rest on their sources.
+does (tests/devices/test_backend_rules.py); those of CUDA and MPS rest on their sources.
 """
 
 from __future__ import annotations

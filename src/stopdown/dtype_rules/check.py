@@ -24,7 +24,6 @@ import torch
 from stopdown.argument_types import check_function, check_type
 from stopdown.component_call_names import split_module_path
 from stopdown.component_calls.components import (
-    Callee,
     check_run,
     explain_run,
     find_callees,
@@ -63,6 +62,7 @@ from stopdown.plans.precision import (
     write_request,
 )
 from stopdown.records import Finding, Plan
+from stopdown.scaling.calls.callee import Callee
 from stopdown.sources import hub, sources
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.components import Callee, read_precisions
+from stopdown.component_calls.components import read_precisions
 from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.parameters import find_kept_parameters
@@ -45,7 +45,8 @@ from stopdown.pipelines.dry_run import (
     make_arguments,
 )
 from stopdown.pipelines.requests import refuse_unknown
-from stopdown.scaling.folds import RESCALED
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.folding.folds import RESCALED
 
 
 @dataclass

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, intercept, put_cast
-from stopdown.component_calls.components import Callee, find_components, read_precisions
+from stopdown.component_calls.components import find_components, read_precisions
 from stopdown.devices.environment import name_device
 from stopdown.dtype_rules.check import CheckResult, check_call, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
-from stopdown.graph.mixed_dtypes import cast_parameters, cast_to_weights
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.records import Finding, Operands
+from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.graph.mixed_dtypes import cast_parameters, cast_to_weights
 
 ROUNDS = 8
 """Mending one thing can show the next, or be all there was: a check follows each round."""

@@ -19,16 +19,8 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import (
-    Rank,
-    find_module,
-    intercept,
-    intercept_components,
-    put_cast,
-)
+from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import (
-    Callee,
     find_adapter,
     find_components,
     find_device,
@@ -45,6 +37,9 @@ from stopdown.memory.smaller_requests import choose_size
 from stopdown.number_formats import FP16
 from stopdown.pipelines.dry_run import make_arguments
 from stopdown.records import Finding
+from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
+from stopdown.scaling.calls.call_interception import find_module
+from stopdown.scaling.calls.callee import Callee
 from stopdown.sources.library_messages import quiet_libraries
 
 STEPS = 2

@@ -28,11 +28,11 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.graph import operations
-from stopdown.graph.operations import list_kinds, read_calls
 from stopdown.interception.autocast import list_autocast
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
+from stopdown.scaling.graph import operations
+from stopdown.scaling.graph.operations import list_kinds, read_calls
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""

@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, intercept
-from stopdown.component_calls.components import Callee, find_blocks, find_callees, find_components
+from stopdown.component_calls.components import find_blocks, find_callees, find_components
 from stopdown.devices.device_memory import free_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.interception.patches import Patches
@@ -44,7 +42,9 @@ from stopdown.number_formats import format_bytes, list_all, name_dtype
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
-from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling import ComponentCall, Rank, intercept
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.watch.call_watch import WAITING
 
 MOST_STEPS_DOWN = 4
 """How often one call may be tried again with something smaller."""

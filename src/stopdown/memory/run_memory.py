@@ -24,16 +24,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.component_call_names import is_inside, name_component
-from stopdown.component_calls.call import ComponentCall, sign_arguments
 from stopdown.component_calls.components import find_blocks, find_components, is_autoencoder
 from stopdown.errors import CaptureError, take_first_line
-from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.alike_calls import GivenArguments, Result, sign_block
 from stopdown.memory.allocation_tracker import Event, StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.calls.call import sign_arguments
+from stopdown.scaling.graph.capture import describe_failure, name_parameters
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""

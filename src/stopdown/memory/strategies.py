@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stopdown.component_call_names import is_inside, name_component
-from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import is_autoencoder
 from stopdown.memory.run_memory import CallMemory, RunMemory
 from stopdown.numerics import iterate_tensors
+from stopdown.scaling import ComponentCall
 
 Placement = Literal["resident", "component", "block", "leaf"]
 """What is loaded at a time: everything, a component, a block of a component, a single layer."""

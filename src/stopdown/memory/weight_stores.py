@@ -21,17 +21,10 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.mapped_weights import (
-    StoredWeight,
-    find_stored,
-    is_mapped,
-    map_copy,
-    mark_as_waiting,
-    wait_,
-)
 from stopdown.memory.strategies import Placement
+from stopdown.scaling import ComponentCall, StoredWeight
+from stopdown.scaling.mapped_weights import find_stored, is_mapped, map_copy, mark_as_waiting, wait_
 
 _STORE = "stopdown_weight_store"
 """Attribute of a component whose weights wait: its `WeightStore`."""

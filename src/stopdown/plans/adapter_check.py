@@ -1,7 +1,7 @@
 """Whether a component is still what its plan was put on: adapters that were loaded, fused or tuned.
 
 A plan scales weights; adapters that are loaded afterwards take the exponents of those by themselves
-(`scaling.adapters`). Other modules that add to what is scaled make a picture that is wrong without being
+(`adapters`). Other modules that add to what is scaled make a picture that is wrong without being
 black. So at each call of a planned component its modules are compared with those of the moment when the
 plan was put on: which classes are there, which adapters each layer has, which of them are active, merged,
 and how strong. No weight is read.
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, intercept, intercept_components
-from stopdown.component_calls.components import Callee, find_component
+from stopdown.component_calls.component_interception import intercept_components
+from stopdown.component_calls.components import find_component
 from stopdown.errors import PlanError, warn_user
 from stopdown.interception.patches import Patches
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling.adapters import list_adapter_names, list_misfitting, measure_growth
-from stopdown.scaling.folds import read_headroom
+from stopdown.scaling import ComponentCall, Rank, intercept, read_headroom
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.folding.adapters import list_adapter_names, list_misfitting, measure_growth
 
 _REMEDY = (
     "Take the plan off (`applied.undo()`, or load the model again), load the adapter, and then make "

@@ -25,19 +25,8 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.attribute_walk import find_parts
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import (
-    UNPLANNED,
-    Rank,
-    drop_upcast,
-    find_slot,
-    has_layer,
-    intercept,
-    intercept_components,
-    put_cast,
-)
+from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import (
-    Callee,
     cast_component_,
     find_adapter,
     find_component,
@@ -49,30 +38,34 @@ from stopdown.component_calls.components import (
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
-from stopdown.graph.capture import casts_weights, name_parameters
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import StoredWeight, put_
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
-from stopdown.scaling.folds import (
-    PLANNED,
-    RESCALED,
+from stopdown.scaling import (
+    ComponentCall,
+    Rank,
+    StoredWeight,
     cast_,
-    find_folded_parts,
     fold_scaling,
     has_more_than_folds,
+    intercept,
     list_misfits,
     load_scaled,
-    widen_,
+    put_cast,
 )
-from stopdown.scaling.module_code import list_foreign_code
-from stopdown.scaling.weight_checks import find_quantised
+from stopdown.scaling.calls.call_interception import UNPLANNED, drop_upcast, find_slot, has_layer
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.calls.module_code import list_foreign_code
+from stopdown.scaling.folding.folds import PLANNED, RESCALED, find_folded_parts, widen_
+from stopdown.scaling.folding.weight_checks import find_quantised
+from stopdown.scaling.graph.capture import casts_weights, name_parameters
+from stopdown.scaling.mapped_weights import put_
+from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.sources.sources import Source, fingerprint
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."

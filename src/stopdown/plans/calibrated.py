@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.components import (
     explain_run,
     find_component,
@@ -61,10 +60,11 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import cast_, describe_trial, read_headroom
+from stopdown.scaling.folding.folds import describe_trial
+from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.rescale import check_residual
-from stopdown.scaling.weight_checks import find_quantised
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import (
     Source,

@@ -25,19 +25,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.utils import _pytree as pytree
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import (
-    Rank,
-    intercept,
-    intercept_components,
-    put_cast,
-)
-from stopdown.component_calls.components import Callee, find_adapter, list_component_calls
+from stopdown.component_calls.component_interception import intercept_components
+from stopdown.component_calls.components import find_adapter, list_component_calls
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.interception.patches import Patches
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
+from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
+from stopdown.scaling.calls.callee import Callee
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_truncation
 

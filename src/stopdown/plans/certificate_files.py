@@ -22,18 +22,36 @@ import torch
 from torch.fx import Node
 
 import stopdown_verify
-from stopdown.bounds.evaluation import writes_in_place
-from stopdown.bounds.input_limits import InputStatement, state_calls
-from stopdown.bounds.known_values import Load, Operands
-from stopdown.bounds.propagation import find_aliases
-from stopdown.bounds.rules import find_written_norm, read_vector_norm
-from stopdown.bounds.singular_values import MOST_WORK, bound_parts
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
-from stopdown.fold_names import name_clamp, split_name
-from stopdown.graph.blocks import find_part, has_known_indices, is_part, split_bounds
-from stopdown.graph.capture import Capture, module_path
-from stopdown.graph.nodes import (
+from stopdown.pipelines.class_selection import select_class
+from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.requests import Request
+from stopdown.plans.certified import build_with_tables, open_component
+from stopdown.plans.certified import find_aliases as find_tied
+from stopdown.plans.dry_calls import list_source_calls
+from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
+from stopdown.scaling import Capture, find_operation
+from stopdown.scaling.bounds.evaluation import writes_in_place
+from stopdown.scaling.bounds.input_limits import InputStatement, state_calls
+from stopdown.scaling.bounds.known_values import Load, Operands
+from stopdown.scaling.bounds.propagation import find_aliases
+from stopdown.scaling.bounds.rules import find_written_norm, read_vector_norm
+from stopdown.scaling.bounds.singular_values import MOST_WORK, bound_parts
+from stopdown.scaling.exponents.problem import (
+    CallStatement,
+    MeasuredCall,
+    Problem,
+    find_eps,
+    find_interiors,
+    list_outputs,
+    list_running,
+    split_values,
+)
+from stopdown.scaling.fold_names import name_clamp, split_name
+from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part, split_bounds
+from stopdown.scaling.graph.capture import module_path
+from stopdown.scaling.graph.nodes import (
     arguments,
     is_float,
     is_kind,
@@ -46,26 +64,9 @@ from stopdown.graph.nodes import (
     shape_of,
     strip_casts,
 )
-from stopdown.graph.operations import Operation, find_operation
-from stopdown.graph.range_measurement import find_sentinels
-from stopdown.pipelines.class_selection import select_class
-from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.requests import Request
-from stopdown.plans.certified import build_with_tables, open_component
-from stopdown.plans.certified import find_aliases as find_tied
-from stopdown.plans.dry_calls import list_source_calls
-from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
-from stopdown.scaling.measurement import Captures
-from stopdown.scaling.problem import (
-    CallStatement,
-    MeasuredCall,
-    Problem,
-    find_eps,
-    find_interiors,
-    list_outputs,
-    list_running,
-    split_values,
-)
+from stopdown.scaling.graph.operations import Operation
+from stopdown.scaling.graph.range_measurement import find_sentinels
+from stopdown.scaling.trials.measurement import Captures
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, list_weight_files
 

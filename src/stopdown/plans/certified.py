@@ -29,10 +29,6 @@ from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
-from stopdown.bounds.known_values import Load, bring_home
-from stopdown.component_calls.call import ComponentCall, PlainCall
-from stopdown.component_calls.call_interception import bared
 from stopdown.component_calls.components import (
     explain_run,
     find_component,
@@ -42,7 +38,6 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
-from stopdown.graph.capture import name_parameters, sign_capture
 from stopdown.number_formats import FORMATS
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.class_selection import select_class
@@ -79,13 +74,19 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
-from stopdown.scaling.folds import PLANNED
-from stopdown.scaling.measurement import Captures
-from stopdown.scaling.module_code import list_foreign_code
-from stopdown.scaling.problem import Statements
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
+from stopdown.scaling.bounds.known_values import Load, bring_home
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.calls.call_interception import bared
+from stopdown.scaling.calls.module_code import list_foreign_code
+from stopdown.scaling.exponents.problem import Statements
+from stopdown.scaling.folding.folds import PLANNED
+from stopdown.scaling.folding.weight_checks import find_quantised
+from stopdown.scaling.graph.capture import name_parameters, sign_capture
 from stopdown.scaling.rescale import check_residual
-from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
-from stopdown.scaling.weight_checks import find_quantised
+from stopdown.scaling.trials.measurement import Captures
+from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, read_header
 from stopdown.sources.hub import Progress

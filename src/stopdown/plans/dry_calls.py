@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.bounds.input_limits import find_largest_step
 from stopdown.component_call_names import name_call
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import drop_upcast, put_cast
 from stopdown.component_calls.components import find_callees, find_components
 from stopdown.errors import SourceError, take_first_line
 from stopdown.interception.module_paths import ModulePaths
@@ -33,6 +30,9 @@ from stopdown.pipelines.dry_run import (
 from stopdown.pipelines.requests import Request, find_target
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
+from stopdown.scaling import ComponentCall, put_cast
+from stopdown.scaling.bounds.input_limits import find_largest_step
+from stopdown.scaling.calls.call_interception import drop_upcast
 from stopdown.sources.sources import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}

@@ -16,14 +16,14 @@ from functools import partial
 
 import torch
 
-from stopdown.bounds.input_limits import name_inputs
-from stopdown.component_calls.call import ComponentCall
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import measure_amax
 from stopdown.records import Scaling
-from stopdown.scaling.range_notes import list_ranged
-from stopdown.scaling.search import scale_calls
-from stopdown.scaling.weight_checks import check_weights
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.bounds.input_limits import name_inputs
+from stopdown.scaling.folding.weight_checks import check_weights
+from stopdown.scaling.trials.search import scale_calls
+from stopdown.scaling.watch.range_notes import list_ranged
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
 

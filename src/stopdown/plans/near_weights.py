@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from stopdown.bounds.known_values import Load
-from stopdown.bounds.singular_values import SMALL, count_work
 from stopdown.devices.environment import Device, list_devices
+from stopdown.scaling.bounds.known_values import Load
+from stopdown.scaling.bounds.singular_values import SMALL, count_work
 
 KINDS = ("cuda",)
 """Devices that have memory of their own: NVIDIA's and AMD's."""

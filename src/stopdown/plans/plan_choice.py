@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from stopdown.component_calls.call import ComponentCall
 from stopdown.devices.environment import Device, probe_formats
 from stopdown.errors import PlanError, warn_user
 from stopdown.pipelines.class_selection import select_class
@@ -43,6 +42,7 @@ from stopdown.plans.precision import (
     parse_request,
 )
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
+from stopdown.scaling import ComponentCall
 from stopdown.sources.hub import PLAN_BESIDE, Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, count_download, fingerprint, narrow_source

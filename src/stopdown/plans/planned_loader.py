@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import name_component
-from stopdown.component_calls.call_interception import put_cast
 from stopdown.component_calls.components import (
     cast_component_,
     find_callees,
@@ -20,9 +19,7 @@ from stopdown.component_calls.components import (
     list_calls,
 )
 from stopdown.devices.environment import Device, Support
-from stopdown.graph.capture import detach_derived
 from stopdown.interception.patches import Patches
-from stopdown.mapped_weights import wait_
 from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.pipelines.allowed_sizes import read_configs
@@ -44,7 +41,10 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
+from stopdown.scaling.graph.capture import detach_derived
+from stopdown.scaling.mapped_weights import wait_
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, read_stored_dtypes

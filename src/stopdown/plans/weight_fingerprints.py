@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from stopdown.errors import PlanError
-from stopdown.mapped_weights import StoredWeight
 from stopdown.memory.weight_stores import find_waiting
 from stopdown.numerics import is_away
+from stopdown.scaling import StoredWeight
 
 SAMPLES = 16
 """Values of each tensor that tell one checkpoint from another."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from stopdown.checkpoints.text_encoders import list_calls
-from stopdown.component_calls.call_interception import put_cast
 from stopdown.component_calls.components import (
     cast_component_,
     is_of_transformers,
@@ -30,10 +29,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
-from stopdown.fold_names import Folds
-from stopdown.graph.capture import name_parameters
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.mapped_weights import StoredWeight
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
@@ -44,8 +40,11 @@ from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.scaling.call_watch import exponents_on, note_weights
-from stopdown.scaling.folds import locate_folds
+from stopdown.scaling import StoredWeight, put_cast
+from stopdown.scaling.fold_names import Folds
+from stopdown.scaling.folding.folds import locate_folds
+from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.watch.call_watch import exponents_on, note_weights
 from stopdown.sources.sources import Source, resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]

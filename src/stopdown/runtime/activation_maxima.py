@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import is_inside
-from stopdown.component_calls.call_interception import find_code
 from stopdown.component_calls.components import find_blocks
-from stopdown.graph.operations import keeps_clamps
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import FP16
 from stopdown.numerics import has_values, is_readable, iterate_tensors
+from stopdown.scaling.calls.call_interception import find_code
+from stopdown.scaling.graph.operations import keeps_clamps
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 

@@ -23,10 +23,8 @@ from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.components import read_precisions
-from stopdown.component_calls.step_caches import clear_caches
 from stopdown.diagnosis import REFUSALS
 from stopdown.errors import take_first_line
-from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.randomness import save_random
 from stopdown.number_formats import name_dtype
@@ -34,6 +32,8 @@ from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
+from stopdown.scaling.calls.step_caches import clear_caches
+from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, find_operands
 
 
 def add_note(error: BaseException, text: str) -> None:

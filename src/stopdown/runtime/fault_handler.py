@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.step_caches import clear_caches
 from stopdown.devices.environment import choose_device, count_processes, probe_formats
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.randomness import find_random
@@ -45,10 +44,11 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
-from stopdown.scaling.call_watch import WAITING, ReplacedError, holds_for
+from stopdown.scaling.calls.kept_state import describe_kept
+from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.certificate import describe_least
-from stopdown.scaling.kept_state import describe_kept
-from stopdown.scaling.trial import describe_excess, measure_error
+from stopdown.scaling.trials.trial import describe_excess, measure_error
+from stopdown.scaling.watch.call_watch import WAITING, ReplacedError, holds_for
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""

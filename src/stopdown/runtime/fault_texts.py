@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.components import Callee
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
 from stopdown.runtime.call_check import CallCheck, is_operation, list_readable
 from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.calls.callee import Callee
 
 
 @dataclass(frozen=True)

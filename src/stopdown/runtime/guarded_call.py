@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-from stopdown.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
-from stopdown.component_calls.call import ComponentCall, HeldContainers, find_float_dtype
-from stopdown.component_calls.components import Callee
-from stopdown.graph.capture import casts_weights
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
@@ -23,7 +19,12 @@ from stopdown.records import CallSummary, ComponentPlan
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import ComponentState
-from stopdown.scaling.kept_state import KeptState
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
+from stopdown.scaling.calls.call import HeldContainers, find_float_dtype
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.calls.kept_state import KeptState
+from stopdown.scaling.graph.capture import casts_weights
 
 _SAMPLES = 64
 """Values that are kept of a tensor whose writes PyTorch does not count."""

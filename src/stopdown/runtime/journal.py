@@ -32,14 +32,7 @@ import safetensors.torch
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import Rank, find_module, intercept
-from stopdown.component_calls.components import (
-    Callee,
-    find_callees,
-    find_components,
-    read_precisions,
-)
+from stopdown.component_calls.components import find_callees, find_components, read_precisions
 from stopdown.devices.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.files.json_files import UnreadableError, parse_json, read_json_table, read_small_file
@@ -55,6 +48,9 @@ from stopdown.runtime.journal_values import (
     pack,
     unpack,
 )
+from stopdown.scaling import ComponentCall, Rank, intercept
+from stopdown.scaling.calls.call_interception import find_module
+from stopdown.scaling.calls.callee import Callee
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""

@@ -22,7 +22,7 @@ import torch
 
 from stopdown.numerics import relative_l2
 from stopdown.runtime.call_check import list_readable
-from stopdown.scaling.trial import LARGEST_ERROR, ROUNDED_ONCE
+from stopdown.scaling.trials.trial import LARGEST_ERROR, ROUNDED_ONCE
 
 MEANT = frozenset({"mask", "written", "undefined"})
 """Kinds of origins (`culprit.find_origins`) that a model means."""

@@ -28,13 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.call import ComponentCall, cast_floats
-from stopdown.component_calls.call_interception import UNPLANNED, bared
 from stopdown.component_calls.components import read_precisions
-from stopdown.component_calls.entrances import Entrance
-from stopdown.component_calls.step_caches import in_full
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
-from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
@@ -47,14 +42,19 @@ from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_order import Remedy
-from stopdown.scaling.call_watch import WAITING, WatchOptions
-from stopdown.scaling.fallback import scale_by_hooks
-from stopdown.scaling.folds import cast_, read_headroom
-from stopdown.scaling.measurement import Captures, add_call
-from stopdown.scaling.module_settings import sign_settings
-from stopdown.scaling.problem import MeasuredCall
-from stopdown.scaling.residual import demand_agreement
-from stopdown.scaling.search import find_scaling, plan_stream
+from stopdown.scaling import ComponentCall, cast_, read_headroom
+from stopdown.scaling.calls.call import cast_floats
+from stopdown.scaling.calls.call_interception import UNPLANNED, bared
+from stopdown.scaling.calls.entrances import Entrance
+from stopdown.scaling.calls.module_settings import sign_settings
+from stopdown.scaling.calls.step_caches import in_full
+from stopdown.scaling.exponents.problem import MeasuredCall
+from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
+from stopdown.scaling.trials.fallback import scale_by_hooks
+from stopdown.scaling.trials.measurement import Captures, add_call
+from stopdown.scaling.trials.residual import demand_agreement
+from stopdown.scaling.trials.search import find_scaling, plan_stream
+from stopdown.scaling.watch.call_watch import WAITING, WatchOptions
 
 
 def cast_component(precision: str) -> ComponentPlan:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.component_calls.call import ComponentCall
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError
 from stopdown.frames.frame_faults import find_frame_findings
@@ -35,6 +34,7 @@ from stopdown.pipelines.results import iterate_sounds
 from stopdown.records import Finding, Repair
 from stopdown.runtime.fault_texts import describe_counts, name_counts
 from stopdown.runtime.session import Session
+from stopdown.scaling import ComponentCall
 
 _WHOLE_VIDEO = 4
 """Dimensions of a video's array: frames, rows, columns, channels."""

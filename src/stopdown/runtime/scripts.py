@@ -28,21 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from stopdown.component_call_names import name_call
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import find_module, put_cast
-from stopdown.component_calls.components import (
-    GENERAL_KEEPS,
-    Callee,
-    cast_component_,
-    find_callees,
-    read_precisions,
-)
-from stopdown.component_calls.outermost_calls import (
-    intercept_methods,
-    is_in_training,
-    listen,
-    silenced,
-)
+from stopdown.component_calls.components import cast_component_, find_callees, read_precisions
 from stopdown.component_calls.pipeline_interception import intercept_runs
 from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
@@ -55,6 +41,15 @@ from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.run_check import collect_videos
+from stopdown.scaling import ComponentCall, put_cast
+from stopdown.scaling.calls.call_interception import find_module
+from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
+from stopdown.scaling.calls.outermost_calls import (
+    intercept_methods,
+    is_in_training,
+    listen,
+    silenced,
+)
 
 _METHODS = ("encode", "decode")
 """Methods that are component calls, where a class has both."""

@@ -25,31 +25,7 @@ from typing import Any
 
 import torch
 
-from stopdown.bounds.input_limits import Size
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.call_interception import (
-    Rank,
-    find_module,
-    find_slot,
-    intercept,
-    put_layer,
-)
-from stopdown.component_calls.components import (
-    GENERAL,
-    GENERAL_KEEPS,
-    Callee,
-    find_adapter,
-    find_callees,
-    find_components,
-)
-from stopdown.component_calls.outermost_calls import (
-    entered,
-    find_outermost,
-    is_enclosed,
-    is_in_training,
-    is_plain,
-    listen,
-)
+from stopdown.component_calls.components import GENERAL, find_adapter, find_callees, find_components
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.patches import Patches, SameInCopies
@@ -65,7 +41,19 @@ from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState, RepairCache
-from stopdown.scaling.call_watch import ReplacedError, find_watch, scale_ends
+from stopdown.scaling import ComponentCall, Rank, intercept
+from stopdown.scaling.bounds.input_limits import Size
+from stopdown.scaling.calls.call_interception import find_module, find_slot, put_layer
+from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
+from stopdown.scaling.calls.outermost_calls import (
+    entered,
+    find_outermost,
+    is_enclosed,
+    is_in_training,
+    is_plain,
+    listen,
+)
+from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
 
 _PATIENCE_S = 0.01
 """How long a call waits at a time for a guard to be removed, which may wait for a call around it."""

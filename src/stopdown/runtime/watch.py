@@ -7,12 +7,9 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from stopdown.component_calls.call import ComponentCall
-from stopdown.component_calls.outermost_calls import is_plain, wants_gradients
 from stopdown.devices.environment import count_processes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
-from stopdown.graph.operations import keeps_clamps
 from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler
@@ -20,7 +17,10 @@ from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guarded_call import GivenTensors, GuardedCall
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
-from stopdown.scaling.call_watch import ReplacedError, has_passed
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.calls.outermost_calls import is_plain, wants_gradients
+from stopdown.scaling.graph.operations import keeps_clamps
+from stopdown.scaling.watch.call_watch import ReplacedError, has_passed
 
 
 class Watch:

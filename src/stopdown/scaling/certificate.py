@@ -19,7 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from stopdown.bounds.input_limits import (
+from stopdown.errors import OptionError
+from stopdown.number_formats import FP16
+from stopdown.numerics import headroom_bits
+from stopdown.scaling.bounds.input_limits import (
     EMBEDDINGS,
     InputStatement,
     list_limits,
@@ -27,20 +30,17 @@ from stopdown.bounds.input_limits import (
     note_limits,
     state_calls,
 )
-from stopdown.bounds.known_values import Bounds, Load, bring_home
-from stopdown.bounds.propagation import bound_call
-from stopdown.errors import OptionError
-from stopdown.fold_names import split_name
-from stopdown.graph.capture import Capture, name_parameters
-from stopdown.graph.mixed_dtypes import merge_operands
-from stopdown.graph.nodes import is_float
-from stopdown.graph.operations import list_with
-from stopdown.graph.range_measurement import Range, Ranges, log2_of
-from stopdown.mapped_weights import find_stored
-from stopdown.number_formats import FP16
-from stopdown.numerics import headroom_bits
-from stopdown.scaling.problem import Limit, MeasuredCall, Problem, split_values
-from stopdown.scaling.solver import CALIBRATED_BITS, Solution
+from stopdown.scaling.bounds.known_values import Bounds, Load, bring_home
+from stopdown.scaling.bounds.propagation import bound_call
+from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
+from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
+from stopdown.scaling.fold_names import split_name
+from stopdown.scaling.graph.capture import Capture, name_parameters
+from stopdown.scaling.graph.mixed_dtypes import merge_operands
+from stopdown.scaling.graph.nodes import is_float
+from stopdown.scaling.graph.operations import list_with
+from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
+from stopdown.scaling.mapped_weights import find_stored
 from stopdown.scaling_records import Operands, Scaling
 
 RANGES = ("measured", "bound", "auto")

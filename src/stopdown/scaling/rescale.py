@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_type
-from stopdown.component_calls.call import PlainCall
 from stopdown.errors import OptionError, take_one_line
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.out_of_memory import is_out_of_memory
-from stopdown.scaling.call_watch import WatchOptions, watch_calls
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import (
+from stopdown.scaling.folding.folds import (
     Rescaling,
     cast_,
     check_casts,
@@ -25,9 +25,9 @@ from stopdown.scaling.folds import (
     keeps_fp32,
     require_module,
 )
-from stopdown.scaling.kept_state import KeptState
-from stopdown.scaling.search import scale_calls
-from stopdown.scaling.weight_checks import check_weights, refuse_quantised
+from stopdown.scaling.folding.weight_checks import check_weights, refuse_quantised
+from stopdown.scaling.trials.search import scale_calls
+from stopdown.scaling.watch.call_watch import WatchOptions, watch_calls
 from stopdown.scaling_records import Scaling
 
 RESIDUALS = ("native", "fp32")

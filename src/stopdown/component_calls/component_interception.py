@@ -1,0 +1,48 @@
+"""Put something around every component call of a program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stopdown.component_calls.components import find_adapter
+from stopdown.interception.patches import Patches
+from stopdown.scaling import ComponentCall, Rank, intercept
+from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
+from stopdown.scaling.calls.outermost_calls import entered, listen
+
+
+def intercept_components(
+    program: Any, put: Callable[[Callee, Patches], object], patches: Patches
+) -> None:
+    """Put something around every component call of a program, until `patches` is undone.
+
+    Args:
+        put: given a call, and the patches that take off what it puts there. Around calls that are found as
+            they happen it is there during the call alone.
+    """
+    adapter = find_adapter(program)
+    for callee in adapter.find_callees(program):
+        put(callee, patches)
+        if adapter.find_scheduled(program) is None:
+            intercept(callee, _enter_call, patches, Rank.JOURNAL)
+    names = {id(module): name for name, module in adapter.name_modules(program).items()}
+
+    @contextlib.contextmanager
+    def meet(module: torch.nn.Module, method: str) -> Iterator[None]:
+        with Patches() as layers:
+            if method == "forward" and id(module) in names:
+                put(Callee(names[id(module)], module, method, "call", GENERAL_KEEPS), layers)
+            yield
+
+    if names:
+        listen(meet, patches)
+
+
+def _enter_call(call: ComponentCall) -> Any:
+    """Have a method that a program calls count as the outermost call, with what it calls inside."""
+    with entered(call.callee.owner, call.callee.method):
+        return call.proceed()

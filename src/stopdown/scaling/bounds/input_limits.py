@@ -1,0 +1,299 @@
+"""What the inputs of a component can be: the assumptions that a certificate rests on.
+
+Whole-numbered timesteps are finitely many and computed one by one; others lie in cells around as many
+points. The values of token ids need no limit. Sizes, crops and positions are those of the captured call.
+Any other floating input has a limit by what its argument is called, raised if a measured call was larger.
+Tokens, latents and embeddings are at most as long, high and wide as in a captured call.
+
+**Catches** latents, pictures, embeddings, rotary tables, masks, timesteps and size conditions as
+Diffusers and Transformers name them.
+**Does not catch** an argument of another name that is larger than a latent: give its limit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.numerics import has_values, measure_amax
+from stopdown.scaling.bounds.known_values import InputLimits, Timesteps
+from stopdown.scaling.graph.capture import Capture
+
+Size = tuple[int, ...]
+"""Of an argument without its batch: `(226, 4096)` for 226 tokens."""
+
+LATENTS = 64.0
+"""No element of a latent, noise or picture is larger: unit noise stays under 6, and those of
+autoencoders without a scale under 40."""
+
+EMBEDDINGS = 128.0
+"""No element of what a text or image encoder gives is larger, unless it hands over its hidden states."""
+
+HIDDEN_STATES = 2.0**15
+"""No element of hidden states that fp16 holds is larger, with a bit of headroom."""
+
+TIMESTEPS = 1000
+"""Whole-numbered timesteps go from 0 to this one."""
+
+CELLS = 2000
+"""Cells that a timestep which is no whole number can lie in."""
+
+_STEPS = ("timestep", "t")
+_UNIT = ("rotary", "freqs", "mask")
+_FIXED = ("time_ids", "img_ids", "txt_ids", "size", "coords")
+_FREE = ("guidance", "scale")
+_ENCODED = ("encoder", "embed", "pooled", "cap_feats", "prompt", "context", "text")
+
+
+def state_limits(
+    capture: Capture,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    names: Sequence[str] = (),
+    measured: Mapping[str, float] | None = None,
+    encoded: float = EMBEDDINGS,
+) -> InputLimits:
+    """The limits of a call's inputs.
+
+    Args:
+        args, kwargs: of the captured call; only names, dtypes and sizes are looked at.
+        names: of what is called, for its positional arguments in order.
+        measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
+        encoded: the limit of what encoders give.
+    """
+    seen = measured or {}
+    found: dict[str, float] = {}
+    steps: dict[str, Timesteps] = {}
+    fixed: dict[str, torch.Tensor] = {}
+    named = name_inputs(args, kwargs, names)
+    for placeholder, (name, tensor) in zip(capture.inputs, named, strict=True):
+        if any(word in name for word in _FIXED) and has_values(tensor):
+            fixed[placeholder] = tensor
+        elif _is_timestep(name, tensor):
+            steps[placeholder] = list_timesteps(tensor)
+        elif tensor.is_floating_point() or "mask" in name:
+            found[placeholder] = max(state_limit(name, encoded), 2 * seen.get(placeholder, 0.0))
+    return InputLimits(found, steps, fixed)
+
+
+def list_timesteps(tensor: torch.Tensor) -> Timesteps:
+    """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more.
+
+    A timestep of 0, as of a run of one step, is that of either.
+    """
+    if not tensor.is_floating_point():
+        return Timesteps(torch.arange(TIMESTEPS + 1))
+    largest = float(tensor.abs().max()) if has_values(tensor) else 0.0
+    last = 1.0 if 0 < largest <= 1 else float(TIMESTEPS)
+    return Timesteps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
+
+
+def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
+    """What the arguments of a module's method are called, in order; "" is the module itself."""
+    called = getattr(type(module), method or "forward")
+    return tuple(inspect.signature(called).parameters)[1:]
+
+
+def name_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a call in the order of `flatten_call`, by the names of their arguments."""
+    return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
+
+
+def _list_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> list[tuple[str, torch.Tensor, bool]]:
+    """Each tensor with its name, and whether a list holds it beside others."""
+    leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+    return [
+        (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _name(path: Any, names: Sequence[str]) -> str:
+    keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
+    if keys:
+        return keys[-1]
+    place = path[1].idx
+    return names[place] if place < len(names) else ""
+
+
+@dataclass(frozen=True)
+class InputStatement:
+    """What the inputs of one captured call are called, and what they can be.
+
+    Attributes:
+        method: what is called; `forward` for the module itself.
+        inputs: placeholder and name of each tensor.
+        sizes: as `read_sizes` gives them.
+    """
+
+    method: str
+    inputs: tuple[tuple[str, str], ...]
+    limits: InputLimits
+    sizes: tuple[tuple[str, Size], ...]
+
+    def find_size(self, placeholder: str) -> float:
+        """The magnitude that an input must not exceed; inf for none."""
+        if placeholder in self.limits.timesteps:
+            steps = self.limits.timesteps[placeholder]
+            return float(steps.values[-1]) + steps.radius
+        if placeholder in self.limits.fixed:
+            return float(self.limits.fixed[placeholder].abs().max())
+        return self.limits.largest.get(placeholder, math.inf)
+
+
+def state_calls(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    measured: Sequence[Mapping[str, float]] = (),
+    encoded: float = EMBEDDINGS,
+) -> list[InputStatement]:
+    """The limits of several calls of a module; an argument has the same one in all of them.
+
+    Args:
+        calls: each with the arguments that it was captured with.
+        measured: for each call, placeholder name to the largest magnitude seen.
+        encoded: the limit of what encoders give.
+    """
+    found, largest = [], dict[tuple[str, str], float]()
+    for number, (capture, args, kwargs) in enumerate(calls):
+        names = read_names(module, capture.method)
+        seen = measured[number] if measured else {}
+        limits = state_limits(capture, args, kwargs, names=names, measured=seen, encoded=encoded)
+        inputs = name_inputs(args, kwargs, names)
+        pairs = tuple(zip(capture.inputs, (name for name, _ in inputs), strict=True))
+        sizes = read_sizes(args, kwargs, names)
+        found.append(InputStatement(capture.method or "forward", pairs, limits, tuple(sizes)))
+    for one in found:
+        for placeholder, name in one.inputs:
+            size, key = one.limits.largest.get(placeholder, 0.0), (one.method, name)
+            largest[key] = max(largest.get(key, 0.0), size)
+    return [_raise_limits(one, largest) for one in found]
+
+
+def _raise_limits(one: InputStatement, largest: Mapping[tuple[str, str], float]) -> InputStatement:
+    raised = {
+        placeholder: largest[one.method, name]
+        for placeholder, name in one.inputs
+        if placeholder in one.limits.largest
+    }
+    return replace(one, limits=replace(one.limits, largest=raised))
+
+
+def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
+    """`forward.hidden_states` to the magnitude that it must not exceed; what has no limit is left out."""
+    found: dict[str, float] = {}
+    for one in stated:
+        for placeholder, name in one.inputs:
+            size, key = one.find_size(placeholder), f"{one.method}.{name}"
+            if name and math.isfinite(size):
+                found[key] = max(found.get(key, 0.0), size)
+    return found
+
+
+def read_sizes(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> list[tuple[str, Size]]:
+    """The length, or height and width, of each argument: its shape without the batch.
+
+    A list of matrices has one for each item of the batch. Timesteps and size conditions have no length, and
+    rotary tables and masks are as long as something else.
+    """
+    return [
+        (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
+        for name, tensor, listed in _list_inputs(args, kwargs, names)
+        if tensor.dim() > 1
+        and not _is_timestep(name, tensor)
+        and not any(word in name for word in (*_UNIT, *_FREE, *_FIXED))
+    ]
+
+
+def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
+    """`forward.hidden_states` to the sizes up to which bounds hold; one that another holds is left out."""
+    found: dict[str, tuple[Size, ...]] = {}
+    for one in stated:
+        for name, size in one.sizes:
+            key = f"{one.method}.{name}"
+            if name and not fits(size, found.get(key, ())):
+                kept = (x for x in found.get(key, ()) if not fits(x, (size,)))
+                found[key] = (*kept, size)
+    return found
+
+
+def fits(size: Size, largest: Collection[Size]) -> bool:
+    """Whether a size is no larger than one of several in any dimension."""
+    pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
+    return any(all(x <= y for x, y in pair) for pair in pairs)
+
+
+def show_sizes(sizes: Iterable[Size]) -> str:
+    """`16 × 60 × 90`, several with `or` between them."""
+    return " or ".join(" × ".join(map(str, size)) for size in sizes)
+
+
+def note_limits(stated: Sequence[InputStatement]) -> str:
+    """What a certificate assumes of the inputs, as the end of a sentence.
+
+    `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.
+    """
+    largest: dict[str, float] = {}
+    words: list[str] = []
+    for one in stated:
+        for placeholder, name in one.inputs:
+            words += _word_input(placeholder, name or "its input", one.limits, largest)
+    words += [f"|{name}| up to {size:.4g}" for name, size in largest.items()]
+    for key, sizes in list_sizes(stated).items():
+        measure = "length" if all(len(size) == 1 for size in sizes) else "shape"
+        words.append(f"{key.partition('.')[2]} of {measure} up to {show_sizes(sizes)}")
+    return f", for {', '.join(dict.fromkeys(words))}" if words else ""
+
+
+def _word_input(
+    placeholder: str, name: str, stated: InputLimits, largest: dict[str, float]
+) -> list[str]:
+    if placeholder in stated.timesteps:
+        return [f"every {name} from 0 to {float(stated.timesteps[placeholder].values[-1]):g}"]
+    if placeholder in stated.fixed:
+        return [f"{name} as measured"]
+    size = stated.largest.get(placeholder)
+    if size is not None and "mask" not in name:  # zeros and ones: no remark is needed
+        largest[name] = max(largest.get(name, 0.0), size)
+    return []
+
+
+def find_largest_step(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> float:
+    """The largest of a call's timesteps; 0 without one."""
+    named = name_inputs(args, kwargs, names)
+    steps = [x for name, x in named if _is_timestep(name, x) and has_values(x)]
+    return max((measure_amax(x.float()) for x in steps), default=0.0)
+
+
+def _is_timestep(name: str, tensor: torch.Tensor) -> bool:
+    return (name in _STEPS or name.startswith("timestep")) and tensor.numel() <= 16
+
+
+def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
+    """The limit of a floating argument by its name; inf for none."""
+    if any(word in name for word in _UNIT):
+        return 1.0
+    if any(word in name for word in (*_FREE, *_FIXED)):
+        return math.inf
+    return encoded if is_encoded(name) else LATENTS
+
+
+def is_encoded(name: str) -> bool:
+    """Whether an argument is by its name what an encoder gives."""
+    return any(word in name for word in _ENCODED)

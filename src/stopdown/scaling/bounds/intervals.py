@@ -1,0 +1,122 @@
+"""Values that are known for every timestep there is, each with a radius.
+
+Such a value is kept as what it is in exact arithmetic, for all timesteps at once: no rounding on the way,
+in the dtypes that the graph has, takes it further away than its radius. `evaluation` computes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from stopdown.numerics import CACHED_VALUES
+from stopdown.scaling.bounds.values import Bound, Shape, find_largest_rows, make_bound
+
+MOST_TERMS = 256
+"""Squares that are summed in fp32 at a time."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value, for one or for every timestep.
+
+    Attributes:
+        center: in float64 or fp32 where it is floating; with a first dimension of timesteps when `batched`.
+        radius: float64, without that dimension.
+        batched: whether the value depends on the timestep.
+        length: `[..., 1]`, how far a whole row can be away in the 2-norm; None where no more is
+            known than the radius says.
+        parts: `[out]`, of a linear's result: no part of its sums is larger; None of anything else.
+    """
+
+    center: torch.Tensor
+    radius: torch.Tensor
+    batched: bool = False
+    length: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+
+    @property
+    def row_error(self) -> torch.Tensor:
+        """How far a whole row can be away in the 2-norm, `[..., 1]`."""
+        found = measure_rows(self.radius)
+        return found if self.length is None else torch.minimum(found, self.length)
+
+    @functools.cached_property
+    def largest(self) -> torch.Tensor:
+        """Largest magnitude over the timesteps, element by element, roundings aside."""
+        if not self.batched:
+            return self.center.abs() if self.center.dtype != torch.bool else self.center.double()
+        center, shape = drop_repeated(self.center), self.center.shape[1:]
+        parts = center.split(max(1, CACHED_VALUES // max(center[0].numel(), 1)))
+        sizes = parts if center.is_floating_point() else [x.abs().double() for x in parts]
+        return find_largest_rows(sizes).double().expand(shape)
+
+    @functools.cached_property
+    def row_norms(self) -> tuple[torch.Tensor, float]:
+        """The largest norm of each row over the timesteps, `[..., 1]`, and the typical size of values."""
+        shape = self.center.shape[1:] if self.batched else self.center.shape
+        center = self.center if self.center.is_floating_point() else self.center.double()
+        if not center.numel():
+            return torch.zeros((*shape[:-1], 1) if shape else ()).double(), 0.0
+        if not shape:
+            return self.largest.double(), float(center.double().square().mean().sqrt())
+        terms = math.gcd(shape[-1], MOST_TERMS)
+        parts = drop_repeated(center).unflatten(-1, (-1, terms))
+        squares = torch.linalg.vector_norm(parts, dim=-1).double().square().sum(-1, keepdim=True)
+        typical = float(squares.mean() / shape[-1]) ** 0.5
+        if center.dtype == torch.float32:  # what its sums lose, and squares too small for it
+            squares = squares * (1 + (terms + 8) * 2.0**-23) + shape[-1] * 2.0**-126
+        norms = (squares.amax(0) if self.batched else squares).sqrt()
+        return norms.expand(*shape[:-1], 1), typical
+
+    def widen(self, more: torch.Tensor) -> Interval:
+        """The same values, further away by as much; what was found of them is kept."""
+        length = None if self.length is None else self.length + measure_rows(more)
+        made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
+        vars(made).update({k: x for k, x in vars(self).items() if k in ("largest", "row_norms")})
+        return made
+
+
+def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
+    """A value that is known without error."""
+    center = center.double() if center.is_floating_point() else center
+    return Interval(
+        center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched
+    )
+
+
+def bound_interval(value: Interval, shape: Shape) -> Bound:
+    """The bound that holds at every timestep."""
+    peak = value.largest.double() + value.radius
+    norm, typical = value.row_norms
+    if not shape:
+        return make_bound(peak, shape, typical=typical)
+    return make_bound(
+        peak, shape, typical=typical, norm=norm + value.row_error, rows=(len(shape) - 1,)
+    )
+
+
+def measure_rows(values: torch.Tensor) -> torch.Tensor:
+    return values.square().sum(-1, keepdim=True).sqrt() if values.dim() else values.abs()
+
+
+def drop_repeated(center: torch.Tensor) -> torch.Tensor:
+    """The same values, without those that a dimension only shows again, as branches of guidance do."""
+    for dim, stride in enumerate(center.stride()):
+        if stride == 0 and 0 < dim < center.dim() - 1:
+            center = center.narrow(dim, 0, 1)
+    return center
+
+
+def find_repeated(center: torch.Tensor) -> torch.Tensor:
+    """The same, where the values were copied: they are compared, and the copies are let go."""
+    for dim in range(1, center.dim() - 1):
+        first = center.narrow(dim, 0, 1)
+        if center.stride(dim) == 0:
+            center = first
+        elif center.shape[dim] > 1 and torch.equal(first.expand_as(center), center):
+            center = first.clone()
+    return center

@@ -1,0 +1,419 @@
+"""Bounds of what multiplies and sums: linears, convolutions, matrix products, attention.
+
+A sum of products has two bounds, and the smaller one is taken: the largest magnitudes times the
+absolute weights, and (Cauchy and Schwarz) the norm of the weights times that of the inputs. Both hold
+for every part of the sum as well, so no partial sum is larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.bounds.affine_rows import AffineRow, Image
+from stopdown.scaling.bounds.known_values import Operands, UnboundedError
+from stopdown.scaling.bounds.row_sums import (
+    WEIGHT_ROUNDING,
+    RowSums,
+    choose_scale,
+    find_largest,
+    multiply_rows,
+    read_sums,
+    split_rows,
+    sum_rows,
+)
+from stopdown.scaling.bounds.singular_values import MOST_WORK, SMALL, count_work, measure_sigma
+from stopdown.scaling.bounds.values import Bound, Shape, largest_over, norm_over, uniform
+from stopdown.scaling.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
+
+SUM_ROUNDING = 2.0**-23
+"""Relative error of one addition in fp32, doubled for that of the product."""
+
+
+def _bias(op: Operands) -> torch.Tensor:
+    if (found := op.load("bias")) is None:
+        return torch.zeros(1).double()
+    size = found.double().abs()
+    return size * (1 + WEIGHT_ROUNDING) + op.known.floor(op.given["bias"]) * float(size.max())
+
+
+def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:
+    """The weight's values, and the room for what of them is subnormal in fp16."""
+    if (values := op.load("weight")) is None:
+        raise UnboundedError
+    return values, op.known.floor(op.given["weight"])
+
+
+def bound_linear(op: Operands) -> Bound:
+    """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
+    bound, last = op.source, len(op.shape) - 1
+    values, floor = _load_weight(op)
+    if values.dim() != 2:
+        raise UnboundedError
+    peak = largest_over(bound.peak, range(last)).reshape(-1)
+    found = op.known.affine_rows(op.given["input"])
+    largest = op.known.find_largest(op.given["weight"])
+    rows, image = _sum_linear(values, peak, floor, largest, found)
+    norm = norm_over(bound, op.before, (last,))
+    spread = (1,) * last + (-1,)
+    absolute = rows.absolute.reshape(spread)
+    by_norm = rows.euclidean.reshape(spread) * norm
+    error = values.shape[1] * SUM_ROUNDING * absolute
+    size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
+    if (composed := _compose_heads(op, values)) is not None:
+        size = torch.minimum(size, composed.reshape(spread))
+    if image is not None:
+        size = torch.minimum(size, image[0].reshape(spread))
+        parts = torch.minimum(parts, image[1].reshape(spread))
+    typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
+    more = error + _bias(op).reshape(spread)
+    peak, op.parts = size + more, parts + more
+    if not _is_worth_its_length(values):
+        return op.made(peak, typical)
+    longest = _bound_length(op, values, rows, norm, largest_over(error, (last,)))
+    return op.made(peak, typical, norm=longest, rows=(last,))
+
+
+def _sum_linear(
+    weight: torch.Tensor,
+    peak: torch.Tensor,
+    floor: float,
+    largest: float | None,
+    affine_rows: Sequence[AffineRow],
+) -> tuple[RowSums, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Sums over rows of a weight, and what it makes of rows behind norms, of one pass over it.
+
+    Args:
+        peak, floor, largest: as of `sum_rows`.
+        affine_rows: what is known of the rows that it multiplies.
+    """
+    if not affine_rows:
+        return sum_rows(weight, peak, floor, largest), None
+    image, peaks = Image(affine_rows), peak.expand(weight.shape[1])[:, None]
+    found = multiply_rows(
+        weight,
+        plain=image.plain,
+        magnitudes=torch.cat([peaks, image.magnitudes], 1),
+        squares=torch.cat([torch.ones_like(peaks), image.squares], 1),
+        floor=floor,
+        largest=largest,
+    )
+    return read_sums(found, peaks), image.bound(found, weight.device)
+
+
+def _is_worth_its_length(weight: torch.Tensor) -> bool:
+    """Whether its largest singular value is looked for: of large ones only where rows get longer.
+
+    Behind those the elements of a row are many, and its norm is far below what each of them allows.
+    """
+    work = count_work(weight)
+    return work <= SMALL or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
+
+
+def _bound_length(
+    op: Operands, weight: torch.Tensor, rows: RowSums, norm: torch.Tensor, error: torch.Tensor
+) -> torch.Tensor:
+    """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
+    sigma = measure_sigma(weight, op.known.find_largest(op.given["weight"]))
+    rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
+    longest = (sigma + rounded) * norm
+    found = op.known.affine_rows(op.given["input"])
+    if found and count_work(weight) <= SMALL:
+        wide = weight.double()
+        longest = longest.clamp(
+            max=max(_bound_affine_length(wide, x, sigma, rounded) for x in found)
+        )
+    bias = _bias(op)
+    moved = bias.square().sum() * (weight.shape[0] if bias.numel() == 1 else 1)
+    return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * error
+
+
+def _bound_affine_length(
+    weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
+) -> float:
+    """The same behind a norm: of gain and shift together, not of the largest of either."""
+    gained = measure_sigma(weight * row.gain)
+    core = row.radius * (gained + rounded * float(row.gain.max()))
+    shifted = float((row.table.double() @ weight.T).square().sum(-1).sqrt().max())
+    shifted += rounded * float(row.table.double().square().sum(-1).sqrt().max())
+    return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
+
+
+def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
+    """A linear after attention: values and output as one map for each head.
+
+    Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
+    the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
+    times the norm of one input row. What rounding adds passes through `|O|`.
+    """
+    found = _find_values(op.node)
+    if found is None:
+        return None
+    attention, inner = found
+    given = arguments(inner)
+    bound, values = op.find(given["input"]), op.known.load(given["weight"])
+    value = op.find(attention.args[2])
+    if bound is None or values is None or value is None or values.numel() > 1 << 26:
+        return None
+    heads, width = shape_of(attention)[1], shape_of(attention)[-1]
+    if values.shape[0] != heads * width or outer.shape[1] != heads * width:
+        return None
+    before = shape_of(given["input"])
+    norm = float(norm_over(bound, before, (len(before) - 1,)).max())
+    peak = largest_over(value.peak, (0, 2)).expand(1, heads, 1, width).reshape(-1)
+    bias = op.known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    floor = max(op.known.floor(x) for x in (op.given["weight"], given["weight"]))
+    return _sum_heads(outer, values, bias, norm, peak, heads, floor)
+
+
+def _sum_heads(
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: float,
+    peak: torch.Tensor,
+    heads: int,
+    floor: float,
+) -> torch.Tensor:
+    # of both weights, the values, their mean, and the sums that gave the values
+    roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
+    columns = torch.stack([peak * roundings, torch.ones_like(peak)], 1)
+    shift = torch.zeros(len(peak), 0) if bias is None else bias[:, None]
+    found = multiply_rows(
+        outer, plain=shift.double(), magnitudes=columns, squares=columns[:, 1:], floor=floor
+    )
+    within = floor * find_largest(inner) * norm * math.sqrt(inner.shape[1])
+    error = found.magnitudes @ torch.tensor([1.0, within]).double()
+    error += 2 * found.slack * float(peak.sum())
+    moved = found.plain.abs() + found.plain_error * found.squares.sqrt() * shift.double().norm()
+    return _sum_lengths(outer, inner, heads) * norm + error + moved.sum(1)
+
+
+def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[out]`, no less than `sum_h norm((O_h V_h)_i)`.
+
+    The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
+    places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
+    """
+    width, scale = outer.shape[1] // heads, choose_scale(find_largest(outer))
+    device = outer.device
+    loss = (width + 4) * 2.0**-24
+    roots, sizes = _factor_heads(inner, heads)
+    total = torch.empty(outer.shape[0]).double()
+    if not math.isfinite(float(sizes.sum())):
+        return total.fill_(math.inf)
+    parts, roots = split_rows(outer), roots.to(device)
+    held = torch.empty(parts[0].shape, dtype=torch.float32, device=device)
+    turned = torch.empty(heads, len(parts[0]), width, dtype=torch.float32, device=device)
+    start = 0
+    for part in parts:
+        rows = held[: len(part)].copy_(part).mul_(scale).view(len(part), heads, width)
+        by_head = rows.transpose(0, 1)
+        made = torch.bmm(by_head, roots, out=turned[:, : len(part)])
+        norms = (torch.linalg.vector_norm(x, dim=2) for x in (made, by_head))
+        found, own = (x.cpu().double() for x in norms)
+        lengths = found * (1 + loss) + loss * (own + 2.0**-40)
+        total[start : start + len(part)] = (sizes / scale) @ lengths
+        start += len(part)
+    return total
+
+
+def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`L_h` of each head over a size, `[heads, width, width]` in fp32, and the sizes; inf if not finite."""
+    roots, sizes = list[torch.Tensor](), list[float]()
+    values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
+    for rows in inner.cpu().chunk(heads):
+        values.copy_(rows)
+        gram = values @ values.T
+        size = max(float(gram.trace()) ** 0.5, 1e-300)
+        gram.div_(size).div_(size).diagonal().add_(sum(rows.shape) * 2.0**-49)
+        root, info = torch.linalg.cholesky_ex(gram)
+        roots.append(root.float())
+        sizes.append(math.inf if int(info) else size)
+    return torch.stack(roots), torch.tensor(sizes, dtype=torch.float64)
+
+
+def _find_values(node: Node) -> tuple[Node, Node] | None:
+    """The attention whose heads a linear reads side by side, and the linear that gave its values."""
+    behind = strip_casts(node.args[0])
+    if not is_kind(behind, "reshape"):
+        return None
+    swapped = strip_casts(behind.args[0])
+    if not _swaps_heads(swapped):
+        return None
+    attention = strip_casts(swapped.args[0])
+    if is_kind(attention, "reshape") and shape_of(attention) == shape_of(attention.args[0]):
+        attention = attention.args[0]
+    if not is_kind(attention, "attention"):
+        return None
+    value = strip_casts(attention.args[2])
+    if not _swaps_heads(value):
+        return None
+    viewed = strip_casts(value.args[0])
+    if not is_kind(viewed, "reshape"):
+        return None
+    inner = strip_casts(viewed.args[0])
+    fits = is_kind(inner, "linear") and _same_heads(node, attention, viewed, inner)
+    return (attention, inner) if fits else None
+
+
+def _swaps_heads(node: Node) -> bool:
+    return is_kind(node, "permutation") and read_order(node) == [0, 2, 1, 3]
+
+
+def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
+    heads, width = shape_of(viewed)[2], shape_of(viewed)[3]
+    batch, tokens = shape_of(inner)[:2]
+    out = shape_of(attention)
+    return (
+        len(shape_of(inner)) == 3
+        and shape_of(viewed) == (batch, tokens, heads, width)
+        and (out[0], out[1], out[3]) == (batch, heads, width)
+        and shape_of(node.args[0]) == (batch, out[2], heads * width)
+    )
+
+
+def bound_convolve(op: Operands) -> Bound:
+    """As `bound_linear`, over the channels and places that the kernel covers."""
+    bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
+    values, floor = _load_weight(op)
+    channel = len(before) - (values.dim() - 1)
+    flat = values.reshape(values.shape[0], -1)
+    places = math.prod(values.shape[2:])
+    peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
+    largest = find_largest(flat) if groups > 1 else None  # of one group, `sum_rows` finds it
+    rows = [
+        sum_rows(part, _spread_channels(peak, group, values.shape[1], places), floor, largest)
+        for group, part in enumerate(flat.chunk(groups))
+    ]
+    absolute = torch.cat([x.absolute for x in rows])
+    euclidean = torch.cat([x.euclidean for x in rows])
+    size = torch.minimum(absolute, euclidean * _norm_of_patch(bound, before, channel, places))
+    size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(op)
+    typical = bound.typical * float(euclidean.square().mean().sqrt())
+    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
+
+
+def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    return size.reshape([-1 if x == dim else 1 for x in range(rank)])
+
+
+def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
+    """`[in * places]`: the peak of the channel that each entry of a flattened kernel multiplies."""
+    if peak.numel() == 1:
+        return peak
+    return peak[group * width : (group + 1) * width].repeat_interleave(places)
+
+
+def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> float:
+    """The norm of what a kernel covers: of the whole map, or of its places one by one."""
+    spatial = range(channel + 1, len(shape))
+    whole = float(norm_over(bound, shape, (channel, *spatial)).max())
+    single = float(norm_over(bound, shape, (channel,)).max()) * math.sqrt(places)
+    return min(whole, single)
+
+
+def bound_transposed(op: Operands) -> Bound:
+    """As `bound_convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
+    bound, (values, floor) = op.source, _load_weight(op)
+    if int(op.given.get("groups", 1)) != 1:
+        raise UnboundedError
+    channel = len(op.before) - (values.dim() - 1)
+    flat = values.transpose(0, 1).reshape(values.shape[1], -1)
+    rows = sum_rows(flat, torch.tensor([bound.largest]).double(), floor)
+    size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
+    typical = bound.typical * float(rows.euclidean.mean())
+    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
+
+
+def bound_matmul(op: Operands) -> Bound:
+    """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
+    return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
+
+
+def bound_matmul_added(op: Operands) -> Bound:
+    """A product of matrices and what is added to it, each times a number."""
+    first = op.given.get("mat1", op.given.get("batch1"))
+    product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
+    alpha, beta = (abs(float(op.given.get(name, 1))) for name in ("alpha", "beta"))
+    added = op.spread(op.given["self"]) if beta else uniform(0.0, op.shape)
+    typical = math.hypot(alpha * product.typical, beta * added.typical)
+    return op.made(alpha * product.peak + beta * added.peak, typical)
+
+
+def _bound_matrices(op: Operands, first: Any, other: Any) -> Bound:
+    a, b = op.bound(first), op.bound(other)
+    shapes = shape_of(first), shape_of(other)
+    if min(map(len, shapes)) < 2:
+        raise UnboundedError
+    rows, columns, count = len(shapes[0]) - 1, len(shapes[1]) - 2, shapes[0][-1]
+    if is_kind(strip_casts(first), "softmax") and _is_last(strip_casts(first)):
+        return uniform(b.largest, op.shape, b.typical / math.sqrt(max(count, 1)))
+    by_norm = norm_over(a, shapes[0], (rows,)).amax() * norm_over(b, shapes[1], (columns,)).amax()
+    by_peak = count * a.peak.amax() * b.peak.amax()
+    size = float(torch.minimum(by_norm, by_peak)) * (1 + count * SUM_ROUNDING)
+    size += count * SUM_ROUNDING * float(by_peak)
+    return uniform(size, op.shape, a.typical * b.typical * math.sqrt(count))
+
+
+def _is_last(node: Node) -> bool:
+    rank = len(shape_of(node))
+    return int(arguments(node)["dim"]) % rank == rank - 1
+
+
+def bound_einsum(op: Operands) -> Bound:
+    """No result is larger than the product of the largest, times how many are summed."""
+    operands = op.given["tensors"]
+    bounds = [op.bound(x) for x in operands]
+    letters, _, kept = str(op.given["equation"]).replace(" ", "").partition("->")
+    if "." in letters:
+        raise UnboundedError
+    sizes: dict[str, int] = {}
+    for names, operand in zip(letters.split(","), operands, strict=True):
+        sizes.update(zip(names, shape_of(operand), strict=True))
+    summed = math.prod(size for name, size in sizes.items() if name not in kept)
+    size = math.prod(b.largest for b in bounds) * summed
+    typical = math.prod(b.typical for b in bounds) * math.sqrt(summed)
+    return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)
+
+
+def bound_outer(op: Operands) -> Bound:
+    first, other = op.source, op.bound(op.given["vec2"])
+    return uniform(first.largest * other.largest, op.shape, first.typical * other.typical)
+
+
+def bound_attention(op: Operands) -> Bound:
+    """Weights that are not negative and sum to one: a mean of the values, token by token."""
+    value = op.given["value"]
+    bound, before = op.bound(value), shape_of(value)
+    if op.given.get("dropout_p"):
+        raise UnboundedError
+    last, heads = len(before) - 1, len(before) - 3
+    cut = [d for d in range(last) if before[d] != op.shape[d] or d == last - 1 or d != heads]
+    norm = norm_over(bound, before, (last,))
+    tokens = max(before[last - 1], 1)
+    typical = bound.typical / math.sqrt(min(tokens, 16))
+    peak = largest_over(bound.peak, cut)
+    return op.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
+
+
+def limit_scores(op: Operands) -> float:
+    """No product of a query and a key is larger, before the softmax; inf when one has no bound.
+
+    It holds for every part of the sum, with the scale taken before or after it.
+    """
+    query, key = op.given["query"], op.given["key"]
+    a, b = op.find(query), op.find(key)
+    if a is None or b is None:
+        return math.inf
+    shapes = shape_of(query), shape_of(key)
+    norms = [
+        float(norm_over(x, s, (len(s) - 1,)).max()) for x, s in zip((a, b), shapes, strict=True)
+    ]
+    scale = op.given.get("scale")
+    factor = 1 / math.sqrt(max(shapes[0][-1], 1)) if scale is None else abs(float(scale))
+    return norms[0] * norms[1] * max(factor, min(factor, 1.0))

@@ -1,0 +1,477 @@
+"""How large the result of each operation can be, given bounds of its inputs: one rule per operation.
+
+A rule gets an `Operands` and returns the bound of the exact result on the inputs that the operation
+really gets; rounding is added by `propagation`. If there is no bound, it raises `UnboundedError`.
+`docs/certificates.md` has a proof of two lines for each.
+
+Not covered: an operation without a rule: its result has no bound, and neither has what
+follows, up to the next norm or saturating function.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.bounds.known_values import Operands, UnboundedError
+from stopdown.scaling.bounds.row_sums import WEIGHT_ROUNDING
+from stopdown.scaling.bounds.values import (
+    Bound,
+    broadcast,
+    concatenate,
+    join,
+    largest_over,
+    make_bound,
+    norm_over,
+    permute,
+    reshape,
+    sum_squares,
+    take,
+    uniform,
+)
+from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part, list_joined
+from stopdown.scaling.graph.nodes import (
+    arguments,
+    is_kind,
+    is_range_clamp,
+    list_mixed,
+    operation,
+    read_order,
+    shape_of,
+    strip_casts,
+)
+
+# norms: a row of unit mean square is no longer than the root of its length, whatever went into it
+
+
+def bound_normalise(op: Operands) -> Bound:
+    """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
+    inner, rank = list(op.given["normalized_shape"]), len(op.shape)
+    dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
+    gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
+    longest = math.sqrt(math.prod(inner))
+    norm = longest * largest_over(gain, dims) + sum_squares(shift.square(), op.shape, dims).sqrt()
+    typical = float(gain.square().mean().sqrt())
+    return op.made(longest * gain + shift, typical, norm=norm, rows=dims)
+
+
+def bound_normalise_groups(op: Operands) -> Bound:
+    """Group norm: as `bound_normalise` over the channels and places of a group, as many as the call has."""
+    groups, rank = int(op.given["num_groups"]), len(op.shape)
+    count = math.prod(op.shape[1:]) // groups
+    shape, places = [1, op.shape[1]] + [1] * (rank - 2), math.prod(op.shape[2:])
+    gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
+    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
+    norm = (math.sqrt(count * groups) * gain.amax() + moved).reshape([1] * rank)
+    typical = float(gain.square().mean().sqrt())
+    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=range(1, rank))
+
+
+def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
+    """Those of a norm's weight or bias, in this shape or as one number in as many dimensions."""
+    given = op.given.get(name)
+    if not isinstance(given, Node):
+        size = torch.full((1,), 1.0 if name == "weight" else 0.0).double()
+    elif (found := op.known.load(given)) is not None:
+        size = found.double().abs().reshape(-1)
+        size = size * (1 + WEIGHT_ROUNDING) + op.known.floor(given) * float(size.max())
+    else:
+        bound = op.find(given)
+        size = torch.full((1,), math.inf if bound is None else bound.largest).double()
+    return size.reshape(shape if size.numel() > 1 else [1] * len(shape))
+
+
+def find_written_norm(op: Operands) -> Bound | None:
+    """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
+    first, other = op.given["self"], op.given["other"]
+    inverse = is_kind(op.node, "divide")
+    pairs = [(first, other)] if inverse else [(first, other), (other, first)]
+    for value, factor in pairs:
+        found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
+        if found is None or not isinstance(value, Node):
+            continue
+        source, dims, total = found
+        if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
+            count = 1.0 if total else math.prod(op.shape[d] for d in dims)
+            norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
+            return op.made(norm, 1.0, norm=norm, rows=dims)
+    return None
+
+
+def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
+    """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
+    node = strip_casts(node)
+    if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
+        return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
+    if inverse and is_kind(node, "vector_norm"):
+        return read_vector_norm(node)
+    if not _is_root(node, inverse):
+        return None
+    node = strip_casts(node.args[0])
+    if is_kind(node, "add") and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
+        node = strip_casts(node.args[0])
+    if not is_kind(node, "mean"):
+        return None
+    given, square = arguments(node), strip_casts(node.args[0])
+    if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
+        return None
+    rank = len(shape_of(square))
+    return square.args[0], [int(d) % rank for d in given["dim"]], False
+
+
+def _is_root(node: Node, inverse: bool) -> bool:
+    if is_kind(node, "power"):
+        return bool(node.args[1] == (0.5 if inverse else -0.5))
+    return is_kind(node, "sqrt" if inverse else "rsqrt")
+
+
+def _is_clamped_below(node: Node) -> bool:
+    return is_kind(node, "clamp") and arguments(node).get("max") is None
+
+
+def _is_square(node: Node) -> bool:
+    twice = is_kind(node, "multiply") and node.args[0] is node.args[1]
+    by_power = is_kind(node, "power") and bool(node.args[1] == 2)
+    return is_kind(node, "square") or twice or by_power
+
+
+def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
+    """What a 2-norm is taken of, over which dimensions, which stay with a size of 1; and True: no mean."""
+    given, source = arguments(node), node.args[0]
+    if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
+        return None
+    rank = len(shape_of(source))
+    return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
+
+
+# each element by itself
+
+
+def bound_add(op: Operands) -> Bound:
+    """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
+    first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
+    factor = abs(float(op.given.get("alpha", 1) or 1))
+    peak = first.peak + factor * other.peak
+    typical = math.hypot(first.typical, factor * other.typical)
+    dims = first.rows if isinstance(op.given["self"], Node) else other.rows
+    norm = norm_over(first, op.shape, dims) + factor * norm_over(other, op.shape, dims)
+    return op.made(peak, typical, norm=norm, rows=dims)
+
+
+def bound_multiply(op: Operands) -> Bound:
+    """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
+    if (normed := find_written_norm(op)) is not None:
+        return normed
+    first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
+    dims = first.rows if len(first.rows) >= len(other.rows) else other.rows
+    norm = torch.minimum(
+        norm_over(first, op.shape, dims) * largest_over(other.peak, dims),
+        norm_over(other, op.shape, dims) * largest_over(first.peak, dims),
+    )
+    typical = first.typical * other.typical
+    return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
+
+
+def bound_divide(op: Operands) -> Bound:
+    """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
+    divisor = op.given["other"]
+    if isinstance(divisor, Node):
+        if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
+            return found
+        divisor = _find_least(divisor)
+    if op.given.get("rounding_mode") is not None or not divisor:
+        raise UnboundedError
+    bound, factor = op.spread(op.given["self"]), 1 / abs(float(divisor))
+    return replace(
+        bound, peak=bound.peak * factor, norm=bound.norm * factor, typical=bound.typical * factor
+    )
+
+
+def _find_least(node: Node) -> float | None:
+    """The number that a clamp keeps a value from falling below; None without one that fp16 can hold."""
+    node = strip_casts(node)
+    least = arguments(node).get("min") if is_kind(node, "clamp") else None
+    return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
+
+
+def _bound_masked_mean(op: Operands) -> Bound | None:
+    """`sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values."""
+    top, below = strip_casts(op.given["self"]), strip_casts(op.given["other"])
+    if not (is_kind(top, "sum") and is_kind(below, "sum")):
+        return None
+    product, mask, given = strip_casts(top.args[0]), below.args[0], arguments(top)
+    rank, before = len(shape_of(product)), shape_of(product)
+    alike = all(given.get(key) == arguments(below).get(key) for key in ("dim", "keepdim"))
+    is_product = is_kind(product, "multiply") and mask in product.args
+    if not is_product or not given.get("dim") or not alike:
+        return None
+    value = product.args[1 if product.args[0] is mask else 0]
+    bound = op.find(value)
+    if bound is None or not _is_mask(op, mask) or shape_of(value) != before:
+        return None
+    dims = [int(d) % rank for d in given["dim"]]
+    kept = tuple(1 if d in dims else size for d, size in enumerate(before))
+    peak = largest_over(bound.peak, dims) * (1 + math.prod(before[d] for d in dims) * 2.0**-22)
+    summed = reshape(make_bound(peak, kept, typical=bound.typical), kept, shape_of(top))
+    return summed if shape_of(top) == op.shape else None
+
+
+def _is_mask(op: Operands, node: Node) -> bool:
+    """True for truth values, and for whole numbers that are bounded: those are masks."""
+    while is_kind(node, "reshape", "expansion", "cast"):
+        node = node.args[0]  # type: ignore[assignment]
+    held = node.meta.get("val")
+    floating = not isinstance(held, torch.Tensor) or held.is_floating_point()
+    return not floating and op.find(node) is not None
+
+
+def bound_shrink(op: Operands) -> Bound:
+    """`|f(x)| <= min(|x|, 1)`."""
+    bound = op.find(op.node.args[0])
+    return bound_saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
+
+
+def bound_saturate(op: Operands) -> Bound:
+    """`|f(x)| <= 1` whatever the input."""
+    return uniform(1.0, op.shape, 0.5)
+
+
+def bound_softmax(op: Operands) -> Bound:
+    """Weights of a mean: none above 1, and neither is their norm."""
+    dim = int(op.given["dim"]) % len(op.shape)
+    one = torch.ones((1,) * len(op.shape)).double()
+    return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
+
+
+def bound_power(op: Operands) -> Bound:
+    exponent = op.given["exponent"]
+    if not isinstance(exponent, (int, float)) or exponent < 0:
+        raise UnboundedError
+    return op.made(op.source.peak**exponent, op.source.typical**exponent)
+
+
+def bound_root(op: Operands) -> Bound:
+    return op.made(op.source.peak.sqrt(), op.source.typical**0.5)
+
+
+def bound_exponential(op: Operands) -> Bound:
+    if op.source.largest > 700:
+        raise UnboundedError
+    return op.made(op.source.peak.exp(), 1.0)
+
+
+def bound_subtract_from(op: Operands) -> Bound:
+    number = op.given["other"]
+    if not isinstance(number, (int, float)):
+        raise UnboundedError
+    return op.made(op.source.peak + abs(number), math.hypot(op.source.typical, number))
+
+
+def bound_clamp(op: Operands) -> Bound:
+    """Between two numbers nothing is larger than the larger one; at fp16's maximum it never bites."""
+    if is_range_clamp(op.node):
+        return op.source
+    numbers = [op.given.get(name) for name in ("min", "max")]
+    if not all(x is None or isinstance(x, (int, float)) for x in numbers):
+        raise UnboundedError
+    given = [float(x) for x in numbers if x is not None]
+    sizes = [abs(x) for x in given]
+    if len(sizes) == 2 and op.find(op.given["self"]) is None:
+        return uniform(max(sizes), op.shape, 0.5 * max(sizes))
+    if len(sizes) == 2:
+        least = 0.0 if given[0] <= 0 <= given[1] else min(sizes)
+        return op.made(op.source.peak.clamp(min=least, max=max(sizes)), op.source.typical)
+    return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
+
+
+def bound_total(op: Operands) -> Bound:
+    """A sum over dimensions: of the peaks."""
+    return _reduce(op, mean=False)
+
+
+def bound_mean(op: Operands) -> Bound:
+    """A mean is no larger than the largest of what it is taken of."""
+    return _reduce(op, mean=True)
+
+
+def _reduce(op: Operands, *, mean: bool) -> Bound:
+    bound, before = op.source, op.before
+    if not before:
+        return bound
+    given = op.given.get("dim")
+    dims = [int(d) % len(before) for d in ([given] if isinstance(given, int) else given or ())]
+    dims = dims or list(range(len(before)))
+    peak, kept = bound.peak, list(before)
+    for dim in dims:
+        count, kept[dim] = before[dim], 1
+        whole = peak.shape[dim] == 1
+        peak = peak * count if whole else peak.sum(dim, keepdim=True)
+        peak = peak / max(count, 1) if mean else peak
+    count = math.prod(before[d] for d in dims)
+    made = make_bound(peak, tuple(kept), typical=bound.typical * (1.0 if mean else count**0.5))
+    return reshape(made, tuple(kept), op.shape)
+
+
+def bound_polar(op: Operands) -> Bound:
+    return op.spread(op.given["abs"])
+
+
+def bound_zeros(op: Operands) -> Bound:
+    return uniform(0.0, op.shape)
+
+
+def bound_fill(op: Operands) -> Bound:
+    return op.spread(op.given.get("fill_value", op.given.get("value", 1.0)))
+
+
+def bound_ones(op: Operands) -> Bound:
+    return uniform(1.0, op.shape)
+
+
+# what only moves values about: views, slices, concatenations, choices, tables
+
+
+def bound_same(op: Operands) -> Bound:
+    """The result is the first input, or no larger element by element and of the same shape."""
+    return op.bound(op.node.all_input_nodes[0])
+
+
+def bound_copied(op: Operands) -> Bound:
+    """What is written over a value, as large as that is."""
+    return op.spread(op.node.args[1])
+
+
+def bound_reshape(op: Operands) -> Bound:
+    return reshape(op.source, op.before, op.shape)
+
+
+def bound_permute(op: Operands) -> Bound:
+    return permute(op.source, read_order(op.node)) if op.shape else op.source
+
+
+def bound_expand(op: Operands) -> Bound:
+    return broadcast(op.source, op.before, op.shape)
+
+
+def bound_any(op: Operands) -> Bound:
+    """Every element of the result is one of the input, or an average of some, or 0."""
+    bound = bound_same(op)
+    return uniform(bound.largest, op.shape, bound.typical)
+
+
+def bound_places(op: Operands) -> Bound:
+    """As `bound_any`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
+    if op.given.get("divisor_override"):
+        raise UnboundedError
+    if len(op.before) != len(op.shape):
+        return bound_any(op)
+    return op.made(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
+
+
+def bound_tokens(op: Operands) -> Bound:
+    """As `bound_any`, with the last dimension as it was where it was not touched."""
+    bound, last = op.source, len(op.before) - 1
+    indices = op.given.get("indices") or ()
+    if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
+        return bound_any(op)
+    ones = (1,) * (len(op.shape) - 1)
+    peak = largest_over(bound.peak, range(last)).reshape(*ones, -1)
+    if bound.rows != {last}:
+        return op.made(peak, bound.typical)
+    norm = bound.norm.amax().reshape(*ones, 1)
+    return op.made(peak, bound.typical, norm=norm, rows=(len(ones),))
+
+
+def bound_repeat(op: Operands) -> Bound:
+    """`repeat` and its kin: what is repeated is no larger, wherever it is."""
+    added = len(op.shape) - len(op.before)
+    if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
+        return bound_any(op)
+    before = (1,) * added + op.before
+    bound = broadcast(op.source, op.before, before)
+    changed = [d for d in range(len(before)) if before[d] != op.shape[d]]
+    return op.made(largest_over(bound.peak, changed), bound.typical)
+
+
+def bound_part(op: Operands) -> Bound:
+    """A slice, a select, or one result of a chunk, split or unbind.
+
+    The bound of a slice is that of the one part of a concatenation that it takes, where there is one.
+    """
+    if not is_part(op.node):
+        raise UnboundedError
+    if not has_known_indices(op.node):
+        return bound_any(op)
+    source, (start, stop), dim = find_part(op.node)
+    bound, before = op.bound(source), shape_of(source)
+    if is_kind(op.node, "select") or is_kind(op.node.args[0], "unbind"):
+        kept = (*before[:dim], 1, *before[dim + 1 :])
+        return reshape(take(bound, kept, dim, start, stop), kept, op.shape)
+    bound = _find_joined(strip_casts(source), dim, start, stop, op) or bound
+    return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
+
+
+def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
+    if not is_kind(source, "join") or any(operation(user).endswith("_") for user in source.users):
+        return None
+    joined, places = list_joined(source)
+    for part, (begin, end) in places if joined == dim else ():
+        if begin <= start and stop <= end:
+            bound = op.find(part)
+            is_split = bound is None or bound.peak.shape[dim] > 1 or bound.norm.shape[dim] > 1
+            return None if is_split else bound
+    return None
+
+
+def bound_cat(op: Operands) -> Bound:
+    parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
+    dim = int(op.given.get("dim", 0)) % len(op.shape)
+    return concatenate([op.bound(x) for x in parts], [shape_of(x) for x in parts], op.shape, dim)
+
+
+def bound_stack(op: Operands) -> Bound:
+    parts = list(op.given["tensors"])
+    dim = int(op.given.get("dim", 0)) % len(op.shape)
+    kept = (*op.shape[:dim], 1, *op.shape[dim + 1 :])
+    unsqueezed = [reshape(op.bound(x), shape_of(x), kept) for x in parts]
+    return concatenate(unsqueezed, [kept] * len(parts), op.shape, dim)
+
+
+def bound_choose(op: Operands) -> Bound:
+    """`where` and `masked_fill`: either the one or the other; the sentinels of a mask aside."""
+    names = ("self", "other", "value", "source")
+    bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
+    return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
+
+
+def bound_pad(op: Operands) -> Bound:
+    bound, changed, value = op.source, list_mixed(op.node), op.given.get("value") or 0.0
+    peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
+    if op.given.get("mode", "constant") != "constant" or value:
+        return op.made(peak, bound.typical)
+    norm = largest_over(bound.norm, changed)
+    return op.made(peak, bound.typical, norm=norm, rows=bound.rows)
+
+
+def bound_embedding(op: Operands) -> Bound:
+    """Any row of the table."""
+    table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
+    peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
+    return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
+
+
+def bound_complex(op: Operands) -> Bound:
+    """The modulus of a pair is its norm."""
+    peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
+    return op.made(peak, op.source.typical * 2**0.5)
+
+
+def bound_real(op: Operands) -> Bound:
+    """Neither part is larger than the modulus, and the pair is as long as it."""
+    peak = op.source.peak.unsqueeze(-1)
+    return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

@@ -1,0 +1,375 @@
+"""One call of a component as a value: what is called, with which arguments.
+
+Layers, recordings, replays and dry runs all hand on a `ComponentCall`. Whether an argument keeps its dtype
+at a boundary is asked of the call (`keeps`); how nested tensors are changed, signed and cast stands here.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import fnmatch
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
+from stopdown.interception.autocast import without_autocast
+from stopdown.interception.randomness import Restore, save_random
+from stopdown.numerics import bound_values, count_writes, is_readable, iterate_tensors
+from stopdown.scaling.calls.callee import DIFFUSERS_KEEPS, Callee
+from stopdown.scaling.calls.outermost_calls import is_plain
+from stopdown.scaling.calls.step_caches import save_caches
+
+PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""What is called, and with which arguments: a call of which no component is known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComponentCall:
+    """One call of a component, or of another method that is intercepted.
+
+    Attributes:
+        below: what a layer calls to go on: the next layer inwards, at last the method itself.
+        made_up: the program did not make this call; it was derived from another one.
+    """
+
+    callee: Callee
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    below: Callable[..., Any] | None = None
+    made_up: bool = False
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {**dict(zip(self.callee.argument_names, self.args, strict=False)), **self.kwargs}
+
+    @property
+    def key(self) -> str:
+        """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
+        return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
+
+    def proceed(self) -> Any:
+        """Go on with the call below the layer that was given it."""
+        assert self.below is not None
+        return self.below(*self.args, **self.kwargs)
+
+    def proceed_with(self, change: Change, keeps: Keeps) -> Any:
+        """Go on with every tensor changed, except in arguments whose names `keeps` accepts.
+
+        A caller's lists and mappings hold what they held before when the call is over, except where the
+        component wrote into them.
+        """
+        assert self.below is not None
+        args, kwargs, replaced = replace_tensors(
+            self.args, self.kwargs, change, names=self.callee.argument_names, keeps=keeps
+        )
+        try:
+            return self.below(*args, **kwargs)
+        finally:
+            put_back(replaced)
+
+    def proceed_in(
+        self, dtype: torch.dtype, leaves: Collection[str] = (), wide: Collection[int] = ()
+    ) -> Any:
+        """Go on with floating arguments cast to `dtype`, and outputs cast back (`bring_back`).
+
+        What a decoder returns stays as it is: it is the picture, and nothing computes with it. Arguments
+        that the call `keeps` are not cast.
+
+        Args:
+            leaves: names of further arguments that are not cast.
+            wide: numbers of the outputs that its code returns in fp32 by itself.
+        """
+        came_as = self.came_as
+        output = self.proceed_with(
+            functools.partial(_cast, dtype=dtype), lambda name: name in leaves or self.keeps(name)
+        )
+        if came_as is None or self.callee.stage == "decode":
+            return output
+        return bring_back(output, dtype, came_as, wide)
+
+    @property
+    def came_as(self) -> torch.dtype | None:
+        """The dtype of its floating arguments."""
+        return find_float_dtype(self.named, self.keeps)
+
+    def list_beyond(self, dtype: torch.dtype) -> list[str]:
+        """Return the names of arguments with finite values that a dtype cannot hold.
+
+        Masks are left out: an infinite value means in them what a large one means.
+
+        Cost: for arguments that are cast to fp16, a host read of each that was not looked at before.
+        """
+        named = self.named.items() if dtype == torch.float16 else ()
+        return [
+            name
+            for name, value in named
+            if not (self.keeps(name) or is_mask(name))
+            and not all(is_held(x, dtype) for x in iterate_tensors(value))
+        ]
+
+    def begin_again(self, module: torch.nn.Module | None = None) -> Any:
+        """Make the call anew from outside of all layers; of another module if one is given."""
+        owner = self.callee.owner if module is None else module
+        return self.callee.bind(owner)(*self.args, **self.kwargs)
+
+    def keeps(self, name: str) -> bool:
+        """Whether the argument of this name keeps its dtype at a boundary: times and positions."""
+        return is_kept(name, self.callee.keeps)
+
+    def place(self, module: torch.nn.Module) -> PlainCall:
+        """Return the call of this module in the callee's place, with the arguments on its device."""
+        device = next(itertools.chain(module.parameters(), module.buffers())).device
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
+        )
+        return self.callee.bind(module), args, kwargs
+
+    def save(self, module: torch.nn.Module, device: torch.device) -> tuple[Restore, ...]:
+        """Keep the random numbers and step caches that the call draws and changes.
+
+        Returns:
+            Functions that put them back.
+        """
+        return save_random(device, self.kwargs), save_caches(module)
+
+
+class HeldContainers:
+    """What lists, sets, mappings and objects among a call's arguments hold before it: a call may fill them.
+
+    An object, such as a cache of keys and values, is kept as the mapping of its attributes.
+    """
+
+    def __init__(self, call: ComponentCall) -> None:
+        found = _list_containers((call.args, call.kwargs), set())
+        self._containers = [(x, copy.copy(x)) for x in found]
+        self._objects = list(_list_objects((call.args, call.kwargs)))
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether objects are among the arguments that a call may write to."""
+        return bool(self._objects)
+
+    @property
+    def has_kept_tensors(self) -> bool:
+        """Whether such objects hold tensors already."""
+        return any(True for x in self._objects for _ in iterate_tensors(x))
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether tensors are in them that were not."""
+        known = {id(x) for _, held in self._containers for x in _list_items(held)}
+        return any(
+            id(x) not in known and any(True for _ in iterate_tensors(x))
+            for container, _ in self._containers
+            for x in _list_items(container)
+        )
+
+    def restore(self) -> None:
+        """Leave in them what they held."""
+        for container, held in self._containers:
+            if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
+                container.clear()
+                container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _list_items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _list_containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Lists, sets, dicts and objects' dicts of attributes inside of a call's arguments, each once."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if id(item) in seen:
+            continue
+        if type(item) in (list, dict, set):
+            seen.add(id(item))
+            yield item
+        if type(item) in (list, dict, tuple):
+            yield from _list_containers(item, seen)
+        elif _is_object(item):
+            seen.add(id(item))
+            yield vars(item)
+            yield from _list_containers(vars(item), seen)
+
+
+def _list_objects(value: Any) -> Iterator[Any]:
+    for item in value.values() if isinstance(value, dict) else value:
+        if type(item) in (list, dict, tuple):
+            yield from _list_objects(item)
+        elif _is_object(item):
+            yield item
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value has attributes that code may set: no tensor, module, type or function."""
+    plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
+    return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
+
+
+def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
+    """Whether an argument of this name keeps its dtype: times and positions."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
+
+
+def is_mask(name: str) -> bool:
+    """Whether an argument of this name is added to scores, or says which values count."""
+    return "mask" in name or "bias" in name
+
+
+_HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
+"""A tensor to how often it was written to when it was looked at, and whether fp16 held it."""
+
+
+def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the finite values of a tensor are finite in a dtype; True where no value can be read.
+
+    A tensor that holds Inf or NaN counts as held: it is not the cast that makes them.
+
+    Cost: a host read, once for each tensor; none unless a wider one is to be cast to fp16.
+    """
+    is_wider = dtype == torch.float16 and tensor.dtype != dtype
+    if not (is_wider and is_readable(tensor) and is_plain()):
+        return True
+    writes = count_writes(tensor)
+    known = _HELD.get(tensor)
+    if known is not None and known[0] == writes:
+        return known[1]
+    with torch.no_grad(), without_autocast():
+        bounds = bound_values([tensor])
+        assert bounds is not None
+        found = bool((bounds.to(dtype).isfinite() | ~bounds.isfinite()).all())
+    if writes is not None:
+        _HELD[tensor] = (writes, found)
+    return found
+
+
+def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a floating tensor in a dtype, or as it is where that cannot hold its finite values."""
+    return _cast(tensor, dtype) if is_held(tensor, dtype) else tensor
+
+
+def bring_back(
+    output: Any, computed_in: torch.dtype, came_as: torch.dtype, wide: Collection[int] = ()
+) -> Any:
+    """Bring what a call returned to the dtype of its arguments, but for what that would change.
+
+    What its code returned in fp32 although it was computed in 16 bits stays in fp32, and so does a tensor
+    with values beyond the largest of `came_as`.
+
+    Args:
+        wide: numbers of the tensors that stay in fp32 as well.
+
+    Cost: where `came_as` has the smaller range, a pass over what is cast, and a host read.
+    """
+    narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_own = computed_in.itemsize < tensor.dtype.itemsize  # its code made it wide
+        if is_own or not tensor.is_floating_point() or tensor.dtype == came_as:
+            return tensor
+        if id(tensor) in kept:
+            return tensor.float()
+        cast = tensor.to(came_as)
+        if _has_less_range(came_as, tensor.dtype) and is_readable(cast) and is_plain():
+            narrowed[id(tensor)] = tensor, cast
+        return cast
+
+    found = map_tensors(output, cast, keeps=is_kept)
+    bounds = bound_values([x for _, x in narrowed.values()])
+    if bounds is None or all(map(math.isfinite, bounds.tolist())):
+        return found
+    lost = {key for key, pair in narrowed.items() if _loses_values(*pair)}
+    if not lost:
+        return found
+    widen = lambda x: x.float() if id(x) in lost else cast(x)  # noqa: E731
+    return map_tensors(output, widen, keeps=is_kept)
+
+
+def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(dtype).max < torch.finfo(other).max
+
+
+def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
+    return bool((wide.isfinite() & ~narrow.isfinite()).any())
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same nest with floating tensors in `dtype`.
+
+    Times and positions in dicts stay as they are, and so does what `dtype` cannot hold.
+    """
+    return map_tensors(value, functools.partial(narrow, dtype=dtype), keeps=is_kept)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def map_tensors(
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    keeps: Callable[[str], bool] = lambda name: False,
+) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to.
+
+    Args:
+        keeps: whether what a dict has under a name stays as it is.
+    """
+    again = functools.partial(map_tensors, change=change, keeps=keeps)
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if isinstance(leaf, dict):
+            changed = {k: x if keeps(str(k)) else again(x) for k, x in leaf.items()}
+            return changed if type(leaf) is dict else type(leaf)(**changed)
+        if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
+            return type(leaf)(map(again, leaf))
+        # what an autoencoder encodes to: a mean and a spread, which is sampled later
+        if callable(getattr(leaf, "sample", None)) and callable(getattr(leaf, "mode", None)):
+            leaf = copy.copy(leaf)
+            vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
+        return leaf
+
+    return pytree.tree_map(visit, value, is_leaf=lambda x: isinstance(x, dict))
+
+
+def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return "|".join([str(spec), *map(_sign, leaves)])
+
+
+def _sign(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
+
+
+def find_float_dtype(
+    arguments: dict[str, Any], keeps: Callable[[str], bool] = is_kept
+) -> torch.dtype | None:
+    """Return the dtype of the first floating tensor among arguments that are cast, None without one."""
+    found: list[torch.dtype] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend([tensor.dtype] * tensor.is_floating_point())
+        return tensor
+
+    map_tensors(arguments, note, keeps=keeps)
+    return next(iter(found), None)

@@ -1,0 +1,172 @@
+"""What is between two components: arguments that the next one's format cannot hold.
+
+An encoder may return states beyond 65504, and the denoiser behind it is in fp16. Most denoisers bring such
+states to a norm, or to one matrix and then to a norm. So they are handed on in fp32, and the layers
+that get them compute in fp32, up to the first output that fp16 holds.
+
+**Catches** linear layers, convolutions and norms of PyTorch; norms that widen what they are given
+themselves; code that casts to fp16 by itself or does not take two dtypes, by what comes out: such a
+call is refused, or somebody else makes it.
+**Does not catch** masks; Inf that code makes of an argument and swallows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stopdown.diagnosis import REFUSALS, is_refusal
+from stopdown.errors import ScalingError, take_first_line
+from stopdown.interception.autocast import without_autocast
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
+from stopdown.numerics import bound_values, is_readable, iterate_tensors, measure_amax
+from stopdown.scaling.calls.call import ComponentCall, HeldContainers, cast_floats, narrow
+from stopdown.scaling.calls.outermost_calls import is_plain
+
+
+class BeyondError(ScalingError):
+    """A component was given values that its format cannot hold, and does not take them in fp32."""
+
+
+@dataclass
+class Entrance:
+    """Around the calls of one component that get arguments in its dtype."""
+
+    module: nn.Module
+    patches: Patches
+    _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
+
+    def proceed(
+        self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool, wide: Collection[int] = ()
+    ) -> Any:
+        """Go on as `call.proceed_in` does, with arguments in fp32 that `dtype` cannot hold.
+
+        Args:
+            refuses: raise BeyondError where that does not do; False gives what the component gives, for a
+                guard that repairs it.
+            wide: numbers of the outputs that its code returns in fp32 by itself.
+        """
+        beyond = call.list_beyond(dtype)
+        if not beyond:
+            return call.proceed_in(dtype, wide=wide)
+        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
+        held, restores = HeldContainers(call), call.save(self.module, device)
+        self._put_on()
+        refused: Exception | None = None
+        try:
+            output = _widen(call, beyond).proceed_in(dtype, beyond, wide)
+            if not refuses or _is_finite(output):
+                self._keep_used()
+                return output
+            why = "what it gives then is not finite"
+        except REFUSALS as error:
+            if not (refuses and is_refusal(error)):
+                raise
+            refused, why = error, take_first_line(error).rstrip(".")
+        for restore in (*restores, held.restore):
+            restore()
+        raise _explain(call, beyond, why) from refused
+
+    def _put_on(self) -> None:
+        if not self._layers:
+            self.patches.defer(self._take_off)
+        for layer in self.module.modules():
+            if type(layer) in _IN_FP32 and "forward" not in vars(layer):
+                self._layers[layer] = made = _WideLayer(layer, layer.forward)
+                made.off.set_attribute(layer, "forward", made)
+
+    def _keep_used(self) -> None:
+        for layer in [x for x, made in self._layers.items() if not made.is_used]:
+            self._layers.pop(layer).off.undo()
+
+    def _take_off(self) -> None:
+        while self._layers:
+            self._layers.popitem()[1].off.undo()
+
+
+@dataclass
+class _WideLayer:
+    """In the place of a layer's `forward`: computes in fp32 what it is given in fp32.
+
+    The output is in fp16 if that holds it. A deep copy has a copy of the layer.
+    """
+
+    layer: Any
+    plain: Callable[..., Any]
+    is_used: bool = False
+    off: Patches = field(default_factory=Patches)
+
+    def __call__(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = self.layer.weight
+        is_narrow = weight is not None and weight.dtype == torch.float16
+        if not is_narrow or given.dtype != torch.float32:
+            return self.plain(given, *args, **kwargs)
+        self.is_used = True
+        bias = getattr(self.layer, "bias", None)
+        wide = weight.float(), None if bias is None else bias.float()
+        with without_autocast():
+            made = _IN_FP32[type(self.layer)](self.layer, given, *wide)
+        return made if is_traced() else narrow(made, torch.float16)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain, memo)
+
+
+def _widen(call: ComponentCall, beyond: list[str]) -> ComponentCall:
+    """The call with these arguments in fp32; those in bf16 are cast."""
+    names = (*call.callee.argument_names, *[""] * len(call.args))
+    args = [
+        cast_floats(x, torch.float32) if name in beyond else x
+        for name, x in zip(names, call.args, strict=False)
+    ]
+    wide = {
+        name: cast_floats(x, torch.float32) for name, x in call.kwargs.items() if name in beyond
+    }
+    return replace(call, args=tuple(args), kwargs={**call.kwargs, **wide})
+
+
+def _convolve(layer: Any, given: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    made: torch.Tensor = layer._conv_forward(given, weight, bias)
+    return made
+
+
+_IN_FP32: dict[type, Callable[..., torch.Tensor]] = {
+    nn.Linear: lambda layer, given, weight, bias: F.linear(given, weight, bias),
+    nn.Conv1d: _convolve,
+    nn.Conv2d: _convolve,
+    nn.Conv3d: _convolve,
+    nn.LayerNorm: lambda layer, given, weight, bias: F.layer_norm(
+        given, layer.normalized_shape, weight, bias, layer.eps
+    ),
+    nn.RMSNorm: lambda layer, given, weight, bias: F.rms_norm(
+        given, layer.normalized_shape, weight, layer.eps
+    ),
+    nn.GroupNorm: lambda layer, given, weight, bias: F.group_norm(
+        given, layer.num_groups, weight, bias, layer.eps
+    ),
+}
+"""Class of a layer to its computation with other weights."""
+
+
+def _is_finite(output: Any) -> bool:
+    bounds = bound_values([x for x in iterate_tensors(output) if is_readable(x)])
+    return bounds is None or not is_plain() or bool(bounds.isfinite().all())
+
+
+def _explain(call: ComponentCall, beyond: list[str], why: str) -> BeyondError:
+    name, given = call.callee.component_name, call.named
+    amax = max(measure_amax(x) for key in beyond for x in iterate_tensors(given[key]))
+    return BeyondError(
+        f"{name} was given {' and '.join(beyond)} up to {amax:.3g}, which fp16 cannot hold, and it does "
+        f"not take fp32 there: {why}.",
+        expected="Values between components stay as they are, and fp16 holds them up to 65504.",
+        remedy=f"Run it under the guard, stopdown.guard(pipe, plan) or quantization(SOURCE, guard=True), "
+        f"which repairs such calls, or run {name} in bf16 or fp32.",
+    )

@@ -1,0 +1,263 @@
+"""What somebody sets on a module between its calls: attributes, other parts, other code.
+
+Exponents were found for the code that ran then. `module.mode = "b"` leads that code elsewhere as an
+argument does, so what differs from then is a part of a call's signature. A part that was replaced has
+weights without exponents, and so has what a function that was replaced computes with.
+
+**Catches** attributes that are set between calls, numbers and flags by value, other objects by kind; what
+is written into short lists and mappings of numbers, flags and words, as an IP-Adapter's scales are; parts
+that are replaced, added or removed, but for adapters and compiled code around the part that was there;
+functions, classes and hooks, as `module_code` finds them; training mode.
+**Does not catch** what a call sets itself, which is a state of its own (`kept_state`); what is inside of
+other containers and objects; what libraries set while they load and place weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.interception.module_paths import OWN_ATTRIBUTES
+from stopdown.scaling.calls.call_signatures import describe_argument
+from stopdown.scaling.calls.module_code import (
+    MISSING,
+    Functions,
+    Hooks,
+    find_own_code,
+    is_alike_code,
+    is_code,
+    is_method,
+    list_functions,
+    sign_code,
+)
+
+_FOREIGN = (
+    *("stopdown", "_hf_", "_old_forward", "_diffusers_hook", "_compiled"),
+    *("hf_", "is_quantized", "quantization_method", "_is_hf_", "_use_kernels"),
+)
+"""Beginnings of names that Stopdown and libraries set while they load and place weights and run code."""
+
+_INNER = ("base_layer", "_orig_mod")
+"""Attributes under which adapters and compiled code hold the part that was there."""
+
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, set, frozenset)
+_MOST_ITEMS = 64
+_CLASS = "__class__"
+
+Place = tuple[str, str]
+"""Path of a part, and the name of an attribute of it."""
+
+
+@dataclass
+class _Part:
+    path: str
+    module: torch.nn.Module
+    attributes: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
+    kind: type | None = None
+
+    def note(self) -> None:
+        self.kind = type(self.module)
+        self.attributes, self.parts = dict(vars(self.module)), dict(self.module._modules)
+        self.copies = {
+            name: copied
+            for name, value in self.attributes.items()
+            if isinstance(value, _CONTAINERS) and name not in OWN_ATTRIBUTES
+            if (copied := _copy_plain(value)) is not MISSING
+        }
+
+    def is_same(self) -> bool:
+        now = vars(self.module)
+        try:
+            return (
+                type(self.module) is self.kind
+                and now == self.attributes
+                and self.module._modules == self.parts
+                and all(now[name] == copied for name, copied in self.copies.items())
+            )
+        except Exception:  # tensors and arrays are not equal or unequal as a whole
+            return False
+
+    def list_changes(self) -> Iterator[tuple[Place, Any, Any]]:
+        """Place, value before and value now of what was set."""
+        now = vars(self.module)
+        for name in {**self.attributes, **now}:
+            before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
+            if name in self.copies and (copied := _copy_plain(value)) is not MISSING:
+                before, value = (
+                    self.copies[name],
+                    copied,
+                )  # the same object may have been written to
+                if before == value:
+                    continue
+            if before is not value and not (
+                name in OWN_ATTRIBUTES or name.startswith(_FOREIGN) or is_method(self.module, name)
+            ):
+                yield (self.path, name), before, value
+        parts = self.module._modules
+        for name in {**self.parts, **parts}:
+            before, value = self.parts.get(name, MISSING), parts.get(name, MISSING)
+            is_around = any(x is before for x in _list_inner(value))
+            if not (is_around or any(x is value for x in _list_inner(before))):
+                yield (self.path, name), before, value
+
+    def list_code(self) -> Iterator[tuple[Place, Any, Any]]:
+        """The same of functions that are in the place of its class's, and of its class."""
+        now, kind = vars(self.module), type(self.module)
+        for name in {**self.attributes, **now}:
+            before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
+            if before is not value and is_code(self.module, name):
+                found = [find_own_code(self.module, name, x) for x in (before, value)]
+                yield (self.path, name), *found
+        if kind is not self.kind:
+            yield (self.path, _CLASS), self.kind, kind
+
+
+def _copy_plain(value: Any, depth: int = 2) -> Any:
+    """A copy of a short container of numbers, flags and words; `MISSING` of anything else."""
+    if isinstance(value, _PLAIN):
+        return value
+    if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple)) or len(value) > _MOST_ITEMS:
+        return MISSING
+    if isinstance(value, dict):
+        found = {name: _copy_plain(item, depth - 1) for name, item in value.items()}
+        return MISSING if any(x is MISSING for x in found.values()) else found
+    items = [_copy_plain(item, depth - 1) for item in value]
+    if any(x is MISSING for x in items):
+        return MISSING
+    return type(value)(items) if type(value) in (list, tuple, set, frozenset) else items
+
+
+def _list_inner(part: Any) -> Iterator[Any]:
+    """What a part is around, from outside in, itself first."""
+    while part is not None and part is not MISSING:
+        yield part
+        part = next((x for name in _INNER if (x := getattr(part, name, None)) is not None), None)
+    yield part
+
+
+def sign_settings(module: torch.nn.Module) -> str:
+    """Return what tells apart how calls of a module go: its code, and flags and numbers that are set on it.
+
+    It holds in this process, and keeps nothing of the module alive.
+    """
+    named = list(module.named_modules())
+    plain = [
+        (path, name, copied)
+        for path, part in named
+        for name, value in sorted(vars(part).items())
+        if not (name in OWN_ATTRIBUTES or name.startswith(_FOREIGN))
+        if (copied := _copy_plain(value)) is not MISSING
+    ]
+    return hashlib.sha256(repr((sign_code(named), plain)).encode()).hexdigest()
+
+
+class ModuleSettings:
+    """What is set on a module now, against what was set when this was made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self._is_training = module, module.training
+        named = list(module.named_modules())
+        self._parts = [_Part(path, part) for path, part in named]
+        self._functions = list_functions(part for _, part in named)
+        self._hooks = Hooks(named[1:])
+        self._first: dict[Place, Any] = {}
+        self._set: dict[Place, Any] = {}
+        self._first_code: dict[Place, Any] = {}
+        self._code: dict[Place, Any] = {}
+        self._put: list[str] = []
+        self.note()
+
+    def note(self) -> None:
+        """Take what is set now as the work of a call, or of exponents that were put on or taken off."""
+        held: list[_Part | Functions] = [*self._parts, *self._functions]
+        for one in held:
+            if not one.is_same():
+                one.note()
+
+    def read(self) -> None:
+        """Look for what was set since the last look or `note`.
+
+        Cost: a comparison of two dicts for each part and class, below a microsecond.
+        """
+        for one in self._parts:
+            if one.is_same():
+                continue
+            for place, before, value in one.list_changes():
+                first = self._first.setdefault(place, before)
+                if _is_alike(first, value):
+                    self._set.pop(place, None)
+                else:
+                    self._set[place] = value
+            for place, before, value in one.list_code():
+                self._note_code(place, before, value)
+            one.note()
+        for kind in self._functions:
+            if not kind.is_same():
+                for name, before, value in kind.list_changes():
+                    self._note_code((f"{kind.path}", name), before, value)
+                kind.note()
+        self._put = self._hooks.list_new()
+
+    def _note_code(self, place: Place, before: Any, value: Any) -> None:
+        if is_alike_code(self._first_code.setdefault(place, before), value):
+            self._code.pop(place, None)
+        else:
+            self._code[place] = value
+
+    @property
+    def is_other_code(self) -> bool:
+        """Whether functions or parts were replaced, added or removed: a copy would not run them."""
+        return bool(self._code or self._put) or any(
+            isinstance(x, torch.nn.Module)
+            for place, value in self._set.items()
+            for x in (value, self._first[place])
+        )
+
+    def describe(self) -> tuple[str, ...]:
+        """What differs, as parts of a signature: `mode=b`, `other blocks.0`."""
+        found = ["training=True"] if self._module.training > self._is_training else []
+        for (path, name), value in self._set.items():
+            full = f"{path}.{name}".removeprefix(".")
+            if isinstance(value, torch.nn.Module) or isinstance(
+                self._first[path, name], torch.nn.Module
+            ):
+                found.append(f"another {full}")
+            elif value is MISSING or value is None:
+                found.append(f"{full}=None")
+            else:
+                kind = getattr(value, "__qualname__", None)
+                found += [f"{full}:{kind}"] if kind else describe_argument(full, value)
+        found += [f"another {'.'.join(filter(None, place))}" for place in self._code]
+        return tuple(sorted((*found, *self._put)))
+
+    def set_on(self, skeleton: torch.nn.Module) -> None:
+        """Set on a copy of the module what is set on the module."""
+        parts = dict(skeleton.named_modules())
+        for place, first in self._first.items():
+            value = self._set.get(place, first)
+            part = parts.get(place[0])
+            if part is not None and not isinstance(value, torch.nn.Module):
+                if value is MISSING:
+                    part.__dict__.pop(place[1], None)
+                else:
+                    part.__dict__[place[1]] = value
+        skeleton.train(self._module.training)
+
+
+def _is_alike(before: Any, now: Any) -> bool:
+    """Whether code that asks for an attribute goes the same way."""
+    if now is before:
+        return True
+    if isinstance(now, _CONTAINERS) or isinstance(before, _CONTAINERS):
+        known = MISSING not in (_copy_plain(before), _copy_plain(now))
+        return bool(before == now) if known else True
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return True
+    return type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before)

@@ -1,0 +1,682 @@
+"""From captured calls and measured ranges to one problem: unknowns, equations, limits, prices.
+
+Several calls of a component (other lengths, other resolutions, encode and decode) give one problem
+together: each has its own values, the parameters and eps are the same unknowns in all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from stopdown import numerics
+from stopdown.component_call_names import is_inside
+from stopdown.number_formats import NEAR_FP16_END
+from stopdown.scaling.exponents.exponent_rules import Operation, state_equations
+from stopdown.scaling.exponents.linear_system import ZERO, System
+from stopdown.scaling.fold_names import name_block, name_clamp, split_name
+from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
+from stopdown.scaling.graph.capture import Capture, call_key, module_classes, module_path
+from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, merge_operands
+from stopdown.scaling.graph.nodes import (
+    arguments,
+    is_float,
+    is_kind,
+    is_range_clamp,
+    operation,
+    shape_of,
+)
+from stopdown.scaling.graph.operations import PRODUCTS, keeps_clamps
+from stopdown.scaling.graph.range_measurement import Range, Ranges, find_saturating, log2_of
+from stopdown.scaling_records import Operands, ResidualStream
+
+SMALLEST_BITS = -22.0
+"""What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""
+
+_PATHS = "stopdown_module_paths"
+"""Where a node keeps the paths of its modules: every problem that is stated of a graph asks for them."""
+
+
+@dataclass(frozen=True)
+class MeasuredCall:
+    """One captured call with the ranges of its values and the blocks that they fall into.
+
+    Attributes:
+        args, kwargs: that it was captured with, where they are wanted later.
+    """
+
+    capture: Capture
+    blocks: Mapping[Node, Blocks]
+    ranges: Ranges
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
+        """The capture with its arguments."""
+        return self.capture, self.args, self.kwargs
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """Placeholder name of each input to the largest magnitude that was measured."""
+        inputs = [name for name in self.capture.inputs if name in self.ranges]
+        return {name: max(part.amax for part in self.ranges[name]) for name in inputs}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One value or parameter that must stay in range.
+
+    Attributes:
+        range: what was measured.
+        place: `component:dotted.path (operation)`, or a parameter's name.
+        weight: 0 for a value; for a parameter how much its fold should be avoided.
+        interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
+        source: number of the call, name of the node and number of the block whose range it is.
+    """
+
+    unknown: int
+    range: Range
+    dtype: torch.dtype
+    place: str
+    weight: float = 0.0
+    interiors: tuple[str, ...] = ()
+    source: tuple[int, str, int] = (0, "", 0)
+
+
+@dataclass
+class Problem:
+    """What the solver gets.
+
+    Attributes:
+        parameters: name, `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the unknown.
+        eps: (module path, attribute or name of a clamp) to the unknown.
+        clamps: (module path, number that its code clamps from below) to the unknown.
+        multiplies: module path to the unknown that multiplies its output.
+        floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
+        pinned: operation without a rule to the places where it is.
+        flops: module path to the share of the calls' matmul FLOPs done inside it.
+        kept_buffers: buffers that every call was captured with in their own dtype.
+        operands: what the calls were captured with because their code mixes dtypes.
+        guests: module path to parameters of modules from elsewhere that only run inside of it.
+        widened: module paths whose output is fp32, so that multiplying it costs no precision.
+        outputs: number of an output whose exponent is taken off behind the call to its unknown.
+        inputs: number of an argument that may be multiplied before the call to its unknown.
+        layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
+            `path[:,0:64]` of its inputs, to the unknowns of its input and output in each call of it.
+        apart: the system before unknowns of like modules were merged; None when none were.
+    """
+
+    system: System = field(default_factory=System)
+    limits: list[Limit] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    eps: dict[tuple[str, str], int] = field(default_factory=dict)
+    clamps: dict[tuple[str, float], int] = field(default_factory=dict)
+    multiplies: dict[str, int] = field(default_factory=dict)
+    floors: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
+    pinned: dict[str, list[str]] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    kept_buffers: frozenset[str] = frozenset()
+    operands: Operands = NO_OPERANDS
+    guests: dict[str, frozenset[str]] = field(default_factory=dict)
+    widened: frozenset[str] = frozenset()
+    outputs: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    apart: System | None = None
+
+    def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
+        """The limits of what is fp16 while these modules stay in fp32."""
+        wide = {*fp32_modules}
+        return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]
+
+
+def split_values(capture: Capture) -> dict[Node, Blocks]:
+    """The values of a capture that carry several exponents."""
+    return find_blocks(capture.graph.graph, capture.parameters)
+
+
+def list_outputs(node: Node) -> list[Any]:
+    """What a graph's output node returns, in order."""
+    leaves: list[Any] = pytree.tree_leaves(node.args[0])
+    return leaves
+
+
+def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
+    """Numbers of the fp16 outputs of a module's own calls that fp16 cannot hold."""
+    if any(call.capture.method for call in calls):
+        return frozenset()
+    return frozenset(
+        number
+        for call in calls
+        for number, node in enumerate(list_outputs(call.capture.graph.graph.output_node()))
+        if number < call.capture.outputs
+        and is_float(node)
+        and node.meta["val"].dtype == torch.float16
+        and any(part.amax >= NEAR_FP16_END for part in call.ranges.get(node.name, ()))
+    )
+
+
+def find_kept_clamps(capture: Capture) -> frozenset[Node]:
+    """Clamps at fp16's maximum that are part of what the model computes."""
+    return frozenset(
+        node
+        for node in capture.graph.graph.nodes
+        if is_range_clamp(node) and _is_kept(node, capture)
+    )
+
+
+def _is_kept(node: Node, capture: Capture) -> bool:
+    return capture.keeps_clamps or any(
+        map(keeps_clamps, (capture.component, *module_classes(node)))
+    )
+
+
+def state_problem(
+    module: torch.nn.Module,
+    calls: Sequence[MeasuredCall],
+    *,
+    multiplies: bool = False,
+    stream: ResidualStream | None = None,
+    wide_outputs: frozenset[int] = frozenset(),
+    narrow: Collection[str] = (),
+    has_free_ends: bool = False,
+) -> Problem:
+    """The problem of scaling a module for the given calls.
+
+    Args:
+        multiplies: allow an explicit multiply at the output of each module.
+        stream: under which the calls were captured; where it casts an output, a multiply is allowed in
+            any case.
+        wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
+        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+        has_free_ends: of one call, let each floating argument and output have an exponent.
+    """
+    kept = [call.capture.kept_buffers for call in calls]
+    problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
+    problem.operands = merge_operands(*(call.capture.operands for call in calls))
+    problem.guests = _find_guests(module, calls)
+    casts = stream or ResidualStream((), ())
+    closed = frozenset(casts.cast_output_down)  # these cast to fp16 behind the multiply
+    problem.widened = closed.union(casts.cast_output_up)
+    for number in wide_outputs:
+        problem.outputs[number] = problem.system.unknown(("output", number))
+    if has_free_ends:
+        _free_ends(problem, calls[0])
+    for index, call in enumerate(calls):
+        CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
+    work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
+    problem.flops = {path: size / work for path, size in problem.flops.items()}
+    _unite_blocks(problem)
+    return problem
+
+
+class Statements:
+    """Problems of the same calls with other ranges: each is stated once, and then gets the ranges."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Sequence[MeasuredCall], dict[str, Any], Problem]] = []
+
+    def state(
+        self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
+    ) -> Problem:
+        """As `state_problem`, whose options these are."""
+        known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
+        if (found := next(known, None)) is None:
+            found = calls, options, state_problem(module, calls, **options)
+            self._made.append(found)
+        problem = found[2]
+        limits = [
+            replace(x, range=calls[x.source[0]].ranges[x.source[1]][x.source[2]])
+            for x in problem.limits
+        ]
+        return replace(problem, system=problem.system.copy(), limits=limits)
+
+
+def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
+    """Whether the problems of calls differ in the sizes of their limits alone."""
+    return len(calls) == len(others) and all(
+        one.capture is other.capture
+        and one.blocks is other.blocks
+        and one.ranges.keys() == other.ranges.keys()
+        and all(
+            [x.least for x in parts] == [x.least for x in other.ranges[name]]
+            for name, parts in one.ranges.items()
+        )
+        and _find_harmless(one) == _find_harmless(other)
+        for one, other in zip(calls, others, strict=True)
+    )
+
+
+def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
+    """The values that may be Inf before a saturating function; what no rule bounds may be NaN as well."""
+    found = find_saturating(call.capture.graph.graph, call.ranges)
+    return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
+
+
+def _free_ends(problem: Problem, call: MeasuredCall) -> None:
+    """Give the arguments and outputs of a call unknowns, so that they are not pinned."""
+    graph, capture = call.capture.graph.graph, call.capture
+    floats = {node.name for node in graph.nodes if is_float(node)}
+    for number, name in enumerate(capture.inputs):
+        if name in floats:
+            problem.inputs[number] = problem.system.unknown(("value", 0, name, 0))
+    for number, source in enumerate(list_outputs(graph.output_node())):
+        if number < capture.outputs and is_float(source):
+            problem.outputs[number] = problem.system.unknown(("output", number))
+
+
+def _unite_blocks(problem: Problem) -> None:
+    """One exponent for a parameter that calls split differently, or that only some of them split."""
+    named: dict[str, list[str]] = {}
+    for fold in problem.parameters:
+        named.setdefault(split_name(fold)[0], []).append(fold)
+    for name, folds in named.items():
+        places = [split_name(fold)[1] for fold in folds]
+        ends = sorted((x[-1].start, x[-1].stop) for x in places if x)
+        is_whole = all(stop == start for (_, stop), (start, _) in itertools.pairwise(ends))
+        if len(folds) > 1 and not (is_whole and len({*map(len, places)}) == 1):
+            unknowns = [problem.parameters.pop(fold) for fold in folds]
+            problem.system.equate(*unknowns)
+            problem.parameters[name] = unknowns[0]
+
+
+def _find_guests(
+    module: torch.nn.Module, calls: Sequence[MeasuredCall]
+) -> dict[str, frozenset[str]]:
+    """Parameters that belong to one module by name, and to another by where they are used.
+
+    SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
+    """
+    around: dict[str, set[str]] = {}
+    for call in calls:
+        for node in call.capture.graph.graph.nodes:
+            stack = list_running(node)
+            if stack:
+                known = around.setdefault(stack[-1], set(stack))
+                known &= set(stack)
+    guests: dict[str, set[str]] = {}
+    owned: dict[str, set[str]] = {}
+    for name, _ in module.named_parameters():
+        owned.setdefault(name.rpartition(".")[0], set()).add(name)
+    for path in around.keys() & owned.keys():
+        for host in around[path]:
+            if not is_inside(path, host):
+                guests.setdefault(host, set()).update(owned[path])
+    return {host: frozenset(names) for host, names in guests.items()}
+
+
+class CallStatement:
+    """States one call's equations and limits; answers what rules ask."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        module: torch.nn.Module,
+        call: MeasuredCall,
+        index: int,
+        outer: bool,
+        closed: frozenset[str],
+        narrow: Collection[str],
+    ) -> None:
+        self.problem, self.module, self.call, self.index = problem, module, call, index
+        self.narrow = frozenset(narrow)
+        self.system = problem.system
+        self.graph = call.capture.graph.graph
+        self.exits = {
+            node: path
+            for node, path in find_exits(call).items()
+            if outer or path in problem.widened
+        }
+        self.casts = {x for x, path in self.exits.items() if path in closed and _is_narrowing(x)}
+        for cast in self.casts:
+            self.exits[cast.all_input_nodes[0]] = self.exits.pop(cast)
+
+    def state(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._state_placeholder(node)
+            elif node.op == "output":
+                self._pin_outputs(node)
+            elif node.op == "call_function":
+                self._state_operation(node)
+        self._state_limits()
+        self._add_flops()
+
+    def unknown(self, node: Node, block: int | None, user: Node) -> int:
+        """The exponent of a value as its user sees it."""
+        split = self.call.blocks.get(node)
+        if split is None:
+            inner = self.system.unknown(self._key(node, 0))
+            return self._beyond_exit(node, user, inner)
+        if block is not None:
+            return self.system.unknown(self._key(node, block))
+        every = [self.system.unknown(self._key(node, i)) for i in range(len(split))]
+        self.system.equate(*every)
+        return every[0]
+
+    def eps_unknown(self, node: Node, value: float | None) -> int | None:
+        """The exponent of an eps that stands as an attribute of the module at this place."""
+        path = module_path(node)
+        found = find_eps(self.module, path, value)
+        if found is None:
+            return None
+        unknown = self.system.unknown(("eps", *found))
+        self.problem.eps[found] = unknown
+        return unknown
+
+    def clamp_unknown(self, node: Node, value: float) -> int | None:
+        """The exponent of a number that this place clamps from below; None where nothing can scale it.
+
+        A number in code is scaled while its module is called. One that depends on the dtype is another
+        in fp32, and a method's own code is no module's call.
+        """
+        path, info = module_path(node), torch.finfo(torch.float16)
+        unknown = self.eps_unknown(node, float(value))
+        if unknown is None:
+            if value in (info.eps, info.tiny) or (not path and self.call.capture.method):
+                return None
+            place = path, name_clamp(value)
+            self.problem.eps[place] = unknown = self.system.unknown(("eps", *place))
+        for (outer, number), other in self.problem.clamps.items():
+            if number == value and (is_inside(path, outer) or is_inside(outer, path)):
+                self.system.equate(unknown, other)
+        self.problem.clamps[path, value] = unknown
+        return unknown
+
+    def keeps_clamp(self, node: Node) -> bool:
+        """True when a clamp is part of what the model computes."""
+        return _is_kept(node, self.call.capture)
+
+    def keep_from_zero(self, node: Node) -> None:
+        """Keep what a root or reciprocal in 16 bits is taken of away from 0: it would give Inf.
+
+        An RMS norm in its own dtype over a stream that is scaled down has squares and an eps that
+        fp16 does not hold, in the first row that is nothing but zeros.
+        """
+        parts = self.call.ranges.get(node.name, ())
+        least = min((part.least for part in parts), default=0.0)
+        if self._limiting_dtype(node) == torch.float16 and least > 0:
+            room = SMALLEST_BITS - log2_of(least)
+            interiors = find_interiors(node)
+            self.problem.floors.append((self.unknown(node, None, node), room, interiors))
+
+    def _key(self, node: Node, block: int) -> Hashable:
+        name = self.call.capture.parameters.get(node.name)
+        if name is None:
+            return ("value", self.index, node.name, block)
+        split = self.call.blocks.get(node)
+        if split is None:
+            return ("parameter", name)
+        return ("parameter", name_block(name, split.dim, *split.bounds[block : block + 2]))
+
+    def _beyond_exit(self, node: Node, user: Node, inner: int) -> int:
+        path = self.exits.get(node)
+        if path is None or user is node:
+            return inner
+        if user not in self.casts and _runs_in(user, path):
+            return inner
+        outer = ("outer", self.index, node.name)
+        if outer not in self.system.keys:
+            factor = self.system.unknown(("multiply", path))
+            self.problem.multiplies[path] = factor
+            self.system.relate((self.system.unknown(outer), -1), (inner, 1), (factor, 1))
+        return self.system.unknown(outer)
+
+    def _state_placeholder(self, node: Node) -> None:
+        if not is_float(node) or self._is_unread(node):
+            return
+        name = self.call.capture.parameters.get(node.name)
+        capture = self.call.capture
+        if name is None and node.name in capture.inputs and self.problem.inputs:
+            self.unknown(node, None, node)  # one for all blocks
+            return
+        if name is None or name in capture.kept_buffers or name in capture.replaceable:
+            self.system.pin(self.unknown(node, None, node))
+        else:
+            self._state_parameter(node, name)
+
+    def _state_parameter(self, node: Node, name: str) -> None:
+        split = self.call.blocks.get(node)
+        if split is None or (split.dim and self._find_columns(node) is None):
+            whole = self.system.unknown(("parameter", name))  # as other calls know it
+            self.system.equate(whole, self.unknown(node, None, node))
+            self.problem.parameters[name] = whole
+            return
+        for block, ends in enumerate(itertools.pairwise(split.bounds)):
+            named = name_block(name, split.dim, *ends)
+            self.problem.parameters[named] = self.unknown(node, block, node)
+
+    def _pin_outputs(self, node: Node) -> None:
+        for number, source in enumerate(list_outputs(node)):
+            if is_float(source):
+                wide = self.problem.outputs.get(number, ZERO)
+                self.system.equate(wide, self.unknown(source, None, node))
+
+    def _state_operation(self, node: Node) -> None:
+        if is_part(node):
+            return self._state_part(node)
+        if is_kind(node, "join") and node in self.call.blocks:
+            return self._state_joint(node)
+        split = self._find_split(node)
+        for block in range(len(split)) if split else (None,):
+            stated = Operation(node, block, self)
+            if state_equations(stated):
+                self._note_layer(stated)
+            else:
+                place = f"{self.call.capture.component}:{module_path(node)}"
+                self.problem.pinned.setdefault(operation(node) or str(node.target), []).append(
+                    place
+                )
+        return None
+
+    def _find_split(self, node: Node) -> Blocks | None:
+        """The blocks that an operation is stated for: of its result, or of its weight's columns."""
+        weight = arguments(node).get("weight")
+        columns = self._find_columns(weight) if isinstance(weight, Node) else None
+        return self.call.blocks.get(node, columns)
+
+    def _find_columns(self, weight: Node) -> Blocks | None:
+        """The columns of a matrix that have exponents of their own."""
+        split = self.call.blocks.get(weight)
+        is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
+        return split if split is not None and split.dim == 1 and is_read_so else None
+
+    def _note_layer(self, stated: Operation) -> None:
+        """Remember what goes into a product with a parameter of the module, and what comes out."""
+        node, weight = stated.node, stated.given.get("weight")
+        if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
+            return
+        if not self._is_parameter(weight):
+            return
+        path, split = module_path(node), self._find_split(node)
+        if stated.block is not None and split is not None:
+            dim = 0 if node in self.call.blocks else 1
+            path = name_block(path, dim, *split.bounds[stated.block : stated.block + 2])
+        ends = stated.of(stated.given["input"]), stated.out
+        self.problem.layers.setdefault(path, []).append(ends)
+
+    def _state_part(self, node: Node) -> None:
+        """A part of a split value is like the blocks that it covers."""
+        if not is_float(node):
+            return None
+        source, place, dim = find_part(node)
+        if not is_float(source):
+            return self.system.pin(self.unknown(node, None, node))
+        return self._tie(node, source, place, dim, node)
+
+    def _state_joint(self, node: Node) -> None:
+        """What is joined is like the blocks that it fills."""
+        dim, places = list_joined(node)
+        for part, place in places:
+            if is_float(part):
+                self._tie(part, node, place, dim, node)
+
+    def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
+        """Blocks of a part have the exponents of the blocks of the whole at their place."""
+        split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
+        if split is None or split.dim != dim:
+            self.system.equate(self.unknown(part, None, user), self.unknown(whole, None, user))
+            return
+        is_along = part is user and inner is not None and inner.dim == dim
+        bounds = inner.bounds if is_along and inner else (0, place[1] - place[0])
+        for block, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            own = self.unknown(part, block if is_along else None, user)
+            covered = split.covered(place[0] + start, place[0] + stop)
+            self.system.equate(own, *(self.unknown(whole, i, user) for i in covered))
+
+    def _state_limits(self) -> None:
+        exempt = self._clamped() | _find_harmless(self.call)
+        for node in self.graph.nodes:
+            parts = self.call.ranges.get(node.name, ())
+            if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
+                continue
+            if self._is_unread(node):
+                continue
+            interiors = self._find_interiors(node)
+            for block, part in enumerate(parts):
+                self._state_limit(node, block, part, interiors)
+
+    def _find_interiors(self, node: Node) -> tuple[str, ...]:
+        """The modules in which a value is fp32 when they are: for a parameter those that hold it."""
+        name = self.call.capture.parameters.get(node.name)
+        if name is None:
+            return find_interiors(node)
+        parts = name.split(".")[:-1]
+        return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
+
+    def _state_limit(self, node: Node, block: int, part: Range, interiors: tuple[str, ...]) -> None:
+        place, dtype = self._place(node), self._limiting_dtype(node)
+        unknown = self.unknown(node, block if node in self.call.blocks else None, node)
+        source = self.index, node.name, block
+        weight, within = self._fold_weight(node), interiors
+        outer = self.system.keys.get(("outer", self.index, node.name))
+        if outer is not None:
+            beyond = Limit(outer, part, dtype, place, 0.0, interiors, source=source)
+            self.problem.limits.append(beyond)
+            within = (*interiors, self.exits[node])
+        limit = Limit(unknown, part, dtype, place, weight, within, source)
+        self.problem.limits.append(limit)
+
+    def _limiting_dtype(self, node: Node) -> torch.dtype:
+        dtype: torch.dtype = node.meta["val"].dtype
+        is_narrow = dtype == torch.float32 and not self.narrow.isdisjoint(module_classes(node))
+        return torch.float16 if is_narrow else dtype
+
+    def _is_unread(self, node: Node) -> bool:
+        """Whether a parameter is not read in this call: one of another size may read it beside others."""
+        return self._is_parameter(node) and not node.users
+
+    def _is_parameter(self, node: Node) -> bool:
+        return node.name in self.call.capture.parameters
+
+    def _clamped(self) -> frozenset[Node]:
+        """What goes into a kept clamp may overflow, and what comes out is at most its bound, 65504."""
+        kept = find_kept_clamps(self.call.capture)
+        return kept.union(x for node in kept for x in node.all_input_nodes)
+
+    def _place(self, node: Node) -> str:
+        name = self.call.capture.parameters.get(node.name)
+        return name or f"{self.call.capture.component}:{module_path(node)} ({operation(node)})"
+
+    def _fold_weight(self, node: Node) -> float:
+        if not self._is_parameter(node):
+            return 0.0
+        return 1.0 if len(shape_of(node)) > 1 else 0.1
+
+    def _add_flops(self) -> None:
+        for node in self.graph.nodes:
+            if size := count_flops(node):
+                for path in list_running(node):
+                    self.problem.flops[path] = self.problem.flops.get(path, 0.0) + size
+
+
+def _is_narrowing(node: Node) -> bool:
+    """True for a cast from fp32 to fp16."""
+    source = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
+    is_wide = isinstance(source, torch.Tensor) and source.dtype == torch.float32
+    return is_wide and is_kind(node, "cast")
+
+
+def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
+    """Return (module path, attribute) of the eps of this value that a problem may scale; None if none.
+
+    Where the code has the same number itself, it is not known which of the two is there.
+    """
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    code = getattr(type(owner).forward, "__code__", None)
+    if code is not None and value in code.co_consts:
+        return None
+    for name, held in vars(owner).items():
+        if "eps" in name.lower() and type(held) is float and held == value and 0 < held < 0.1:
+            return path, name
+    return None
+
+
+def list_running(node: Node) -> tuple[str, ...]:
+    """Paths of the modules that were running when this value was made, outermost first."""
+    known: tuple[str, ...] | None = node.meta.get(_PATHS)
+    if known is None:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [entry[0] for entry in stack.values() if entry[0]]
+        known = tuple(path.removeprefix("component").removeprefix(".") for path in paths)
+        node.meta[_PATHS] = known
+    return known
+
+
+def find_interiors(node: Node) -> tuple[str, ...]:
+    """The running modules that a value does not leave, outermost first."""
+    if any(user.op == "output" for user in node.users) or node.op == "placeholder":
+        return ()
+    inside = list_running(node)
+    for user in node.users:
+        shared = list_running(user)
+        if shared != inside:
+            inside = tuple(path for path in inside if path in shared)
+    return inside
+
+
+def find_exits(call: MeasuredCall) -> dict[Node, str]:
+    """Values that are the one tensor that a module returns, in every call of it."""
+    leaving: dict[tuple[str, str], list[Node]] = {}
+    for node in call.capture.graph.graph.nodes:
+        path = module_path(node)
+        if node.op != "call_function" or not path or not is_float(node):
+            continue
+        if any(not _runs_in(user, path) for user in node.users):
+            leaving.setdefault((path, call_key(node)), []).append(node)
+    spoiled = {path for (path, _), nodes in leaving.items() if len(nodes) > 1}
+    return {
+        nodes[0]: path
+        for (path, _), nodes in leaving.items()
+        if path not in spoiled and _may_multiply(nodes[0], path, call)
+    }
+
+
+def _runs_in(node: Node, path: str) -> bool:
+    """True for a value that is made while a module runs, also by a module from elsewhere."""
+    return path in list_running(node) or is_inside(module_path(node), path)
+
+
+def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:
+    mutated = any(operation(user).endswith("_") for user in node.users)
+    return not mutated and node not in call.blocks and path in call.capture.single_outputs
+
+
+def count_flops(node: Node) -> float:
+    """FLOPs of a matrix product or convolution; 0 for anything else."""
+    if not is_kind(node, *PRODUCTS):
+        return 0.0
+    given = arguments(node)
+    shapes = {key: shape_of(x) for key, x in given.items() if is_float(x)}
+    is_transposed = bool(given.get("transposed"))
+    return numerics.count_flops(operation(node), shapes, shape_of(node), transposed=is_transposed)

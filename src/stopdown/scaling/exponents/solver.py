@@ -1,0 +1,355 @@
+"""The cheapest exponents that keep everything in range: a small mixed-integer program for HiGHS.
+
+Hard limits keep every 16-bit value finite. Prices do the rest: a fold costs a little for each bit,
+more beyond 3 and much beyond 6 bits, so that a large exponent spreads over all parameters that can
+share it; a typical size below 2^-11, where fp16 begins to lose bits, costs more than any fold, for
+weights and values alike. Explicit multiplies are tried when folding alone does not do, fp32 modules
+in fp32 when multiplies do not either, priced by their share of the FLOPs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from stopdown.component_call_names import list_outermost
+from stopdown.errors import ScalingError
+from stopdown.number_formats import find_format
+from stopdown.scaling.exponents.linear_system import ZERO
+from stopdown.scaling.exponents.problem import Limit, Problem
+from stopdown.scaling.graph.range_measurement import log2_of
+
+FREE_BITS = 4.0
+"""Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
+
+ASKED_BITS = 1.0
+"""What every 16-bit value keeps, and a matrix that hooks leave in fp16."""
+
+HARDLY_BITS = 0.01
+"""The same where that takes too much in fp32. It holds for the calls that were measured and few others."""
+
+CALIBRATED_BITS = 4.0
+"""Over what was measured, where a bound is not taken although there are bounds."""
+
+
+WIDEST = 48
+"""No exponent of a parameter, value or multiply goes beyond this many bits."""
+
+WIDEST_MULTIPLY = 30.0
+"""No explicit multiply goes beyond this many bits: it leads from one fp16 value to another, whose normal
+numbers span 2**-14 to 2**16. The tighter this is, the sooner the search for multiplies ends."""
+
+MOST_NODES = {"folds": 100, "fp32_modules": 300}
+"""Branches after which the best exponents found so far are taken. A count ends a search at the same place
+on every machine and under every load, which seconds do not. SVD's UNet, the largest program that was
+measured, takes 46 of them and 17 s."""
+
+LONGEST_S = 600.0
+"""Seconds after which a search ends that branches cannot end; no model that was measured comes near."""
+
+INFEASIBLE = 2
+"""The status that `milp` gives for a program without a solution."""
+
+LOW_BITS, LOWEST_BITS = -11.0, -14.0
+"""Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
+
+
+SIZE_STEPS = 64
+"""Sizes that set a price are rounded to a 64th of a bit. Exponents of the same price would otherwise be
+chosen by digits that differ from one processor to another: 1e-7 of SVD's bounds moved three multiplies."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Cost of what the solver may do; only ratios matter."""
+
+    fold: float = 0.5
+    fold_beyond_3: float = 0.5
+    fold_beyond_6: float = 2.0
+    top: float = 8.0
+    low: float = 4.0
+    lowest: float = 20.0
+    multiply: float = 60.0
+    fp32_module: float = 500.0
+    fp32_flops: float = 5000.0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Exponents and what else was needed.
+
+    Attributes:
+        exponents: representative of an unknown to its exponent.
+        fp32_modules: paths of the modules that stay in fp32.
+    """
+
+    exponents: Mapping[int, int]
+    fp32_modules: tuple[str, ...]
+    cost: float
+
+
+def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
+    """Whether no exponents, whole or not, keep the values in range with hardly any headroom.
+
+    Args:
+        fp32_modules: allow modules to stay in fp32.
+
+    Cost: a linear program without a price.
+    """
+    program, _, _ = _state_program(problem, HARDLY_BITS, fp32_modules)
+    return program.is_infeasible()
+
+
+def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
+    """The cheapest exponents, None when there are none.
+
+    Args:
+        hard_top_bits: headroom that every 16-bit value must keep.
+        fp32_modules: allow modules to stay in fp32.
+    """
+    program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_modules)
+    _price_folds(program, problem)
+    _price_sizes(program, problem)
+    result = program.solve("fp32_modules" if fp32_modules else "folds")
+    if result is None:
+        return None
+    values, cost = result
+    exponents = {root: round(values[program.column(root)]) for root in representatives}
+    chosen = tuple(path for path, column in lifts.items() if values[column] > 0.5)
+    return Solution(exponents, tuple(sorted(list_outermost(chosen))), cost)
+
+
+def _state_program(
+    problem: Problem, hard_top_bits: float, fp32_modules: bool
+) -> tuple[_Program, list[int], dict[str, int]]:
+    """What exponents have to be, without what they cost; the unknowns, and the columns of fp32 modules."""
+    program = _Program()
+    representatives = _add_unknowns(program, problem)
+    for row in problem.system.equations:
+        program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
+    lifts = _add_fp32_modules(program, problem) if fp32_modules else {}
+    for limit in problem.limits:
+        _add_limit(program, problem, limit, hard_top_bits, lifts)
+    for unknown, floor, within in problem.floors:
+        lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
+        program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
+    return program, representatives, lifts
+
+
+def explain_failure(problem: Problem) -> ScalingError:
+    """Why there are no exponents: values that nothing may scale."""
+    fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
+    too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
+    worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
+    named = "; ".join(f"{x.place} reaches {x.range.amax:.3g}" for x in worst)
+    return ScalingError(
+        "No exponents keep every value in range" + (f": {named}." if named else "."),
+        expected="Each 16-bit value must stay below the largest value of its dtype.",
+        remedy="Run this component in bf16 or fp32.",
+    )
+
+
+@dataclass
+class _Program:
+    """Rows and columns of a mixed-integer program while it is put together."""
+
+    costs: list[float] = field(default_factory=lambda: [0.0])
+    lows: list[float] = field(default_factory=lambda: [0.0])
+    highs: list[float] = field(default_factory=lambda: [0.0])
+    whole: list[int] = field(default_factory=lambda: [1])
+    columns: dict[int, int] = field(default_factory=lambda: {ZERO: 0})
+    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+
+    def add(self, low: float, high: float, *, cost: float = 0.0, whole: bool = False) -> int:
+        """A new column."""
+        self.costs.append(cost)
+        self.lows.append(low)
+        self.highs.append(high)
+        self.whole.append(int(whole))
+        return len(self.costs) - 1
+
+    def column(self, root: int) -> int:
+        """The column of an unknown's representative; that of zero is column 0, always 0."""
+        return self.columns[root]
+
+    def demand(
+        self,
+        terms: Mapping[int, float],
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+        extra: Mapping[int, float] | None = None,
+    ) -> None:
+        """A row over representatives, and over other columns given as `extra`."""
+        row = {self.columns[root]: factor for root, factor in terms.items()}
+        for column, factor in (extra or {}).items():
+            row[column] = row.get(column, 0.0) + factor
+        self.rows.append((row, low, high))
+
+    def solve(self, search: str) -> tuple[np.ndarray, float] | None:
+        """Values of all columns and the cost, None when no solution was found in time.
+
+        Args:
+            search: a key of `MOST_NODES`.
+        """
+        options = {"time_limit": LONGEST_S, "node_limit": MOST_NODES[search]}
+        result = milp(
+            self.costs,
+            integrality=self.whole,
+            bounds=Bounds(self.lows, self.highs),
+            constraints=self._list_limits(),
+            options={**options, "mip_rel_gap": 0.02},
+        )
+        return (result.x, float(result.fun)) if result.x is not None else None
+
+    def is_infeasible(self) -> bool:
+        """True when no numbers, whole or not, satisfy all rows."""
+        nothing = np.zeros(len(self.costs))
+        bounds = Bounds(self.lows, self.highs)
+        result = milp(nothing, bounds=bounds, constraints=self._list_limits())
+        return bool(result.status == INFEASIBLE)
+
+    def _list_limits(self) -> LinearConstraint | None:
+        counts = np.array([len(row) for row, _, _ in self.rows], int)
+        rows = np.repeat(np.arange(len(self.rows)), counts)
+        columns = np.array([column for row, _, _ in self.rows for column in row], int)
+        factors = np.array([x for row, _, _ in self.rows for x in row.values()], float)
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self.rows), len(self.costs)))
+        lows, highs = ([x[end] for x in self.rows] for end in (1, 2))
+        return LinearConstraint(matrix, lows, highs) if self.rows else None
+
+
+def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
+    problem.system.equations = problem.system.reduced()
+    roots = {problem.system.find(x) for x in problem.system.keys.values()} - {ZERO}
+    widest = {problem.system.find(x) for x in problem.eps.values()}
+    for root in roots:
+        bound = 4 * WIDEST if root in widest else 2 * WIDEST
+        program.columns[root] = program.add(-bound, bound, whole=True)
+    return [ZERO, *roots]
+
+
+def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
+    """A column for each module that could stay in fp32."""
+    prices = Prices()
+    paths = {path for limit in problem.limits for path in limit.interiors}
+    return {
+        path: program.add(
+            0,
+            1,
+            cost=prices.fp32_module + prices.fp32_flops * problem.flops.get(path, 0.0),
+            whole=True,
+        )
+        for path in sorted(paths)
+    }
+
+
+def _add_limit(
+    program: _Program,
+    problem: Problem,
+    limit: Limit,
+    hard_top_bits: float,
+    lifts: Mapping[str, int],
+) -> None:
+    """`log2(amax) + exponent` stays below the maximum of the value's dtype."""
+    if limit.range.amax == 0:
+        return
+    root = problem.system.find(limit.unknown)
+    spare = hard_top_bits if _is_half(limit.dtype) else 0.0
+    top = math.log2(_largest(limit.dtype)) - spare - log2_of(limit.range.amax)
+    lifted = {lifts[path]: -4.0 * WIDEST for path in limit.interiors if path in lifts}
+    if root != ZERO or top < 0:
+        high = math.floor(top) if math.isfinite(top) else top
+        program.demand({root: 1.0}, high=high, extra=lifted)
+    if root != ZERO and not _is_half(limit.dtype):
+        rms = limit.range.rms or limit.range.amax  # squares of tiny values are 0
+        program.demand({root: 1.0}, low=math.ceil(-100 - min(log2_of(rms), 0.0)))
+
+
+def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
+    """Representative to how many unknowns it represents since unknowns of like modules were merged."""
+    apart = problem.apart or problem.system
+    pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
+    return Counter(root for root, _ in pairs)
+
+
+def _price_folds(program: _Program, problem: Problem) -> None:
+    """Bits of a fold cost, the more the further it goes; a multiply costs by being there."""
+    prices, weights = Prices(), dict[int, float]()
+    for limit in problem.limits:
+        root = problem.system.find(limit.unknown)
+        if limit.weight and root != ZERO:
+            weights[root] = weights.get(root, 0.0) + limit.weight
+    for root, weight in weights.items():
+        for free_bits, price in (
+            (0.0, prices.fold),
+            (3.0, prices.fold_beyond_3),
+            (6.0, prices.fold_beyond_6),
+        ):
+            _price_beyond(program, root, -free_bits, free_bits, price * weight)
+    free = {
+        problem.system.find(problem.multiplies[path])
+        for path in problem.widened & problem.multiplies.keys()
+    }
+    for unknown, count in _count_copies(problem, problem.multiplies.values()).items():
+        if unknown == ZERO:
+            continue
+        _price_beyond(program, unknown, 0.0, 0.0, prices.fold * count)
+        if unknown in free:
+            continue
+        used = program.add(0, 1, cost=prices.multiply * count, whole=True)
+        program.demand({unknown: 1.0}, high=0, extra={used: -WIDEST_MULTIPLY})
+        program.demand({unknown: 1.0}, low=0, extra={used: WIDEST_MULTIPLY})
+
+
+def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:
+    """Charge `price` for each bit that an unknown is below `low` or above `high`."""
+    if math.isfinite(high):
+        beyond = program.add(0, math.inf, cost=price)
+        program.demand({root: 1.0}, high=high, extra={beyond: -1.0})
+    if math.isfinite(low):
+        beyond = program.add(0, math.inf, cost=price)
+        program.demand({root: 1.0}, low=low, extra={beyond: 1.0})
+
+
+def _price_sizes(program: _Program, problem: Problem) -> None:
+    """Charge for 16-bit values near the top, and for typical sizes where fp16 loses bits."""
+    prices, tops, lows = Prices(), dict[int, float](), dict[int, float]()
+    for limit in problem.limits:
+        root = problem.system.find(limit.unknown)
+        if root == ZERO or not _is_half(limit.dtype) or limit.range.rms == 0:
+            continue
+        tops[root] = max(tops.get(root, -math.inf), _round_size(limit.range.amax))
+        if limit.weight in (0.0, 1.0):
+            lows[root] = min(lows.get(root, math.inf), _round_size(limit.range.rms))
+    counts = _count_copies(problem, (limit.unknown for limit in problem.limits))
+    for root, size in tops.items():
+        top = 16 - FREE_BITS - size
+        _price_beyond(program, root, -math.inf, top, prices.top * counts[root])
+    for root, size in lows.items():
+        low, lowest = prices.low * counts[root], prices.lowest * counts[root]
+        _price_beyond(program, root, LOW_BITS - size, math.inf, low)
+        _price_beyond(program, root, LOWEST_BITS - size, math.inf, lowest)
+
+
+def _round_size(size: float) -> float:
+    """log2 of a size, by which a price is set, on a grid that a sum's last digits do not reach."""
+    return round(SIZE_STEPS * log2_of(size)) / SIZE_STEPS
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    found = find_format(dtype)
+    return found.largest if found else math.inf

@@ -1,0 +1,1 @@
+"""Exponents, casts and fp32 streams put into the weights and attributes of a module."""

@@ -1,0 +1,511 @@
+"""Adapters on a module with folded exponents: they take the exponents of the weights that they add to.
+
+A layer that PEFT wraps while exponents are folded in is noticed when it is put into its place. From then
+on its adapters are brought to the right exponents before each call of the layer, and before anything is
+merged into its weight or taken out again; saving and loading see them as they were. So a LoRA may be
+loaded, fused, weighed, switched and deleted in any order, by Diffusers, Transformers or PEFT, and in fp32
+every bit is that of the same steps on the original.
+
+A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own, and blocks of its columns
+with exponents besides:
+
+    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole; A takes columns
+    DoRA    m (W + s B A) / |W + s B A|   a magnitude for each row takes that row's k as well
+
+A strength, an alpha and a rank are factors besides and stay.
+
+**Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any other
+kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
+**Does not catch** adapters that are no wrapped layers (IP-Adapter), values written into a parameter's
+`.data` other than by `load_lora_adapter(hotswap=True)`, and the eps that ComfyUI adds to a DoRA's norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from stopdown.component_call_names import is_inside
+from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.interception.tracing import is_traced
+from stopdown.scaling.bounds.singular_values import estimate_sigma
+from stopdown.scaling.fold_names import Folds, spread_columns, spread_rows
+from stopdown.scaling_records import Scaling
+
+FOLLOWED = "stopdown_adapters"
+"""Attribute of an adapter layer whose adapters follow the exponents of its weight."""
+
+FOLDS = "stopdown_adapter_folds"
+"""Attribute of a module whose adapters are followed."""
+
+_ROLES = {"lora_magnitude_vector": "magnitude"}
+
+Parts = Mapping[str, torch.Tensor]
+"""A role, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
+
+MERGING = (
+    "Take it out. Merge it into the original's weights instead (load it there, fuse_lora(), "
+    "unload_lora_weights()), and make the plan of those."
+)
+"""What to do with an adapter that has no rule."""
+
+_ROOM_BITS = -6.0
+"""Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
+
+_ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude|diff|diff_b")
+
+
+def is_adapter_layer(module: object) -> bool:
+    """Whether a module is a layer that PEFT put around another."""
+    return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
+
+
+def unwrap_name(name: str) -> str:
+    """The name that a parameter or module has where no adapter is around it."""
+    return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
+
+
+def list_adapter_names(layer: Any) -> set[str]:
+    kinds = getattr(layer, "adapter_layer_names", ())
+    return {name for kind in kinds for name in getattr(layer, kind, {})}
+
+
+def list_parts(layer: Any, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one adapter in a layer, by role."""
+    found: dict[str, torch.Tensor] = {}
+    for kind in layer.adapter_layer_names:
+        holder = getattr(layer, kind, {})
+        if name not in holder:
+            continue
+        part, role = holder[name], _ROLES.get(kind, kind)
+        if isinstance(part, torch.nn.Module):
+            tensors = part.named_parameters()
+            found |= {role if key == "weight" else f"{role}.{key}": x for key, x in tensors}
+        else:
+            found[role] = part
+    return found
+
+
+class AdapterFolds(SameInCopies):
+    """Keeps the adapters of one module at the exponents of the weights that they add to."""
+
+    def __init__(
+        self, module: torch.nn.Module, scaling: Scaling, exponents: Mapping[str, Folds]
+    ) -> None:
+        """Follow the adapters that come; those that are there have their exponents by name.
+
+        Args:
+            exponents: name of a parameter, every alias, to its folds.
+        """
+        self.module, self.scaling, self.exponents = module, scaling, exponents
+        self.paths = {part: path for path, part in module.named_modules()}
+        self.planned = {
+            name
+            for layer in _list_layers(module)
+            for name in list_adapter_names(layer)
+            if any(f".{name}." in f"{key}." for key in scaling.exponents)
+        }
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def put_on(self, patches: Patches) -> None:
+        """Follow the adapters of the module until `patches` is undone."""
+        for layer in _list_layers(self.module):
+            self._see(self.module, "", layer)
+        patches.defer(self._take_off)
+        patches.set_item(
+            vars(self.module), FOLDS, self
+        )  # the module alone holds it, and goes with it
+        handle = register_module_module_registration_hook(
+            _see_weakly(weakref.WeakMethod(self._see))
+        )
+        patches.defer(handle.remove)
+        weakref.finalize(self, handle.remove).atexit = False
+        if callable(load := getattr(self.module, "load_lora_adapter", None)):
+            patches.set_attribute(self.module, load.__name__, self._releasing(load))
+
+    def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        """A module was put into its place somewhere: follow it if it wraps a layer of ours."""
+        if not is_adapter_layer(child) or FOLLOWED in vars(child):
+            return
+        layer: Any = child
+        if layer.get_base_layer() in self.paths:
+            self._layers.add(layer)
+            vars(layer)[FOLLOWED] = _FollowedLayer(layer, self)
+
+    def _take_off(self) -> None:
+        for layer in list(self._layers):
+            vars(layer).pop(FOLLOWED).take_off()
+        self._layers.clear()
+
+    def _releasing(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for layer in self._layers:
+                vars(layer)[FOLLOWED].release()
+            return inner(*args, **kwargs)
+
+        return call
+
+
+def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """A hook of all modules that does not keep the one it works for, and its weights, for ever."""
+
+    def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        found = see()
+        if found is not None:
+            found(parent, name, child)
+
+    return call
+
+
+class _FollowedLayer(SameInCopies):
+    """Keeps the adapters of one layer; the layer alone holds it, so that both go together."""
+
+    def __init__(self, layer: Any, folds: AdapterFolds) -> None:
+        self._layer, self._folds = weakref.ref(layer), folds
+        self._done: dict[str, tuple[Any, list[torch.Tensor], Patches]] = {}
+        self._patches = patches = Patches()
+        patches.defer(self.release)
+        patches.defer(layer.register_forward_pre_hook(self._before_call).remove)
+        patches.defer(layer.register_load_state_dict_pre_hook(self._before_states).remove)
+        patches.defer(layer.register_state_dict_pre_hook(self._before_states).remove)
+        for method in ("merge", "unmerge"):
+            patches.set_attribute(layer, method, self._following(getattr(layer, method)))
+
+    def take_off(self) -> None:
+        """Restore the layer and its adapters."""
+        self._patches.undo()
+
+    def release(self) -> None:
+        """Give the adapters the values that they had; the next call scales them again."""
+        while self._done:
+            self._done.popitem()[1][2].undo()
+
+    def _following(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.follow(is_merging=True)
+            return inner(*args, **kwargs)
+
+        return call
+
+    def _before_call(self, layer: Any, args: Any) -> None:
+        if layer is self._layer() and not is_traced():
+            self.follow()
+
+    def _before_states(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        if layer is self._layer():
+            self.release()
+
+    def follow(self, *, is_merging: bool = False) -> None:
+        """Bring the adapters to the exponents of the weight that they add to."""
+        layer: Any = self._layer()
+        names = list_adapter_names(layer) - self._folds.planned
+        for name in self._done.keys() - names:
+            del self._done[name]
+        for name in names:
+            parts = list_parts(layer, name)
+            is_merged = is_merging or name in layer.merged_adapters
+            state = (is_merged, *map(id, parts.values()))
+            held = self._done.get(name)
+            if held is not None and held[0] == state:
+                continue
+            if held is not None:
+                held[2].undo()
+            patches = self._fold(name, parts, is_merged)
+            self._done[name] = state, list(parts.values()), patches
+
+    def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
+        """Scale one adapter; what is returned gives it back what it had."""
+        layer: Any = self._layer()
+        base, folds, patches = layer.get_base_layer(), self._folds, Patches()
+        path = unwrap_name(folds.paths[base])
+        try:
+            made = self._find_exponents(base, parts, 0 if is_merged else _read_factor(folds, base))
+        except ScalingError as error:
+            raise ScalingError(
+                f"The adapter {name!r} cannot take the exponents of {path}: {error.what}.",
+                expected="An adapter has to be scaled by the same powers of two as the weights that "
+                "it is added to.",
+                remedy=MERGING,
+            ) from error
+        if _is_wide(folds.scaling, path):
+            for part in parts.values():
+                _widen(part, patches)
+        for role, exponents in made.items():
+            patches.scale_tensor(parts[role], exponents)
+            refuse_gradient(parts[role], f"the adapter {name!r} of {path}", patches)
+        if "magnitude" in made:
+            _scale_norm(layer, name, made["magnitude"])
+            patches.defer(functools.partial(_scale_norm, layer, name, -made["magnitude"]))
+        return patches
+
+    def _find_exponents(
+        self, base: Any, parts: Mapping[str, torch.Tensor], factor: int
+    ) -> dict[str, torch.Tensor]:
+        # a DoRA computes with the weight of its layer itself, past what that returns
+        if "magnitude" in parts and _read_factor(self._folds, base):
+            raise ScalingError("it is a DoRA, and the layer's output is multiplied besides")
+        if "magnitude" in parts and _is_fresh(base.weight, parts):
+            parts = {role: part for role, part in parts.items() if role != "magnitude"}
+        rows = _read_rows(self._folds, base, "weight", factor)
+        assert rows is not None
+        bias, columns = (
+            _read_rows(self._folds, base, "bias", factor),
+            _read_columns(self._folds, base),
+        )
+        return find_part_exponents(parts, rows, bias, columns)
+
+
+def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
+    """Stop a backward pass that reaches a tensor with an exponent, until `patches` is undone."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ScalingError(
+            f"A gradient of {what} was requested, which is multiplied by a power of two.",
+            expected="Its gradient would be that of another weight.",
+            remedy="For training, take the plan, guard or rescaling off first. To differentiate only by "
+            "an input, use module.requires_grad_(False).",
+        )
+
+    if tensor.requires_grad:
+        patches.defer(tensor.register_hook(refuse).remove)
+
+
+def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
+    """Exponents of the rows of a layer's weight or bias; None where there is none."""
+    tensor = getattr(base, name, None)
+    if tensor is None:
+        return None
+    path = folds.paths[base]
+    rows = spread_rows(folds.exponents.get(f"{path}.{name}", ()), len(tensor))
+    return (rows + factor).to(tensor.device)
+
+
+def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
+    """What exponents of the columns of a layer's weight add to those of its rows."""
+    found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
+    if base.weight.dim() < 2:
+        return None
+    return spread_columns(found, base.weight.shape[1]).to(base.weight.device)
+
+
+def _read_factor(folds: AdapterFolds, base: Any) -> int:
+    """The exponent by which the plan multiplies what the layer gives, before an adapter adds to it."""
+    return folds.scaling.multiplies.get(folds.paths[base], 0)
+
+
+def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
+    """The norm of a merged DoRA, which PEFT keeps for taking it out, goes with its magnitudes."""
+    kept = getattr(layer, "_caches", {}).get(f"{name}-weight_norm")
+    if kept is not None:
+        shape = kept.shape if exponents.numel() == kept.numel() else (1,) * kept.dim()
+        kept.copy_(torch.ldexp(kept, exponents.reshape(shape)))
+
+
+def follow_adapters(
+    module: torch.nn.Module,
+    scaling: Scaling,
+    exponents: Mapping[str, Folds],
+    patches: Patches,
+) -> None:
+    """Adapters of a module take its exponents from now on, until `patches` is undone."""
+    AdapterFolds(module, scaling, exponents).put_on(patches)
+
+
+def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the magnitudes of a DoRA are still the norms of the weight that it was put on."""
+    if weight.is_meta or parts["lora_B"].any():
+        return False
+    norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
+    measured = parts["magnitude"].detach().float().reshape(-1)
+    return len(measured) == len(norms) and torch.allclose(measured, norms, rtol=1e-2, atol=0.0)
+
+
+def _is_wide(scaling: Scaling, path: str) -> bool:
+    """Whether a layer stays in fp32, as a module or beside an fp32 stream: fp16 may not hold its input."""
+    kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
+    return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
+
+
+def _widen(part: torch.Tensor, patches: Patches) -> None:
+    before = part.dtype
+    if before in (torch.float16, torch.bfloat16):
+        part.data = part.data.float()
+        patches.defer(lambda: setattr(part, "data", part.data.to(before)))
+
+
+def find_part_exponents(
+    parts: Parts,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Find the exponents of an adapter's tensors in one layer, by role; zeros are left out.
+
+    Args:
+        rows: `[out]` integers, exponents of the rows of the weight.
+        bias: those of the layer's bias, None where it has none.
+        columns: `[in]` integers, what exponents of columns add to those of rows; None for nothing.
+
+    Returns:
+        Exponents of a shape that is spread over the tensor.
+    """
+    if other := sorted(role for role in parts if not _ROLES_WITH_RULES.fullmatch(role)):
+        raise ScalingError(f"it is neither a LoRA nor a DoRA, and there is no rule for {other[0]}")
+    made: dict[str, torch.Tensor] = {}
+    if "lora_A" in parts or "lora_B" in parts:
+        made |= _scale_lora(parts, rows)
+    if "lora_embedding_A" in parts:  # `W + s (B A)^T`: the rows of an embedding are A's columns
+        made["lora_embedding_A"] = _spread(parts["lora_embedding_A"], rows, 1)
+    if "diff" in parts:
+        made["diff"] = _spread(parts["diff"], rows, 0)
+    for role in parts.keys() & {"lora_B.bias", "diff_b"}:
+        if bias is None:
+            raise ScalingError(
+                "it adds a bias to a layer without one, so the exponent of that is unknown"
+            )
+        made[role] = _spread(parts[role], bias, 0)
+    if "magnitude" in parts and rows.any():
+        shape = parts["magnitude"].shape  # a vector over rows, or over columns
+        dim = next((dim for dim, size in enumerate(shape) if size == len(rows)), 0)
+        made["magnitude"] = _spread(parts["magnitude"], rows, dim)
+    if columns is not None and columns.any():
+        _add_columns(made, parts, columns)
+    return {role: exponents for role, exponents in made.items() if bool(exponents.any())}
+
+
+def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
+    """Give the factor with the columns of the weight their exponents as well."""
+    if strange := sorted(parts.keys() & {"magnitude", "lora_embedding_A"}):
+        raise ScalingError(
+            f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
+        )
+    for role in parts.keys() & {"lora_A", "diff"}:
+        made[role] = made.get(role, 0) + _spread(parts[role], columns, 1)
+
+
+def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All of it on B's rows, but for what A takes so that fp16 holds both."""
+    if "lora_B" not in parts or "lora_A" not in parts:
+        raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
+    if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
+        raise ScalingError("its magnitudes belong to columns, and the rows have several exponents")
+    shared = _choose_share(parts["lora_A"], parts["lora_B"], rows)
+    down = torch.full((1,) * parts["lora_A"].dim(), shared, dtype=torch.int32)
+    return {"lora_A": down, "lora_B": _spread(parts["lora_B"], rows - shared, 0)}
+
+
+def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
+    """The exponent that A takes: none where fp16 holds B with all of it, else up to a balance of both."""
+    if not rows.any():
+        return 0
+    first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
+    if not math.isfinite(first) or not math.isfinite(second) or second >= _ROOM_BITS:
+        return 0
+    wanted = second - _ROOM_BITS  # negative: what A gives up for B
+    spare = max(first - _ROOM_BITS, (first - second) / 2, 0.0)
+    return -math.floor(min(-wanted, spare))
+
+
+def _log2_amax(tensor: torch.Tensor) -> float:
+    amax = float(tensor.detach().abs().max()) if tensor.numel() and not tensor.is_meta else 0.0
+    return math.log2(amax) if 0.0 < amax < math.inf else -math.inf
+
+
+def _is_uniform(rows: torch.Tensor) -> bool:
+    return not len(rows) or bool((rows == rows[0]).all())
+
+
+def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Exponents of rows in the shape of a tensor: along one of its dimensions, or one for all of it."""
+    if tensor.dim() and tensor.shape[dim] == len(rows):
+        return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
+    if not _is_uniform(rows):
+        size = "x".join(map(str, tensor.shape))
+        raise ScalingError(f"a tensor of it is {size}, and {len(rows)} rows have several exponents")
+    one = rows[:1] if len(rows) else torch.zeros(1, dtype=torch.int32)
+    return one.reshape((1,) * tensor.dim())
+
+
+def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
+    """Adapters that are merged while values are replaced stay merged when `patches` brings those back.
+
+    Returns:
+        What `patches` has to run first of all, so to be deferred last: it takes them out.
+    """
+    then = {x: list(x.merged_adapters) for x in _list_layers(module)}
+    out: list[tuple[Any, list[str]]] = []
+
+    def take_out() -> None:
+        for layer in _list_layers(module):
+            if (names := list(layer.merged_adapters)) != then.get(layer, []):
+                layer.unmerge()
+                out.append((layer, names))
+
+    def merge_again() -> None:
+        for layer, names in out:
+            if before := then.get(layer, []):
+                layer.merged_adapters[:] = before
+                layer.unmerge()
+            if names:
+                layer.merge(adapter_names=names)
+
+    patches.defer(merge_again)
+    return take_out
+
+
+def _list_layers(module: torch.nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if is_adapter_layer(layer)]
+
+
+def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
+    """By how many bits an adapter makes longer what a layer gives, at most, and the path of that layer.
+
+    That is `1 + s |B A| / |W|` in largest singular values, of the layer where it is the most.
+    """
+    most = (0.0, "")
+    for path, layer in module.named_modules():
+        if is_adapter_layer(layer) and _is_used(layer, name):
+            most = max(most, (_measure_layer(layer, name), path))
+    return most
+
+
+def _is_used(layer: Any, name: str) -> bool:
+    is_on = name in layer.active_adapters and not layer.disable_adapters
+    return name in list_adapter_names(layer) and (is_on or name in layer.merged_adapters)
+
+
+@torch.no_grad()
+def _measure_layer(layer: Any, name: str) -> float:
+    if not hasattr(layer, "lora_A"):
+        return 0.0
+    if (followed := vars(layer).get(FOLLOWED)) is not None:
+        followed.follow()
+    delta, weight = layer.get_delta_weight(name), layer.get_base_layer().weight
+    added, held = (estimate_sigma(x.detach().flatten(1)) for x in (delta, weight))
+    return math.log2(1 + added / held) if held > 0 else math.inf if added else 0.0
+
+
+def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
+    """Adapters of a module that do not have the exponents of their weights, and why not."""
+    found: dict[str, str] = {}
+    for layer in _list_layers(module):
+        followed = vars(layer).get(FOLLOWED)
+        if followed is None:
+            why = "it was loaded past what scales it"
+            found |= dict.fromkeys(list_adapter_names(layer), why)
+            continue
+        try:
+            followed.follow()
+        except ScalingError as error:
+            found |= dict.fromkeys(list_adapter_names(layer), error.what)
+    return found

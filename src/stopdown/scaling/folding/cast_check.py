@@ -1,0 +1,93 @@
+"""Whether a rescaled module was cast by `cast_`, asked at each call of it.
+
+`.half()` knows nothing of what a rescaling has besides folds: fp32 layers, an fp32 stream, multiplies
+beside buffers that stay fp32. It gives other values, without an error. So hooks on the module, and on
+the parts that a method of it calls first, compare dtypes with those that the rescaling or `cast_` left.
+
+**Catches** `.half()`, `.to(dtype)`, a pipeline's `.to(dtype)`, and `cast_` without the rescaling.
+**Does not catch** a cast to fp32 or bf16, whose range needs nothing but the folds; calls of compiled code;
+a copy of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.interception.tracing import is_traced
+from stopdown.number_formats import name_dtype
+from stopdown.scaling.graph.capture import name_parameters
+
+CHECK = "stopdown_cast_check"
+"""Attribute of a module under which its check is found."""
+
+
+_WIDE = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class CastCheck(SameInCopies):
+    """A hook before each call of a module that notices if its parameters were cast since."""
+
+    def __init__(self, module: torch.nn.Module, needs: str) -> None:
+        self.module, self.needs = module, needs
+        self._known: dict[int, dict[str, torch.dtype]] = {}
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the dtypes that the parameters have now as the right ones."""
+        self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
+
+    def put_on(self, patches: Patches) -> None:
+        """Hook it on, until `patches` is undone."""
+        for part in _find_entries(self.module):
+            patches.defer(part.register_forward_pre_hook(self).remove)
+        patches.set_attribute(self.module, CHECK, self)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        known = self._known.get(id(module))
+        if known is None or is_traced():
+            return
+        now = _read_dtypes(module)
+        changed = [name for name, dtype in now.items() if known.get(name, dtype) != dtype]
+        narrow = [name for name in changed if now[name] not in _WIDE]
+        if narrow:
+            self._refuse(narrow[0], known[narrow[0]], now[narrow[0]])
+
+    def _refuse(self, name: str, before: torch.dtype, after: torch.dtype) -> None:
+        kind = type(self.module).__name__
+        raise ScalingError(
+            f"{kind} was rescaled and then cast by other means than cast_: {name} is "
+            f"{name_dtype(after)}, and was {name_dtype(before)}.",
+            expected=f"Its rescaling has {self.needs}, which .half() and .to() do not preserve.",
+            remedy="Load it again and use stopdown.cast_(module, torch.float16, rescaling), or "
+            "rescale_(..., cast=True).",
+        )
+
+
+def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A module, and the outermost of its parts that can be called: lists of parts cannot."""
+    yield module
+    for part in module.children():
+        yield from _list_called(part)
+
+
+def _list_called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for part in module.children():
+            yield from _list_called(part)
+    else:
+        yield module
+
+
+def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Dtype of each floating parameter and buffer that has values."""
+    return {
+        name: tensor.dtype
+        for name, tensor in name_parameters(module).items()
+        if tensor.is_floating_point() and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    }

@@ -1,0 +1,691 @@
+"""Putting exponents on a module, and taking them off again: folds, eps, multiplies, casts.
+
+Everything goes through `Patches`, so that `undo` restores every bit, attribute and hook.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.argument_types import check_type
+from stopdown.component_call_names import is_inside
+from stopdown.errors import InputError, OptionError, ScalingError
+from stopdown.interception.arguments import hook_arguments
+from stopdown.interception.autocast import leave_autocast
+from stopdown.interception.code_homes import is_own
+from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
+from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
+from stopdown.interception.patches import Patches
+from stopdown.interception.tracing import is_traced
+from stopdown.number_formats import FORMATS, parse_precision
+from stopdown.numerics import iterate_tensors
+from stopdown.scaling.calls.outermost_calls import is_plain
+from stopdown.scaling.fold_names import Place, list_folds, read_clamp, split_name
+from stopdown.scaling.folding.adapters import follow_adapters, keep_merges, unwrap_name
+from stopdown.scaling.folding.cast_check import CHECK, CastCheck
+from stopdown.scaling.folding.clamp_constants import scale_clamps
+from stopdown.scaling.graph.capture import (
+    casts_weights,
+    find_kept_buffers,
+    name_aliases,
+    name_parameters,
+)
+from stopdown.scaling.graph.mixed_dtypes import cast_operands
+from stopdown.scaling.mapped_weights import StoredWeight, cast_tensor, put_
+from stopdown.scaling_records import ResidualStream, Scaling, Trial
+
+RESCALED = "stopdown_rescaled"
+"""Attribute of a module while exponents are folded into it: it was made to fit fp16."""
+
+PLANNED = "stopdown_planned"
+"""Attribute of a module while a plan or a repair is on it, also one without exponents."""
+
+
+class Rescaling:
+    """Exponents that are folded into a module; `undo` takes them off and restores every bit.
+
+    `cast_(module, torch.float16, rescaling)` brings it to fp16; `.trial` says how near to fp32 it is then.
+    """
+
+    def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
+        self.module, self.scaling, self._patches = module, scaling, patches
+
+    @property
+    def exponents(self) -> Mapping[str, int]:
+        """Parameter or buffer name to exponent; `name[0:64]` for rows, `name[:,0:64]` for columns."""
+        return self.scaling.exponents
+
+    @property
+    def multiplies(self) -> Mapping[str, int]:
+        """Module path to the exponent that its output is multiplied with."""
+        return self.scaling.multiplies
+
+    @property
+    def fp32_modules(self) -> tuple[str, ...]:
+        """Paths of the modules that `cast_` keeps in fp32."""
+        return self.scaling.fp32_modules
+
+    @property
+    def headroom_bits(self) -> float:
+        """Bits between the largest 16-bit value seen and the format's maximum."""
+        return read_headroom(self.scaling)
+
+    @property
+    def certified(self) -> bool:
+        """True when no input can overflow; False when the ranges were measured."""
+        return self.scaling.certified
+
+    @property
+    def pinned(self) -> Mapping[str, tuple[str, ...]]:
+        """Operations without a rule, kept at exponent 0, and the places where they are."""
+        return self.scaling.pinned
+
+    @property
+    def residual(self) -> str:
+        """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
+        stream = self.scaling.stream
+        return "native" if stream is None or stream.cast_output_down else "fp32"
+
+    @property
+    def trial(self) -> Trial | None:
+        """What the module gave when it was run once as `cast_` leaves it; None where it was not."""
+        return self.scaling.trial
+
+    def defer(self, patches: Patches) -> None:
+        """Take other changes of the module back before this one is."""
+        self._patches.defer(patches.undo)
+
+    def undo(self) -> None:
+        """Restore the module to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __repr__(self) -> str:
+        return (
+            f"Rescaling({len(self.exponents)} folds, {len(self.multiplies)} multiplies, "
+            f"{len(self.fp32_modules)} fp32 modules, {self.headroom_bits:.1f} bits of headroom, "
+            f"{describe_trial(self.trial)})"
+        )
+
+
+def read_headroom(scaling: Scaling) -> float:
+    """Its bits of headroom, infinite where nothing was measured."""
+    return math.inf if scaling.headroom_bits is None else scaling.headroom_bits
+
+
+def describe_trial(trial: Trial | None) -> str:
+    """`run once in fp16: 0.042 % from fp32, bf16 0.34 %`, or that it was not tried."""
+    if trial is None or not trial.calls:
+        return "not tried in fp16"
+    ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
+    if trial.rel_err is None:
+        return f"{ran}: finite"
+    beside = "" if trial.bf16_rel_err is None else f", bf16 {100 * trial.bf16_rel_err:.2g} %"
+    return f"{ran}: {100 * trial.rel_err:.2g} % from fp32{beside}"
+
+
+def load_scaled(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    put: Callable[[torch.Tensor, StoredWeight], None] = put_,
+) -> Patches:
+    """Fold and cast a module that was just loaded as it is stored, one tensor after the other.
+
+    It ends as `fold_scaling` and `cast_` leave it in fp32. No tensor is copied to fp32 on the way, and the
+    stored values are let go.
+
+    Args:
+        dtype: of its weights; what the scaling keeps in fp32 is in fp32.
+        put: given each parameter and buffer, and what it becomes: `wait_` leaves parameters in their
+            files, for a `WeightStore` to read.
+
+    Returns:
+        The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
+    """
+    folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
+    patches = Patches()
+    patches.defer(partial(_unfold, module, scaling.exponents))
+    patches.defer(_fold(module, scaling, with_weights=False).undo)
+
+    def load(tensor: torch.Tensor, wanted: torch.dtype) -> None:
+        put(tensor, StoredWeight(tensor.data, wanted, folds.get(id(tensor), ())))
+
+    _cast_parts(module, dtype, scaling, patches, load)
+    return patches
+
+
+def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
+    """Bring weights to fp32, where nothing overflows, and take their exponents off."""
+    widen_(module)
+    _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
+
+
+def widen_(module: torch.nn.Module) -> None:
+    """Cast every floating parameter and buffer to fp32 in place."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = cast_tensor(tensor.data, torch.float32)
+
+
+def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
+    """Fold exponents into a module in place; no dtype changes.
+
+    Raises:
+        ScalingError: a name of the scaling is not in the module. Nothing was changed.
+    """
+    return Rescaling(module, scaling, _fold(module, scaling))
+
+
+def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = True) -> Patches:
+    patches = Patches()
+    patches.defer(torch.clear_autocast_cache)  # of weights as they were, where a call is under way
+    try:
+        if with_weights:
+            _fold_parameters(module, scaling.exponents, patches)
+        folds = list_folds(scaling.exponents)
+        first = name_aliases(module)
+        named = {
+            key: folds.get(name) or folds.get(unwrap_name(name), []) for key, name in first.items()
+        }
+        follow_adapters(module, scaling, named, patches)
+        _scale_all_eps(module, scaling.eps, patches)
+        for path, exponent in scaling.multiplies.items():
+            _hook_output(module, path, partial(_multiply_output, 2.0**exponent), patches)
+        if scaling.outputs:
+            hook_own_output(module, partial(widen_outputs, dict(scaling.outputs)), patches)
+        patches.set_attribute(module, RESCALED, True)
+        torch.clear_autocast_cache()
+    except BaseException:
+        patches.undo()
+        raise
+    return patches
+
+
+def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What of a scaling does not fit a module that it is to be folded into, each as a clause.
+
+    A name that the module does not have; a tensor that would not be finite in what it is cast to, or a
+    whole matrix that would vanish in it.
+
+    Cost: a pass over each tensor that is folded, and a host read.
+    """
+    named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
+    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    kept |= {*scaling.operands.fp32_parameters}
+    for name, exponent in scaling.exponents.items():
+        bare, place = split_name(name)
+        if bare not in named or not _has_place(named[bare], place):
+            yield f"it has no floating {name}"
+        else:
+            is_wide = bare in kept or is_inside(bare, *scaling.fp32_modules)
+            yield from _list_misfit(
+                name, named[bare], place, exponent, "fp32" if is_wide else "fp16"
+            )
+    parts = {name for name, _ in module.named_modules()}
+    for path in (*scaling.multiplies, *scaling.fp32_modules, *scaling.operands.cast_inputs):
+        if path not in parts:
+            yield f"it has no module {path}"
+    for number in scaling.eps:
+        path, _, name = number.rpartition(".")
+        known = path in parts and _read_eps(module.get_submodule(path), name)
+        if path not in parts or (read_clamp(name) is None and known is None):
+            yield f"it has no number {number}"
+
+
+def _list_misfit(
+    name: str, tensor: torch.Tensor, place: Place, exponent: int, precision: str
+) -> Iterator[str]:
+    values = tensor.detach()[place] if tensor.dim() else tensor.detach()
+    if tensor.is_meta or not values.numel():
+        return
+    low, high = (float(x) for x in torch.aminmax(values))
+    amax, found = max(abs(low), abs(high)), FORMATS[precision]
+    try:
+        stored = math.ldexp(amax, exponent)
+    except OverflowError:
+        stored = math.inf
+    if stored > found.largest or (tensor.dim() > 1 and stored < found.smallest <= amax):
+        yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} does not hold it"
+
+
+def _has_place(tensor: torch.Tensor, place: Place) -> bool:
+    """Whether there is such a place; old plans name blocks of another dimension as rows: all, or none."""
+    if not place:
+        return tensor.is_floating_point()
+    size = tensor.shape[len(place) - 1] if len(place) <= tensor.dim() else len(place) == 1
+    is_other = len(place) == 1 and (place[0].start == 0 or place[0].start >= size)
+    is_there = 0 <= place[-1].start < place[-1].stop and (place[-1].stop <= size or is_other)
+    return tensor.is_floating_point() and is_there
+
+
+def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
+    eps = getattr(owner, name, None)
+    return eps if isinstance(eps, (int, float)) else None
+
+
+def check_casts(rescaling: Rescaling) -> None:
+    """Refuse calls of a rescaled module that was cast by other means than `cast_`, where that matters."""
+    needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
+    if needs:
+        patches = Patches()
+        CastCheck(rescaling.module, needs).put_on(patches)
+        rescaling.defer(patches)
+
+
+def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What a scaling has that a plain cast breaks."""
+    if count := len(scaling.fp32_modules):
+        yield f"{count} fp32 layer{'s' * (count != 1)}"
+    if scaling.stream is not None:
+        yield "an fp32 residual stream"
+    if count := len(scaling.multiplies):
+        yield f"{count} multipl{'y' if count == 1 else 'ies'}"
+    if count := len(scaling.operands.cast_inputs):
+        yield f"{count} layer{'s' * (count != 1)} that cast{'s' * (count == 1)} its input"
+    kept = find_kept_buffers(module) if scaling.kept_buffers is None else scaling.kept_buffers
+    if kept:
+        yield f"{len(kept)} fp32 buffer{'s' * (len(kept) != 1)}"
+
+
+def require_module(given: object, function: str) -> None:
+    """Refuse what is no module, and say what takes a whole pipeline."""
+    if not isinstance(given, torch.nn.Module):
+        raise InputError(
+            f"{function} was given a {type(given).__name__}, which is no module.",
+            expected=f"{function} takes one torch.nn.Module: pipe.transformer, pipe.unet, pipe.vae.",
+            remedy="Give one component, or run a whole pipeline with a plan: "
+            "stopdown.apply_plan(pipe, stopdown.make_plan(pipe)).",
+        )
+    if isinstance(given, torch.jit.ScriptModule):
+        raise InputError(
+            f"{function} was given a TorchScript module.",
+            expected="Its code can be neither traced nor hooked.",
+            remedy="Give the module that it was made of, and script or trace that afterwards.",
+        )
+
+
+def read_dtype(function: str, given: object) -> torch.dtype:
+    """Return a floating-point dtype that is given as itself or by its name."""
+    if isinstance(given, str):
+        return FORMATS[parse_precision(given)].torch_dtype
+    if isinstance(given, torch.dtype) and given.is_floating_point:
+        return given
+    raise OptionError(
+        f"{function} was given {given!r:.60}, which is no floating-point dtype.",
+        expected='It is a dtype or its name: torch.float16, "fp16", "bf16", "fp32".',
+        remedy=f"Use {function}(module, torch.float16).",
+    )
+
+
+def cast_(
+    module: torch.nn.Module,
+    dtype: torch.dtype | str,
+    rescaling_or_plan: Rescaling | Scaling | None = None,
+) -> Patches:
+    """Cast a module in place, keeping the fp32 modules of a rescaling in fp32 between cast hooks.
+
+    A rescaling with an fp32 residual stream gets the casts of its stream as well.
+    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so, and so do
+    weights that the code casts at each call (`casts_weights`): there only hooks are put. So a rescaled
+    module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
+
+        rescaling = rescale_(module, args)
+        cast_(module, torch.float16, rescaling)
+        output = module(*args_in_fp16)
+
+    Args:
+        dtype: a floating-point dtype or its name: `torch.float16`, `"fp16"`.
+        rescaling_or_plan: what `rescale_` gave for this module; None casts it plainly.
+
+    Returns:
+        The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
+        rescaling. They hold the old values: drop both to free them.
+    """
+    require_module(module, "cast_")
+    dtype, plan = read_dtype("cast_", dtype), rescaling_or_plan
+    check_type(
+        "cast_(rescaling)",
+        plan,
+        (Rescaling, Scaling, type(None)),
+        "It is what rescale_ gave for this module.",
+        "Put a plan on a pipeline with stopdown.apply_plan(pipe, plan).",
+    )
+    if isinstance(plan, Rescaling) and plan.module is not module:
+        raise OptionError(
+            f"cast_ was given a {type(module).__name__} and the rescaling of another module.",
+            expected="Exponents and fp32 modules belong to the module that rescale_ was given.",
+            remedy="Use cast_(rescaling.module, torch.float16, rescaling).",
+        )
+    given = plan.scaling if isinstance(plan, Rescaling) else plan
+    check = vars(module).get(CHECK) if given is not None else None
+    patches = Patches()
+    if check is not None:
+        patches.defer(check.accept)
+    take_out = keep_merges(module, patches)
+
+    def replace_data(tensor: torch.Tensor, wanted: torch.dtype) -> None:
+        patches.defer(partial(setattr, tensor, "data", tensor.data))
+        tensor.data = cast_tensor(tensor.data, wanted)
+
+    try:
+        _cast_parts(module, dtype, given or Scaling(), patches, replace_data)
+    except BaseException:  # memory may run out half-way
+        patches.undo()
+        raise
+    patches.defer(take_out)
+    if check is not None:
+        check.accept()
+    if isinstance(plan, Rescaling):
+        plan.defer(patches)
+    return patches
+
+
+def has_more_than_folds(scaling: Scaling) -> bool:
+    """Whether exponents come with what a weight file has no place for, eps aside."""
+    return bool(scaling.multiplies or scaling.operands) or keeps_fp32(scaling)
+
+
+def keeps_fp32(scaling: Scaling) -> bool:
+    """Whether something of a module that is cast stays in fp32, for the sake of its range."""
+    return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
+
+
+def _cast_parts(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    given: Scaling,
+    patches: Patches,
+    cast_weight: Callable[[torch.Tensor, torch.dtype], None],
+) -> None:
+    fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
+    kept = find_kept_buffers(module) if named is None else frozenset(named)
+    wide = frozenset(given.operands.fp32_parameters)
+    wide |= frozenset() if stream is None else frozenset(stream.kept)
+    before = list_own_dtypes(module)
+    named_tensors = {} if casts_weights(module) else name_parameters(module)
+    for name, tensor in named_tensors.items():
+        if tensor.is_floating_point() and name not in kept:
+            wanted = torch.float32 if name in wide or is_inside(name, *fp32_modules) else dtype
+            cast_weight(tensor, wanted)
+    if named_tensors:
+        set_own_dtypes(module, before, dtype, patches)
+    if keeps_fp32(given) or given.operands:
+        leave_autocast(module, patches)
+    inputs = _list_outside(given.operands.cast_inputs, fp32_modules)
+    cast_operands(module, replace(given.operands, cast_inputs=inputs), dtype, patches)
+    wide_outputs = frozenset(given.outputs)
+    if stream is not None:
+        put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
+    for path in fp32_modules:
+        leave_autocast(_find_module(module, path), patches)
+        _hook_inputs(module, path, dtype, torch.float32, patches)
+        if stream is None or not any(is_inside(x, path) for x in stream.cast_output_up):
+            hook = _narrow_outputs if path else _narrow_what_fits
+            staying = frozenset[int]() if path else wide_outputs
+            _hook_output(module, path, partial(hook, staying, dtype), patches)
+
+
+def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
+    """The parts of a module, itself among them, that hold tensors with exponents."""
+    paths = {""}
+    for name in scaling.exponents:
+        path = split_name(name)[0].rpartition(".")[0]
+        while path:
+            paths.add(path)
+            path = path.rpartition(".")[0]
+    return [part for path, part in module.named_modules() if path in paths]
+
+
+def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
+    """What a scaling has for one part of its module, as a scaling of that part alone."""
+
+    def keep(names: Iterable[str]) -> dict[str, str]:
+        return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
+
+    def pick(entries: Mapping[str, int]) -> dict[str, int]:
+        return {name: entries[x] for x, name in keep(entries).items()}
+
+    stream = scaling.stream
+    if stream is not None:
+        paths = {x.name: getattr(stream, x.name) for x in fields(stream) if x.name != "returns"}
+        paths = {name: tuple(keep(x).values()) for name, x in paths.items()}
+        stream = ResidualStream(**paths, returns=False) if any(paths.values()) else None
+    return Scaling(
+        exponents=pick(scaling.exponents),
+        eps=pick(scaling.eps),
+        multiplies=pick(scaling.multiplies),
+        stream=stream,
+    )
+
+
+def put_stream(
+    module: torch.nn.Module,
+    stream: ResidualStream,
+    dtype: torch.dtype,
+    patches: Patches,
+    wide_outputs: frozenset[int] = frozenset(),
+) -> None:
+    """Hook the casts of an fp32 residual stream onto a module whose matrices are in `dtype`.
+
+    Outputs are widened before anything else reads them, multiplies included, so that those are
+    done in fp32.
+
+    Args:
+        wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
+    """
+    for path in stream.cast_output_up:
+        _hook_output(module, path, partial(_cast_output, dtype, torch.float32), patches, first=True)
+    for path in stream.cast_input_down:
+        _hook_inputs(module, path, torch.float32, dtype, patches)
+    for path in stream.cast_input_up:
+        _hook_inputs(module, path, dtype, torch.float32, patches)
+    for path in stream.cast_output_down:
+        if path:
+            _hook_output(module, path, partial(_cast_output, torch.float32, dtype), patches)
+    if stream.returns or "" in stream.cast_output_down:
+        _hook_output(module, "", partial(_narrow_outputs, wide_outputs, dtype), patches)
+
+
+class _UnmeasuredCalls(threading.local):
+    """The call of each thread whose outputs nobody has measured, and how its module would narrow them."""
+
+    module: torch.nn.Module | None = None
+    dtype: torch.dtype | None = None
+    wide: frozenset[int] = frozenset()
+
+
+_UNMEASURED = _UnmeasuredCalls()
+
+
+def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+    """Make a call of which no range is known: what its narrow dtype cannot hold is handed over in fp32.
+
+    Cost: a host read, where the module narrows what it returns.
+    """
+    before = dict(vars(_UNMEASURED))
+    vars(_UNMEASURED).update(module=module, dtype=None, wide=frozenset())
+    try:
+        output, dtype = call(), _UNMEASURED.dtype
+        if dtype is None:
+            return output
+        return _narrow_tensors(_UNMEASURED.wide, partial(narrow, dtype), output)
+    finally:
+        vars(_UNMEASURED).clear()
+        vars(_UNMEASURED).update(before)
+
+
+def narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an fp32 tensor in a dtype if that holds each of its values, else as it is.
+
+    Cost: a host read.
+    """
+    if tensor.dtype != torch.float32 or dtype == torch.float32 or not tensor.numel():
+        return tensor
+    if not is_plain():
+        return tensor
+    narrowed = tensor.to(dtype)
+    return narrowed if bool((narrowed.isfinite() | ~tensor.isfinite()).all()) else tensor
+
+
+def _narrow_outputs(
+    wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The fp32 tensors of an output in `dtype`, but for the numbered ones, which it cannot hold."""
+    if not is_traced() and _UNMEASURED.module is module:
+        _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide
+        return output
+    return _narrow_tensors(wide, partial(_cast, torch.float32, dtype), output)
+
+
+def _narrow_tensors(
+    wide: frozenset[int], change: Callable[[torch.Tensor], torch.Tensor], output: Any
+) -> Any:
+    tensors = {id(x): x for x in iterate_tensors(output)}
+    kept = {key for number, key in enumerate(tensors) if number in wide}
+    return pytree.tree_map_only(torch.Tensor, lambda x: x if id(x) in kept else change(x), output)
+
+
+def _narrow_what_fits(
+    wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The same of a module that is in fp32 as a whole; what `dtype` cannot hold stays fp32 as well.
+
+    Compiled code cannot look.
+    """
+    if is_traced():
+        return _narrow_outputs(wide, dtype, module, args, output)
+    return _narrow_tensors(wide, partial(narrow, dtype), output)
+
+
+def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
+    """A stream whose casts to the narrow dtype stay out of fp32 modules, where weights are fp32."""
+    return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
+
+
+def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not is_inside(path, *fp32_modules))
+
+
+def _fold_parameters(
+    module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
+) -> None:
+    for tensor, folds in locate_folds(module, exponents):
+        for place, exponent in folds:
+            patches.scale_tensor(tensor, exponent, place)
+
+
+def locate_folds(
+    module: torch.nn.Module, exponents: Mapping[str, int]
+) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
+    """Return each tensor that is folded, with its places and exponents."""
+    found = name_parameters(module)
+    named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
+    located = []
+    for name, folds in list_folds(exponents).items():
+        if name not in named or not all(_has_place(named[name], place) for place, _ in folds):
+            missing = next(x for x in exponents if split_name(x)[0] == name)
+            weight = dict(module.named_parameters()).get(name)
+            if weight is not None and weight.is_complex():
+                raise ScalingError(
+                    f"The weight {name} of {type(module).__name__} is complex ({weight.dtype}), and its "
+                    "values do not fit into fp16 without an exponent.",
+                    expected="Exponents are written into real weights.",
+                    remedy="Run it in bf16 or fp32.",
+                )
+            raise _explain_misfit(module, f"floating parameter or buffer {missing}")
+        located.append((named[name], folds))
+    return located
+
+
+def _scale_all_eps(module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches) -> None:
+    clamps: dict[str, dict[float, float]] = {}
+    for place, exponent in exponents.items():
+        path, _, name = place.rpartition(".")
+        owner = _find_module(module, path)
+        if (number := read_clamp(name)) is not None:
+            clamps.setdefault(path, {})[number] = 2.0**exponent
+        elif (eps := _read_eps(owner, name)) is not None:
+            patches.set_attribute(owner, name, eps * 2.0**exponent)
+        else:
+            raise _explain_misfit(module, f"number {place}")
+    for path, factors in clamps.items():
+        scale_clamps(_find_module(module, path), factors, patches)
+
+
+def _multiply_output(
+    factor: float, module: torch.nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    return output * factor
+
+
+def widen_outputs(
+    exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The numbered tensors of an output in fp32 with their exponents taken off."""
+    tensors = {id(x): x for x in iterate_tensors(output)}.values()
+    wide = {
+        id(x): x.float() * 2.0 ** -exponents[number]
+        for number, x in enumerate(tensors)
+        if number in exponents
+    }
+    return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
+
+
+def _hook_output(
+    module: torch.nn.Module, path: str, hook: Hook, patches: Patches, *, first: bool = False
+) -> None:
+    """Change the output of a part, or of the module itself beneath the layers on it.
+
+    Hooks of others, such as those that record hidden states, read what the part gives after that.
+
+    Args:
+        first: before what other hooks of Stopdown change.
+    """
+    if path:
+        part = _find_module(module, path)
+        patches.defer(part.register_forward_hook(hook, prepend=first).remove)
+        hooks: dict[int, Any] = part._forward_hooks
+        for number in [x for x, other in hooks.items() if not is_own(other)]:
+            hooks[number] = hooks.pop(number)
+    else:
+        hook_own_output(module, hook, patches, prepend=first)
+
+
+def _hook_inputs(
+    module: torch.nn.Module, path: str, source: torch.dtype, target: torch.dtype, patches: Patches
+) -> None:
+    hook = hook_arguments if path else hook_own_arguments
+    hook(_find_module(module, path), partial(_cast, source, target), patches)
+
+
+def _cast_output(
+    source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    return pytree.tree_map_only(torch.Tensor, partial(_cast, source, target), output)
+
+
+def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(target) if value.dtype == source else value
+
+
+def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise _explain_misfit(module, f"module {path}") from error
+
+
+def _explain_misfit(module: torch.nn.Module, lack: str) -> ScalingError:
+    return ScalingError(
+        f"{type(module).__name__} has no {lack}.",
+        expected="Exponents belong to the module that they were found for.",
+        remedy="Find them again with rescale_.",
+    )

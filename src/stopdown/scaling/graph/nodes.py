@@ -1,0 +1,204 @@
+"""Readers of a captured graph's nodes: operation, arguments, shape, and clamps at fp16's maximum."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.number_formats import FP16, NEAR_FP16_END
+from stopdown.scaling.graph.operations import find_operation, kind_of
+
+
+def operation(node: Node) -> str:
+    """Name of a node's operation without overload: `linear`, `add_`; "" when it is none of ATen."""
+    return _name_target(node.target) if node.op == "call_function" else ""
+
+
+@functools.cache
+def _name_target(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).rpartition("::")[2]
+    return getattr(target, "__name__", "")
+
+
+def is_kind(node: Any, *kinds: str) -> bool:
+    """Whether a value is made by an operation of one of these kinds; an in-place form has none."""
+    return isinstance(node, Node) and kind_of(operation(node)) in kinds
+
+
+def has_trait(node: Any, trait: str) -> bool:
+    """Whether the operation that makes a value has a trait; an in-place form has those of its own."""
+    found = find_operation(operation(node)) if isinstance(node, Node) else None
+    return found is not None and trait in found.traits
+
+
+def find_slope(node: Node) -> float | None:
+    """The Lipschitz constant of an operation, None where there is none."""
+    found = find_operation(operation(node))
+    return None if found is None else found.slope
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A node's arguments by the names of the operation's schema, defaults included."""
+    known = _read_schema(node.target)
+    if known is None:
+        return {str(i): arg for i, arg in enumerate(node.args)}
+    names, defaults = known
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@functools.cache
+def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
+    """Names of an operation's arguments, and the defaults of those that have one."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    given = schema.arguments
+    return tuple(x.name for x in given), {
+        x.name: x.default_value for x in given if x.has_default_value()
+    }
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Shape of a tensor node, () for anything else; a size that depends on values stands as 0."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(map(whole_size, sizes))
+
+
+def has_known_size(node: Any) -> bool:
+    """False when a size of a tensor node depends on values."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return all(isinstance(x, int) or x.node.hint is not None for x in sizes)
+
+
+def whole_size(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def is_float(node: Any) -> bool:
+    """True when a node holds one floating or complex tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def is_split(node: Any) -> bool:
+    """Whether a value is the list of parts of another one."""
+    return is_kind(node, "split", "unbind")
+
+
+def slice_bounds(node: Node) -> tuple[int, int] | None:
+    """First index and end of a slice along its dimension; None where they depend on values."""
+    given, shape = arguments(node), shape_of(node.args[0])
+    size = shape[int(given.get("dim", 0)) % max(len(shape), 1)]
+    start, stop = given.get("start") or 0, given.get("end")
+    length = given.get("length", 0)
+    if not all(isinstance(x, int | None) for x in (start, stop, length)):
+        return None
+    start = _clip(start, size)
+    if length:
+        return start, start + length
+    return start, size if stop is None else _clip(stop, size)
+
+
+def _clip(index: int, size: int) -> int:
+    return min(max(index + size if index < 0 else index, 0), size)
+
+
+def list_mixed(node: Node) -> list[int]:
+    """Return the dimensions along which a node of the graph moves elements to other places.
+
+    Of pooling, upsampling, padding and repetition, with as many dimensions as the input. A dimension may
+    keep its size: pooling with a stride of 1 takes means of neighbours, and padding by (1, -1) moves
+    every element.
+    """
+    given, shape = arguments(node), shape_of(node)
+    rank = len(shape)
+    mixed = {d for d, size in enumerate(shape_of(node.args[0])) if size != shape[d]}
+    if places := re.search(r"([123])d(?![a-z])", operation(node)):
+        mixed |= {*range(rank - int(places[1]), rank)}
+    widths = given.get("pad") or ()
+    mixed |= {rank - 1 - i // 2 for i, width in enumerate(widths) if width}
+    if isinstance(given.get("repeats"), Node):
+        mixed |= {*range(rank)}
+    return sorted(mixed)
+
+
+def read_order(node: Node) -> list[int]:
+    """Dimension of a permutation's result to the dimension of its input."""
+    coded = torch.empty(tuple(range(2, 2 + len(shape_of(node.args[0])))), device="meta")
+    return [size - 2 for size in node.target(coded, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
+
+
+def strip_casts(node: Any) -> Any:
+    """The value behind casts and operations that leave it as it is."""
+    while is_kind(node, "identity", "cast"):
+        node = node.args[0]
+    return node
+
+
+def is_range_clamp(node: Node) -> bool:
+    """True for a clamp whose bounds stand for fp16's maximum, also of infinities alone."""
+    found = find_operation(operation(node))
+    if found is None or found.kind not in ("clamp", "nan_to_num"):
+        return False
+    given = arguments(node)
+    names = ("min", "max") if found.kind == "clamp" else ("neginf", "posinf")
+    sizes = [smallest_constant(given.get(name)) for name in names]
+    return all(NEAR_FP16_END <= size <= FP16.largest for size in sizes)
+
+
+_FILLING = ("choice", "fill", "filled", "padding", "constant", "index_put", "scatter")
+_MOVING = (
+    *("cast", "identity", "reshape", "expansion", "permutation", "slice", "select"),
+    *("repetition", "index", "subtract", "subtract_from"),
+)
+
+
+def read_magnitude(node: Node, number: float) -> float:
+    """Return the magnitude of a number that an operation takes; 0 of the sentinel of a mask.
+
+    A sentinel fills, or it multiplies a mask: `(1 - mask) * torch.finfo(dtype).min`. What else is
+    multiplied by such a number, or has it added, gets as large.
+    """
+    size = abs(float(number))
+    found = find_operation(operation(node))
+    if size < NEAR_FP16_END or found is None:
+        return size
+    if found.kind == "multiply":
+        return 0.0 if any(map(_is_mask, node.all_input_nodes)) else size
+    hides = number < 0 or math.isinf(size) or size <= FP16.largest
+    return 0.0 if hides and found.kind in _FILLING else size
+
+
+def _is_mask(node: Node) -> bool:
+    """Whether a value is made of truth values or whole numbers alone, as `1 - mask` is."""
+    while is_kind(node, *_MOVING) and len(node.all_input_nodes) == 1 and is_float(node):
+        (node,) = node.all_input_nodes
+    return not is_float(node)
+
+
+def smallest_constant(value: Any) -> float:
+    """Smallest magnitude among the numbers that a value is made of; 0 when it depends on data."""
+    if isinstance(value, (int, float)):
+        return abs(float(value))
+    if not isinstance(value, Node):
+        return 0.0
+    given = arguments(value)
+    if is_kind(value, "choice"):
+        other = given.get("other", given.get("value"))
+        return min(smallest_constant(given["self"]), smallest_constant(other))
+    if is_kind(value, "sign", "identity", "cast", "expansion"):
+        return smallest_constant(given["self"])
+    if is_kind(value, "filled"):
+        return smallest_constant(given.get("fill_value", given.get("s")))
+    return 0.0

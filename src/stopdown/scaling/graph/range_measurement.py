@@ -1,0 +1,326 @@
+"""How large every value of a captured call gets, measured by running its graph in fp32.
+
+The graph was captured in the dtype to come; it is run here with every 16-bit dtype read as fp32, so
+that nothing overflows and nothing is lost below. Values that hold the sentinels of a mask (the
+smallest fp16 number, or -inf) are measured without them.
+
+Not covered: what a fused kernel keeps to itself (attention scores), and inputs larger than
+the ones that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import ScalingError
+from stopdown.number_formats import FP16, NEAR_FP16_END
+from stopdown.numerics import HALVES, summarise_magnitudes
+from stopdown.scaling.graph.blocks import Blocks
+from stopdown.scaling.graph.capture import Capture, flatten_call, module_path, name_parameters
+from stopdown.scaling.graph.nodes import (
+    arguments,
+    has_trait,
+    is_float,
+    is_kind,
+    is_range_clamp,
+    operation,
+    read_magnitude,
+)
+from stopdown.scaling.mapped_weights import find_stored
+
+_FP32_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Range:
+    """Magnitudes of one value, or of one block of it.
+
+    Attributes:
+        amax: largest magnitude.
+        rms: root of the mean square.
+        least: smallest positive magnitude.
+        certain: True when no input makes `amax` larger; False when it was measured.
+        bound: what no input makes it larger than, where `amax` was measured; infinite if that is unknown.
+        least_stored: a bound holds where the largest is stored no smaller than this.
+        unbounded: it was measured because no rule gives a bound: it may be NaN as well as Inf.
+    """
+
+    amax: float
+    rms: float
+    least: float
+    certain: bool = False
+    least_stored: float = 0.0
+    bound: float = math.inf
+    unbounded: bool = False
+
+    @property
+    def largest(self) -> float:
+        """What no input makes it larger than."""
+        return self.amax if self.certain else self.bound
+
+    def merged(self, other: Range) -> Range:
+        """A range that holds for both; of two typical sizes the smaller one that is not 0."""
+        sizes = [x for x in (self.rms, other.rms) if x > 0]
+        least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
+        certain = self.certain and other.certain
+        stored = max(self.least_stored, other.least_stored)
+        amax, bound = max(self.amax, other.amax), max(self.bound, other.bound)
+        unbounded = self.unbounded or other.unbounded
+        return Range(amax, min(sizes, default=0.0), least, certain, stored, bound, unbounded)
+
+
+Ranges = Mapping[str, tuple[Range, ...]]
+"""Node name to the ranges of its blocks: one where the value is not split."""
+
+
+def run_capture(
+    capture: Capture,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    blocks: Mapping[Node, Blocks],
+    kept_clamps: frozenset[Node] = frozenset(),
+    known: Ranges | None = None,
+) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
+    """The range of every float value and parameter of a captured call, run in fp32; and what it returns.
+
+    What the graph returns is in fp32 what is computed in 16 bits to be. That differs from the module in
+    fp32 where code that runs in fp16 alone is part of the model: a kept clamp.
+
+    Args:
+        kept_clamps: clamps at fp16's maximum that are part of what the model computes.
+        known: of an earlier call; the weights are not measured again.
+
+    Cost: one forward in fp32, one pass and one host read for each value. Of weights that
+    wait in their files, one operation's are there at a time.
+    """
+    tensors = flatten_call(args, kwargs)
+    if len(tensors) != len(capture.inputs):
+        raise ScalingError(
+            f"{len(tensors)} tensors were given to a call that was captured with "
+            f"{len(capture.inputs)}.",
+            remedy="Capture each kind of call separately.",
+        )
+    runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
+    runner.blocks, runner.kept_clamps, runner.known = blocks, kept_clamps, known or {}
+    with torch.no_grad(), _leaving_vmap():
+        outputs = runner.run()
+    return runner.ranges, outputs
+
+
+@contextlib.contextmanager
+def _leaving_vmap() -> Iterator[None]:
+    """Leave the regions of `vmap` that a graph has entered, if it ends inside one: they stay open else."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
+
+
+def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
+    """Ranges that hold for two calls of one graph."""
+    both = {
+        name: tuple(a.merged(b) for a, b in zip(parts, second[name], strict=True))
+        for name, parts in first.items()
+    }
+    return {**second, **both}
+
+
+def find_masked(capture: Capture) -> frozenset[Node]:
+    """The values that carry a mask's sentinels."""
+    masked: set[Node] = set()
+    for node in capture.graph.graph.nodes:
+        if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
+            continue
+        if bool(find_sentinels(capture.constants.get(node.name)).any()):
+            masked.add(node)
+        numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
+        sentinel = any(abs(x) >= NEAR_FP16_END and not read_magnitude(node, x) for x in numbers)
+        if sentinel or masked & set(node.all_input_nodes):
+            masked.add(node)
+    return frozenset(masked)
+
+
+def find_sentinels(constant: Any) -> torch.Tensor:
+    """Where a constant of the code holds the lowest number of a format, or -Inf; `[]` of no tensor."""
+    if not isinstance(constant, torch.Tensor) or not constant.is_floating_point():
+        return torch.zeros(0, dtype=torch.bool)
+    lowest = torch.tensor([torch.finfo(x).min for x in (*HALVES, torch.float32)] + [-math.inf])
+    return torch.isin(constant.float(), lowest.to(constant.device))
+
+
+def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
+    """The values that may overflow to Inf without harm, because only a saturating function reads
+    them: the cube inside a tanh-approximated GELU, which fp16 loses from 41 on.
+
+    On the way there a number may multiply them, and one value that is itself in range may be added.
+    """
+    harmless: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and all(_saturates(user, node, harmless, ranges) for user in node.users):
+            harmless.add(node)
+    return frozenset(harmless)
+
+
+def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> bool:
+    if has_trait(user, "saturates"):
+        return True
+    others = [x for x in user.all_input_nodes if x is not node]
+    if user not in harmless or not is_kind(user, "multiply", "add"):
+        return False
+    if is_kind(user, "multiply"):
+        return not others
+    return all(part.amax < FP16.largest for x in others for part in ranges.get(x.name, ()))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter that waits in its file: it is read for each operation, and let go."""
+
+    node: Node
+
+
+class _Runner(torch.fx.Interpreter):
+    """Runs a captured graph in fp32 and keeps the ranges of what passes."""
+
+    blocks: Mapping[Node, Blocks]
+    kept_clamps: frozenset[Node]
+    known: Ranges
+
+    def __init__(
+        self, capture: Capture, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(capture.graph)
+        self.extra_traceback = False  # it would write the graph's node into our errors
+        self.capture, self.tensors = capture, tensors
+        self.named = name_parameters(module)
+        devices = (x.device for x in tensors.values() if isinstance(x, torch.Tensor) and x.dim())
+        self.device = next(devices, None)  # weights that wait elsewhere are brought there
+        self.masked = find_masked(capture)
+        self.ranges: dict[str, tuple[Range, ...]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        is_known = n.op == "placeholder" and n.name not in self.tensors and n.name in self.known
+        held = self.named.get(self.capture.parameters.get(n.name, ""))
+        waits = held is not None and find_stored(held) is not None
+        if is_known and waits:
+            self.ranges[n.name] = self.known[n.name]
+            return _Weight(n)
+        result = self._load(n) if n.op == "placeholder" else self._compute(n)
+        if is_float(n) and isinstance(result, torch.Tensor):
+            self.ranges[n.name] = self.known[n.name] if is_known else self._measure(n, result)
+        return _Weight(n) if waits else result
+
+    def _load(self, node: Node) -> Any:
+        if node.name in self.capture.parameters:
+            found = self.named[self.capture.parameters[node.name]]
+        elif node.name in self.capture.constants:
+            found = self.capture.constants[node.name]
+        else:
+            found = self.tensors[node.name].clone()  # some code adds into what it is given
+        if isinstance(found, torch.Generator):
+            return found.clone_state()  # the caller's own stays where it is
+        if (stored := find_stored(found)) is not None:
+            found = stored.read(self.device or found.device)
+        found = found.detach() if self.device is None else found.detach().to(self.device)
+        return found.float() if found.dtype in HALVES else found
+
+    def _compute(self, node: Node) -> Any:
+        if is_kind(node, "assertion"):
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        args, kwargs = pytree.tree_map_only(_Weight, lambda x: self._load(x.node), (args, kwargs))
+        if is_range_clamp(node) and node not in self.kept_clamps:
+            return args[0]
+        if node.op != "call_function":
+            return getattr(self, node.op)(node.target, args, kwargs)
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+        if is_kind(node, "row_norm", "group_norm"):
+            self._check_squares(node, args[0])
+        result = _call(node.target, args, kwargs)
+        return result.zero_() if is_kind(node, "blank") else result
+
+    def _measure(self, node: Node, value: torch.Tensor) -> tuple[Range, ...]:
+        split = self.blocks.get(node)
+        if split is None:
+            return (self._measure_part(node, value),)
+        parts = value.split([b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)],
+                            dim=split.dim)  # fmt: skip
+        return tuple(self._measure_part(node, part) for part in parts)
+
+    def _measure_part(self, node: Node, value: torch.Tensor) -> Range:
+        while torch._C._functorch.is_batchedtensor(
+            value
+        ):  # inside of `vmap`: all of them are measured
+            value = torch._C._functorch.get_unwrapped(value)
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        if node in self.masked:
+            value = value[value > -NEAR_FP16_END / 2]
+        amax, rms, least, bad = summarise_magnitudes(value)
+        if bad and (node.op == "placeholder" or any(x.op == "output" for x in node.users)):
+            raise ScalingError(
+                f"{self._name(node)} holds {bad} values that are NaN or Inf in fp32 already.",
+                expected="Exponents can only be found for a model that is right in fp32.",
+                remedy="Check the weights on disk and the arguments of the call.",
+            )
+        return Range(amax, rms, least)
+
+    def _check_squares(self, node: Node, value: torch.Tensor) -> None:
+        """Refuse a norm whose sum of squares is Inf in fp32, where it returns its bias."""
+        known = self.ranges.get(node.all_input_nodes[0].name, ())
+        if max((x.amax for x in known), default=0.0) ** 2 * value.numel() < _FP32_LARGEST:
+            return
+        given = arguments(node)
+        if is_kind(node, "row_norm"):
+            rows = value.double().flatten(-len(given["normalized_shape"]))
+        else:
+            rows = value.double().reshape(len(value), int(given["num_groups"]), -1)
+        if float(rows.square().sum(-1).max()) > _FP32_LARGEST:
+            raise ScalingError(
+                f"{self._name(node)} squares values of up to {float(value.abs().max()):.2g}, and their "
+                "sum is Inf in fp32 already.",
+                expected="Exponents can only be found for a model that is right in fp32.",
+                remedy="Check the weights on disk and the arguments of the call.",
+            )
+
+    def _name(self, node: Node) -> str:
+        if node.name in self.capture.parameters:
+            return f"The weight {self.capture.parameters[node.name]}"
+        if node.op == "placeholder":
+            return f"The input {node.name}"
+        return f"{self.capture.component}:{module_path(node)} ({operation(node)})"
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives in fp32; where its kernel takes 16 bits alone (flash attention), in bf16."""
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError:
+        if getattr(target, "namespace", "aten") == "aten":
+            raise
+    given = _replace_dtype((args, kwargs), torch.float32, torch.bfloat16)
+    return _replace_dtype(target(*given[0], **given[1]), torch.bfloat16, torch.float32)
+
+
+def _replace_dtype(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(new) if x.dtype == old else x, tree)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
+
+
+def log2_of(magnitude: float) -> float:
+    """Binary logarithm, -inf for 0."""
+    return math.log2(magnitude) if magnitude > 0 else -math.inf

@@ -1,0 +1,266 @@
+"""Weights in files: as the checkpoint stores them, or in temporary files that are mapped.
+
+A `StoredWeight` is a weight of the checkpoint with what it becomes: exponents and a dtype. Powers of two
+are exact in every format that checkpoints have, so one rounding leads from the file to fp16, tensor by
+tensor, where the weight is needed. Its pages belong to the checkpoint's own file, and the system can take
+their memory back.
+
+Weights that would take more than a share of the memory go to a temporary file, if the disk has room. A
+tensor that is mapped from it reads and writes like any other. What is cast from it is mapped as well.
+
+**Does not catch** what copies a tensor by other means (`copy.deepcopy`, `.to`): the copy is in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stopdown.errors import OutputError, warn_user
+from stopdown.number_formats import name_dtype
+from stopdown.scaling.fold_names import Folds
+
+SHARE = 0.25
+"""Of the machine's memory: weights that take more are mapped."""
+
+
+_STORED = "stopdown_stored"
+"""Attribute of a weight that waits: its `StoredWeight`."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as its file has it, and what it becomes.
+
+    Attributes:
+        values: as they are stored, mapped from the file.
+        folds: places and the exponents that they are multiplied by, `2**exponent`.
+        dtype: what the result is cast to.
+    """
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    folds: Folds = ()
+
+    def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the weight on a device; the stored values themselves if nothing changes."""
+        if not self.folds and self.values.dtype == self.dtype:
+            return self.values.to(device)
+        made = torch.empty(self.values.shape, dtype=self.dtype, device=device)
+        self.write(made)
+        return made
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        """Return some values of the weight, by their places in the flattened tensor."""
+        values = self.values.reshape(-1)[places].double()
+        if self.values.dim():
+            at = torch.unravel_index(places, self.values.shape)
+            for place, exponent in self.folds:
+                is_inside = torch.ones_like(places, dtype=torch.bool)
+                for axis, part in zip(at, place, strict=False):
+                    if part.start is not None:
+                        is_inside &= (axis >= part.start) & (axis < part.stop)
+                values[is_inside] *= 2.0**exponent
+        else:
+            values *= 2.0 ** sum(exponent for _, exponent in self.folds)
+        return values.to(self.dtype)
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the weight into a tensor of its shape and dtype, on any device.
+
+        Each value is rounded once: a product with a power of two is exact before the cast.
+
+        Cost: on another device at most `_PIECE_BYTES` beside the target, or as much on the host.
+        """
+        rows = len(self.values) if self.values.dim() else 1
+        if self.values.device == target.device or not self.values.dim():
+            _convert(self.values.to(target.device), self.folds, target)
+        elif self.values.dtype == target.dtype and not self.folds:
+            target.copy_(self.values)
+        elif self.values.nbytes <= _HOST_BYTES:
+            target.copy_(self.read())
+        else:
+            step = max(1, rows * _PIECE_BYTES // self.values.nbytes)
+            for start in range(0, rows, step):
+                piece = _bring(self.values[start : start + step], target.device)
+                _convert(piece, _shift(self.folds, start, step), target[start : start + step])
+
+
+_PIECE_BYTES = 2**25
+"""Stored bytes of a large weight that are converted on a device at a time."""
+
+_HOST_BYTES = 2**20
+"""Stored bytes of a weight that is converted on the host, whatever the device is."""
+
+
+def _bring(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return stored values on a device; bf16 arrives as its bits and becomes fp32 there.
+
+    A device may lack bf16 altogether, as an M1 does: nothing is computed in it.
+    """
+    if values.dtype != torch.bfloat16 or device.type == "cpu":
+        return values.to(device)
+    bits = values.view(torch.int16).to(device).to(torch.int32)
+    return bits.bitwise_left_shift_(16).view(torch.float32)
+
+
+def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:
+    places = [place for place, _ in folds]
+    with torch.no_grad():
+        if places and (places == [()] or not target.dim()):
+            torch.mul(values, 2.0 ** sum(exponent for _, exponent in folds), out=target)
+        elif () not in places and len({len(place) for place in places}) < 2:
+            target.copy_(values)
+            for place, exponent in folds:
+                torch.mul(values[place], 2.0**exponent, out=target[place])
+        else:  # places that overlap: their exponents add up
+            wide = values.to(torch.float32, copy=True)
+            for place, exponent in folds:
+                wide[place] *= 2.0**exponent
+            target.copy_(wide)
+
+
+def _shift(folds: Folds, start: int, count: int) -> Folds:
+    """Return the folds of some rows, as places among these."""
+    return [
+        ((slice(max(0, rows.start - start), max(0, min(count, rows.stop - start))),), exponent)
+        if len(place) == 1 and (rows := place[0]).start is not None
+        else (place, exponent)
+        for place, exponent in folds
+    ]
+
+
+def put_(tensor: torch.Tensor, stored: StoredWeight) -> None:
+    """Give a parameter or buffer the values of a stored weight, on its own device."""
+    tensor.data = stored.read(tensor.device)
+
+
+def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
+    """Let a parameter wait in its file: it keeps shape and dtype, and owns no memory. A buffer is read."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        put_(tensor, stored)
+    elif find_stored(tensor) is None:  # a tied one has several names
+        tensor.data = torch.empty(stored.values.shape, dtype=stored.dtype)
+        tensor.untyped_storage().resize_(0)
+        vars(tensor)[_STORED] = stored
+        mark_as_waiting(tensor)
+
+
+class WaitingParameter(torch.nn.Parameter):
+    """A parameter whose values are stored elsewhere now and then: it is printed without them.
+
+    PyTorch reads past the end of memory there.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if self.untyped_storage().nbytes() or not self.numel():
+            return super().__repr__()
+        return f"Parameter of {name_dtype(self.dtype)} {[*self.shape]}, whose values are stored elsewhere"
+
+
+def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:
+    """Let a parameter's values be away, or let it be a plain one again."""
+    before, after = torch.nn.Parameter, WaitingParameter
+    if type(tensor) is (before if waits else after):
+        tensor.__class__ = after if waits else before
+
+
+def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
+    """Return what a waiting parameter is read from; None for a tensor that has its values."""
+    stored: StoredWeight | None = vars(tensor).get(_STORED)
+    return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
+
+
+def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
+    """Where weights of this size are mapped; None where they are small, or the disk has no room.
+
+    Warns:
+        StopdownWarning: they are large, and the disk has no room for them.
+    """
+    if needed_bytes <= SHARE * memory_bytes or os.name != "posix":
+        return None
+    folder = Path(tempfile.gettempdir())
+    room, free = 1.5 * needed_bytes, shutil.disk_usage(folder).free
+    if free > room:
+        return folder
+    warn_user(
+        f"{folder} has {free / 1e9:.1f} GB free, and the weights need {room / 1e9:.1f} GB there. They "
+        f"are loaded into memory instead, where they take {needed_bytes / 1e9:.1f} GB. Set TMPDIR to "
+        "a folder on a larger disk."
+    )
+    return None
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in a file."""
+    return find_folder(tensor) is not None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, WaitingParameter)
+
+
+def find_folder(tensor: torch.Tensor) -> Path | None:
+    """Folder of the file that a tensor's values lie in; None for memory."""
+    if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+        return None
+    name = tensor.untyped_storage().filename
+    return None if name is None else Path(name).parent
+
+
+def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in another dtype, mapped if it is; itself where it has that dtype."""
+    folder = find_folder(tensor)
+    if folder is None or tensor.dtype == dtype:
+        return tensor.to(dtype)
+    return map_copy(tensor, folder, dtype)
+
+
+def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A mapped copy of a tensor.
+
+    The file is gone when it is no longer mapped, also after a kill; other systems than POSIX keep it as
+    long as the folder.
+    """
+    dtype = tensor.dtype if dtype is None else dtype
+    size = tensor.numel() * dtype.itemsize
+    handle, path = tempfile.mkstemp(suffix=".bin", dir=folder)
+    os.close(handle)
+    try:
+        _reserve(Path(path), size)
+        made = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    finally:
+        if os.name == "posix":
+            Path(path).unlink()
+    return made.view(dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+_ZEROS = 2**24
+"""Bytes that are written at a time where room cannot be reserved."""
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    """Take the room on the disk now: values written into a mapping of a full one end the process."""
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                if size_bytes:
+                    os.posix_fallocate(file.fileno(), 0, size_bytes)
+                return
+            for begin in range(0, size_bytes, _ZEROS):  # macOS and Windows
+                file.write(bytes(min(_ZEROS, size_bytes - begin)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OutputError(
+            f"Weights kept on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",
+            expected="On the CPU, weights that do not fit into `memory` are written to the folder "
+            "for temporary files. So are weights that are large compared with the machine's "
+            "memory.",
+            remedy="Free some space there, set TMPDIR to another disk, or give a larger `memory`.",
+            by_system=True,
+        ) from error

@@ -1,0 +1,208 @@
+"""The fall-back for a module that exponents do not do for: hooks tell which of its matrices fp16 can hold.
+
+No exponents can be found when the code cannot be traced, and some code does not run with them. But
+what a linear or convolution is given and gives back can be seen by hooks while it runs in fp32. Those
+whose weights, inputs and outputs stay within fp16 run in fp16 between casts; the others, and everything
+between them (sums, norms, products of two values), stay in fp32. That is tried before it is believed.
+
+Not covered: matrices that a module multiplies without calling the submodule that holds them: they stay in
+fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.flop_counter import FlopCounterMode
+
+from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import list_some
+from stopdown.numerics import (
+    count_attention_on_cpu,
+    headroom_bits,
+    iterate_tensors,
+    measure_amax,
+)
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.exponents.solver import ASKED_BITS
+from stopdown.scaling.graph.capture import find_kept_buffers, name_parameters
+from stopdown.scaling.trials.trial import Reference, count_layer_flops, run_call, try_scaling
+from stopdown.scaling_records import ResidualStream, Scaling
+
+Failure = CaptureError | ScalingError
+
+MOST_NAMED = 5
+
+_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_on_cpu,
+}
+"""What torch's counter of floating-point operations lacks."""
+
+
+@dataclass
+class _Matrix:
+    """What one linear or convolution reached, weight and bias included."""
+
+    amax: float
+    flops: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """What the calls of a module showed.
+
+    Attributes:
+        matrices: path to what it reached; only those that were called.
+        flops: of all calls, products of two values included.
+    """
+
+    matrices: dict[str, _Matrix] = field(default_factory=dict)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    flops: float = 0.0
+
+
+def scale_by_hooks(
+    module: torch.nn.Module,
+    calls: Sequence[PlainCall],
+    failure: Failure,
+    reference: Callable[[], Reference] | None = None,
+) -> Scaling:
+    """Which matrices of a module run in fp16, all else in fp32; nothing is folded.
+
+    Args:
+        module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
+        failure: why; its words go into the note of the result.
+        reference: gives what its calls are tried against; None tries none.
+
+    Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a processor).
+    """
+    seen = _observe(module, calls)
+    narrow = [path for path, x in seen.matrices.items() if _fits(x.amax)]
+    if not narrow:
+        raise _give_up(failure, "no linear or convolution that is called fits into fp16")
+    scaling = _describe(module, seen, narrow, failure)
+    if reference is None:
+        return scaling
+    try:
+        return replace(scaling, trial=try_scaling(module, scaling, reference()))
+    except TrialError as error:
+        raise _give_up(failure, f"i{error.what[1:].rstrip('.')}") from error
+
+
+def _observe(module: torch.nn.Module, calls: Sequence[PlainCall]) -> _Seen:
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    try:
+        seen = _run_watched(module, calls, counter)
+        seen.flops = float(counter.get_total_flops())
+    except NotImplementedError:  # torch's counter (2.6.0) refuses operators with code of their own
+        seen = _run_watched(module, calls, contextlib.nullcontext())
+        seen.flops = sum(x.flops for x in seen.matrices.values())
+    return seen
+
+
+def _run_watched(
+    module: torch.nn.Module,
+    calls: Sequence[PlainCall],
+    counter: contextlib.AbstractContextManager[Any],
+) -> _Seen:
+    seen = _Seen()
+    with Patches() as patches:
+        for path, part in module.named_modules():
+            if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
+                hook = partial(_look, seen, path)
+                patches.defer(part.register_forward_hook(hook, with_kwargs=True).remove)
+        with counter:
+            for call, args, kwargs in calls:
+                output, _ = run_call(module, call, args, kwargs)
+                seen.outputs.append(list(iterate_tensors(output)))
+    return seen
+
+
+def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    floats = [x for x in iterate_tensors((args, kwargs, output)) if x.is_floating_point()]
+    if path not in seen.matrices:
+        floats += [x for x in (part.weight, part.bias) if x is not None]
+        seen.matrices[path] = _Matrix(0.0)
+    found = seen.matrices[path]
+    found.amax = max(found.amax, *(_reach(x) for x in floats))
+    found.flops += count_layer_flops(part, floats[0], output)
+
+
+def _reach(value: torch.Tensor) -> float:
+    """Largest magnitude, Inf when a value is not finite."""
+    return measure_amax(value) if bool(value.isfinite().all()) else math.inf
+
+
+def _fits(amax: float) -> bool:
+    return amax == 0 or headroom_bits(amax, torch.float16) >= ASKED_BITS
+
+
+def _describe(
+    module: torch.nn.Module,
+    seen: _Seen,
+    narrow: list[str],
+    failure: Failure,
+) -> Scaling:
+    kept = find_kept_buffers(module)
+    inside = tuple(f"{path}." for path in narrow)
+    wide = [name for name, x in name_parameters(module).items() if x.is_floating_point()]
+    wide = [name for name in wide if name not in kept and not name.startswith(inside)]
+    outputs = [x for tensors in seen.outputs for x in tensors if x.is_floating_point()]
+    done = sum(seen.matrices[path].flops for path in narrow)
+    share = max(0.0, 1 - done / (seen.flops or 1.0))
+    tightest = max(narrow, key=lambda path: seen.matrices[path].amax)
+    return Scaling(
+        headroom_bits=headroom_bits(seen.matrices[tightest].amax, torch.float16),
+        tightest=tightest,
+        fp32_flops=share,
+        kept_buffers=tuple(sorted(kept)),
+        stream=ResidualStream(
+            cast_output_up=tuple(sorted(narrow)),
+            cast_input_down=tuple(sorted(narrow)),
+            cast_input_up=("", *_find_wide(module, narrow)),
+            kept=tuple(sorted(wide)),
+            returns=all(_fits(_reach(x)) for x in outputs),
+        ),
+        note=_explain(seen, narrow, share, failure),
+    )
+
+
+def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
+    """The modules with parameters of their own that stay in fp32: what reaches them must be too.
+
+    The component's own hook does not do for all: a layer at its component call may cast its arguments back.
+    """
+    return [
+        path
+        for path, part in module.named_modules()
+        if path and path not in narrow
+        if any(x.is_floating_point() for x in part.parameters(recurse=False))
+    ]
+
+
+def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> str:
+    beyond = [path for path in seen.matrices if path not in narrow]
+    why = "Without a graph" if isinstance(failure, CaptureError) else "So"
+    text = (
+        f"{failure.what} {why} there are no exponents: {len(narrow)} of "
+        f"{len(seen.matrices)} matrices run in fp16 between casts, and all else in fp32, "
+        f"{100 * share:.1f} % of the matmul work."
+    )
+    if beyond:
+        text += f" Beyond fp16: {list_some(beyond, MOST_NAMED)}."
+    return text
+
+
+def _give_up(failure: Failure, why: str) -> Failure:
+    what = failure.what.rstrip(".")
+    return type(failure)(
+        f"{what}. Fp32 modules found by hooks do not do either: {why}.", remedy=failure.remedy
+    )

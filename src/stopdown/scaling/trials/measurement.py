@@ -1,0 +1,225 @@
+"""Calls of a module, captured in fp16, with the ranges that their values have in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from stopdown.errors import CaptureError
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.exponents.problem import MeasuredCall, find_kept_clamps, split_values
+from stopdown.scaling.graph.capture import (
+    Answers,
+    Capture,
+    capture_call,
+    find_call_operands,
+    note_answers,
+    owner_of,
+)
+from stopdown.scaling.graph.nodes import is_range_clamp
+from stopdown.scaling.graph.range_measurement import merge_ranges, run_capture
+from stopdown.scaling.trials.residual import with_stream
+from stopdown.scaling_records import Operands, ResidualStream
+
+FEW_FRAMES = 5
+"""Frames after which a decoder of videos that goes from frame to frame has run all of its modules."""
+
+
+class Captures:
+    """Captures of calls as they run in fp16, each made once: as a call is, and the last with a stream."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], tuple[PlainCall, ResidualStream | None, Capture]] = {}
+        self._short: dict[int, PlainCall] = {}
+        self._clamping: dict[int, tuple[PlainCall, bool]] = {}
+
+    def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
+        """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
+
+        Cost: a capture (seconds), the first time.
+        """
+        made = self._take(call, stream)
+        if self.keeps_clamps(call, made) and not made.keeps_clamps:
+            made = replace(made, keeps_clamps=True)
+            self._made[id(call), stream is None] = call, stream, made
+        return made
+
+    def _take(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
+        key = id(call), stream is None
+        if key not in self._made or self._made[key][1] != stream:
+            made = self._capture(call, stream)
+            self._made[key] = call, stream, made  # while the call is held nothing else has its id
+        return self._made[key][2]
+
+    def take_short(self, call: PlainCall) -> Capture:
+        """The capture of a call as it is, of a few frames and tiles alone if a video is decoded.
+
+        It has every module of the whole call, at their dtypes; sizes and the number of operations differ.
+
+        Cost: a capture (seconds), the first time.
+        """
+        return self._take(self._short.setdefault(id(call), cut_sizes(call)), None)
+
+    def _capture(self, call: PlainCall, stream: ResidualStream | None) -> Capture:
+        if stream is None:
+            function, args, kwargs = call
+            return capture_call(function, args, kwargs, dtype=torch.float16)
+        plain = self._made.get((id(self._short.get(id(call), call)), True))
+        return _capture_streamed(*call, stream, plain and plain[2].operands)
+
+    def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
+        """Whether a clamp at fp16's maximum belongs to the model: its call in fp32 has one as well.
+
+        Cost: a capture, the first time, if the call has such a clamp.
+        """
+        if not any(map(is_range_clamp, made.graph.graph.nodes)):
+            return False
+        if id(call) not in self._clamping:
+            self._clamping[id(call)] = call, _clamps_anyway(call)
+        return self._clamping[id(call)][1]
+
+
+def cut_sizes(call: PlainCall) -> PlainCall:
+    """Return a call of `decode` with fewer frames and tiles; any other call as it is.
+
+    Its code goes the same way: through all modules, and over the seams between tiles.
+    """
+    function, args, kwargs = call
+    is_decode = getattr(function, "__name__", "") == "decode" and len(args) == 1
+    if not is_decode or set(kwargs or {}) - {"return_dict"}:  # a number of frames would not agree
+        return call
+    (given,) = args
+    if not isinstance(given, torch.Tensor) or given.dim() not in (4, 5):
+        return call
+    cut, module = given, getattr(function, "__self__", None)
+    if given.dim() == 5 and given.shape[2] > FEW_FRAMES:
+        cut = cut[:, :, :FEW_FRAMES]
+    if getattr(module, "use_tiling", False):
+        for axis, name in ((-2, "height"), (-1, "width")):
+            tile = _find_tile(module, name)
+            if tile is not None and cut.shape[axis] > tile + 1:
+                cut = cut.narrow(axis, 0, tile + 1)
+    return call if cut is given else (function, (cut,), kwargs)
+
+
+def _find_tile(module: Any, name: str) -> int | None:
+    """Return the height or width of latents beyond which a decoder works in tiles, if it is known."""
+    for attribute in (f"tile_latent_min_{name}", "tile_latent_min_size"):
+        if isinstance(found := getattr(module, attribute, None), int):
+            return found
+    sample = getattr(module, f"tile_sample_min_{name}", None)
+    ratio = getattr(module, "spatial_compression_ratio", None)
+    return sample // ratio if isinstance(sample, int) and isinstance(ratio, int) else None
+
+
+def measure_kinds(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[PlainCall]],
+    captures: Captures,
+    stream: ResidualStream | None,
+) -> list[MeasuredCall]:
+    """What calls reach, with a residual stream as it is given.
+
+    A kind has one capture with the merged ranges of its calls; more where its path depends on values.
+
+    Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
+    """
+    measured: list[MeasuredCall] = []
+    for kind in kinds:
+        found: list[MeasuredCall] = []
+        for call in kind:
+            add_call(found, module, call, captures, stream)
+        _, args, kwargs = kind[0]
+        measured += [replace(x, args=args, kwargs=kwargs or {}) for x in found]
+    return measured
+
+
+def add_call(
+    found: list[MeasuredCall],
+    module: torch.nn.Module,
+    one: PlainCall,
+    captures: Captures,
+    stream: ResidualStream | None = None,
+) -> None:
+    """Measure one more call of a kind: merged with that of its path, or an entry of its own.
+
+    Cost: a forward in fp32; a capture as well (seconds) for a path that was not seen.
+    """
+    call, args, kwargs = one
+    answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
+    same = (i for i, known in enumerate(found) if known.capture.answers == answers)
+    if (known := next(same, None)) is not None:
+        found[known] = measure_again(found[known], module, args, kwargs)
+    else:
+        found.append(_measure(captures.take(one, stream), one))
+
+
+def _capture_streamed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    stream: ResidualStream,
+    operands: Operands | None,
+) -> Capture:
+    """A call captured with its residual stream in fp32.
+
+    Args:
+        operands: what makes the operands of the call one as it is; None finds it.
+    """
+    answers: Answers = ()
+    if operands is None:  # of the stream none are found: what it mixes is refused
+        operands = find_call_operands(call, args, kwargs, torch.float16)
+    capture = partial(capture_call, call, args, kwargs, dtype=torch.float16, operands=operands)
+    try:
+        with with_stream(owner_of(call), stream, torch.float16) as wide:
+            return capture(wide=wide, answers=answers)
+    except CaptureError:  # under the hooks of a stream the module itself cannot be asked
+        with contextlib.suppress(Exception):  # of a call that fails: the stream is refused
+            answers = note_answers(call, args, kwargs or {})
+        if not answers:
+            raise
+    with with_stream(owner_of(call), stream, torch.float16) as wide:
+        return capture(wide=wide, answers=answers)
+
+
+def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
+    """A capture of a call whose code asked tensors for values, with the answers that it got."""
+    function, args, kwargs = call
+    if stream is None:
+        return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
+    with with_stream(owner_of(function), stream, torch.float16) as wide:
+        return capture_call(function, args, kwargs, dtype=torch.float16, wide=wide, answers=answers)
+
+
+def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
+    call, args, kwargs = one
+    blocks, clamps = split_values(capture), find_kept_clamps(capture)
+    ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
+    return MeasuredCall(capture, blocks, ranges)
+
+
+def _clamps_anyway(one: PlainCall) -> bool:
+    """Whether a call clamps at fp16's maximum in fp32 as well: it is then part of the model."""
+    call, args, kwargs = one
+    try:
+        wide = capture_call(call, args, kwargs, dtype=torch.float32)
+    except CaptureError:
+        return False
+    return any(map(is_range_clamp, wide.graph.graph.nodes))
+
+
+def measure_again(
+    known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> MeasuredCall:
+    """Another call of a kind that is captured already, its ranges merged with those before.
+
+    Cost: one forward in fp32.
+    """
+    clamps = find_kept_clamps(known.capture)
+    ranges, _ = run_capture(known.capture, module, args, kwargs, known.blocks, clamps, known.ranges)
+    return replace(known, ranges=merge_ranges(known.ranges, ranges))

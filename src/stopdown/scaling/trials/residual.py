@@ -1,0 +1,357 @@
+"""An fp32 residual stream: which modules of a component write it, read it and multiply beside it.
+
+Torch promotes fp32 + fp16 to fp32 by itself. So a sum becomes fp32 as soon as what its *writers*
+(the last linear of a branch, an embedding, a first convolution) return is widened; norms that read
+it keep their few parameters in fp32; and every module that multiplies matrices casts what reaches
+it in fp32 to fp16 first. Layers that are next to no work stay in fp32 as a whole: linears that multiply
+one row for each picture, the timestep's embedding, and small layers that read the stream itself.
+Writers are found in the captured graph: module outputs that reach a sum of two values or a norm. What
+functional attention reads (query, key, value, their norms and rotations, a position bias) stays in
+fp16, because its operands must agree.
+
+An fp32 module can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
+in fp32, and a cast back where it ends.
+
+Not covered: products that a model makes of stream values without a linear or convolution of a module:
+their operands, and all that is summed into them, stay in fp16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from stopdown.component_call_names import is_inside
+from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches
+from stopdown.scaling.exponents.problem import count_flops
+from stopdown.scaling.folding.folds import put_stream
+from stopdown.scaling.graph.capture import (
+    Capture,
+    find_mixed_operands,
+    module_path,
+    name_parameters,
+)
+from stopdown.scaling.graph.nodes import arguments, is_float, is_kind, operation, shape_of
+from stopdown.scaling.graph.operations import CONVOLUTIONS, NORMS, find_operation
+from stopdown.scaling_records import ResidualStream
+
+LARGEST_KEPT = 1 << 17
+"""Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
+
+MOST_WIDE_FLOPS = 0.03
+"""Share of a call's products that layers which read the stream itself may do in fp32."""
+
+_WEIGHTED = ("linear", *CONVOLUTIONS, "matrix", "table")
+_SUMMING = ("power", "square", "rsqrt", "variance", "variance_mean", *NORMS)
+
+
+def find_stream(
+    module: torch.nn.Module,
+    captures: Sequence[Capture],
+    *,
+    attention: bool = False,
+    rows: bool = False,
+) -> ResidualStream:
+    """The modules at which a component's residual stream is widened and narrowed.
+
+    Args:
+        captures: its calls, captured in the dtype that its matrices are to have.
+        attention: narrow what modules with functional attention are given as well: some of them
+            cast query and key to the dtype of their input.
+        rows: keep in fp32 what is next to no work: linears outside of lists of blocks that multiply one row
+            for each picture (embeddings of a timestep, which every block reads), and layers that read the
+            stream with no norm between (shortcuts, downsamplers), which its bounds would scale down most.
+    """
+    readers = [_Reader(capture) for capture in captures]
+    matrices = {path for reader in readers for path in reader.matrices}
+    if attention:
+        matrices |= {path for reader in readers for path in reader.attentions}
+    inner = {path for reader in readers for path in reader.inner}
+    writers = {path for reader in readers for path in reader.writers} - inner
+    if not writers:
+        raise ScalingError(
+            f"{type(module).__name__} has no residual stream: no sum and no norm reads what a "
+            "linear, convolution or embedding writes.",
+            remedy="Use residual None: the ordinary rescaling.",
+        )
+    narrow = {name for reader in readers for name in reader.narrow}
+    wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
+    norms = {path for reader in readers for path in reader.norms(wide)}
+    layers = set[str]()
+    if rows:
+        own = {name.rpartition(".")[0] for name in _first(module)}
+        layers = (_find_embedding(module, readers) | _find_bare_readers(readers)) - inner - own
+    wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in layers}
+    return ResidualStream(
+        cast_output_up=tuple(sorted(writers - layers)),
+        cast_input_down=tuple(sorted(matrices - layers)),
+        cast_input_up=tuple(sorted(norms | layers)),
+        kept=tuple(sorted(wide)),
+        returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
+    )
+
+
+def open_fp32_modules(
+    module: torch.nn.Module,
+    stream: ResidualStream | None,
+    fp32_modules: Sequence[str],
+    captures: Sequence[Capture],
+) -> ResidualStream | None:
+    """The casts under which the products inside fp32 modules are done in 16 bits, all else in fp32.
+
+    What the linears and convolutions inside them return is widened, and multiplied there if it must
+    be: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
+    fp32 module has such modules inside.
+
+    Args:
+        captures: its calls, in the dtype that its matrices are to have.
+    """
+    matrices = {path for capture in captures for path in _Reader(capture).matrices}
+    inner = {p for p in matrices if is_inside(p, *(x for x in fp32_modules if x != p))}
+    opened = [x for x in fp32_modules if any(is_inside(p, x) for p in inner)]
+    if not opened:
+        return None
+    kept = {
+        name
+        for name, tensor in name_parameters(module).items()
+        if tensor.is_floating_point()
+        and is_inside(name, *opened)
+        and name.rpartition(".")[0] not in inner
+    }
+    known = stream or ResidualStream((), (), returns=False)
+    return replace(
+        known,
+        cast_output_up=tuple(sorted({*known.cast_output_up, *inner})),
+        cast_input_down=tuple(sorted({*known.cast_input_down, *inner})),
+        cast_input_up=tuple(sorted({*known.cast_input_up, *opened})),
+        kept=tuple(sorted({*known.kept, *kept})),
+        cast_output_down=tuple(opened) if stream is None else (),
+    )
+
+
+@contextlib.contextmanager
+def with_stream(
+    module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
+) -> Iterator[frozenset[str]]:
+    """A module under the hooks of a stream while it is captured; gives what is fp32 in it."""
+    with Patches() as patches:
+        if stream is not None:
+            put_stream(module, stream, dtype, patches)
+        yield frozenset() if stream is None else frozenset(stream.kept)
+
+
+def demand_agreement(plain: Capture, streamed: Capture) -> None:
+    """Refuse a stream under which operands or outputs would not have the dtype that they need."""
+    mixed = find_mixed_operands(streamed.graph)
+    mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
+    if mixed:
+        place = f"{streamed.component}:{module_path(mixed[0])} ({operation(mixed[0])})"
+        raise ScalingError(f"{place} would be given fp32 and fp16 together.")
+    if _list_output_dtypes(plain) != _list_output_dtypes(streamed):
+        raise ScalingError(f"{streamed.component} would return another dtype than without it.")
+
+
+def measure_wide_flops(capture: Capture) -> float:
+    """Share of a call's matmul FLOPs whose operands are fp32 or wider; 0 when there are none."""
+    flops = {node: count_flops(node) for node in capture.graph.graph.nodes}
+    wide = sum(
+        size
+        for node, size in flops.items()
+        if size and node.meta["val"].dtype in (torch.float32, torch.float64)
+    )
+    return wide / (sum(flops.values()) or 1.0)
+
+
+class _Reader:
+    """What one captured call says about a component's stream.
+
+    Attributes:
+        matrices: paths of the modules that multiply with a parameter, or look one up.
+        attentions: paths of the modules whose own code makes products of two values.
+        inner: those of `matrices` whose output functional attention reads.
+        writers: those of them whose output reaches a sum or a norm.
+        narrow: parameters that are matrices, or that functional attention reads.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture, self.nodes = capture, list(capture.graph.graph.nodes)
+        self.weighted = {node for node in self.nodes if self._is_weighted(node)}
+        self.interior = self._find_interior()
+        own = {node: module_path(node) for node in self.weighted}
+        self.matrices = {own[n] for n in own if own[n] and not is_kind(n, "table")}
+        self.attentions = {module_path(n) for n in self.nodes if self._is_functional(n)} - {""}
+        self.inner = {own[node] for node in own if node in self.interior}
+        self.writers = {own[n] for n in own if self._is_writer(n)} & capture.single_outputs
+        parameters = {n: name for n, name in self._list_parameters() if n.users}
+        self.narrow = {name for n, name in parameters.items() if self._stays_narrow(n)}
+        self.beside = {
+            name for n, name in parameters.items() if math.prod(shape_of(n)) <= LARGEST_KEPT
+        }
+
+    def norms(self, kept: set[str]) -> set[str]:
+        """Paths of the modules that normalise with parameters that are kept in fp32."""
+        found = set()
+        for node in self.nodes:
+            if is_kind(node, *NORMS) and node not in self.interior:
+                names = {self.capture.parameters.get(x.name) for x in node.all_input_nodes}
+                found |= {module_path(node)} if names & kept else set()
+        return found
+
+    def _list_parameters(self) -> Iterator[tuple[Node, str]]:
+        for node in self.nodes:
+            name = self.capture.parameters.get(node.name)
+            if name and is_float(node) and node.meta["val"].dtype == self.capture.dtype:
+                yield node, name
+
+    def _is_weighted(self, node: Node) -> bool:
+        """True for a product with a parameter, or a look-up in one."""
+        if not is_kind(node, *_WEIGHTED) or not is_float(node):
+            return False
+        given = arguments(node)
+        weight = given.get("weight", given.get("mat2"))
+        return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
+
+    def _find_interior(self) -> set[Node]:
+        """Everything that products of two values read, back to the modules that wrote it."""
+        found: set[Node] = set()
+        waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in found or not _has_floats(node):
+                continue
+            found.add(node)
+            if node not in self.weighted and not self._is_functional(node):
+                waiting.extend(node.all_input_nodes)
+        return found
+
+    def _is_functional(self, node: Node) -> bool:
+        """True for a product of two values in the narrow dtype."""
+        if node in self.weighted or not is_float(node):
+            return False
+        is_product = count_flops(node) > 0 or is_kind(node, "einsum")
+        return is_product and node.meta["val"].dtype == self.capture.dtype
+
+    def _is_writer(self, node: Node) -> bool:
+        """True when what a module returns reaches a sum of two values, or a norm."""
+        path, seen, waiting = module_path(node), {node}, [node]
+        if not path or node in self.interior:
+            return False
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user.op == "output" or user in self.weighted:
+                    continue
+                if not is_inside(module_path(user), path) and _sums(user):
+                    return True
+                seen.add(user)
+                if not self._is_functional(user) and not _is_pinned(user):
+                    waiting.append(user)
+        return False
+
+    def _stays_narrow(self, node: Node) -> bool:
+        """True for a matrix, its bias, and whatever the inside of attention reads."""
+        if node in self.interior or any(user in self.weighted for user in node.users):
+            return True
+        return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
+
+
+def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[str]:
+    """Linears outside of lists of blocks that multiply one row for each picture in every call."""
+    lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
+    single, many = set[str](), set[str]()
+    for reader in readers:
+        shapes = {x: shape_of(x) for x in reader.weighted if is_kind(x, "linear", "matrix")}
+        pictures = min((shape[0] for shape in shapes.values() if len(shape) > 2), default=0)
+        for node, shape in shapes.items():
+            is_row = len(shape) == 2 and shape[0] <= pictures
+            (single if is_row else many).add(module_path(node))
+    return {x for x in single - many if x and not is_inside(x, *lists)}
+
+
+def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
+    """Layers whose input is the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
+    found: set[str] = set()
+    for reader in readers:
+        flops = {node: count_flops(node) for node in reader.nodes}
+        bare = defaultdict[str, float](float)
+        for node in reader.weighted:
+            if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):
+                bare[module_path(node)] += flops[node]
+        left = MOST_WIDE_FLOPS * sum(flops.values())
+        for path, work in sorted(bare.items(), key=lambda item: item[::-1]):
+            left -= work
+            if path and left >= 0:
+                found.add(path)
+    return found
+
+
+def _is_bare(layer: Node) -> bool:
+    """Whether a layer is given a sum of two values of which none is a norm's, moved and joined or not."""
+    read = _trace(arguments(layer).get("input"))
+    return any(
+        _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read
+    )
+
+
+def _shifts_norm(total: Node) -> bool:
+    """Whether a sum is a norm's output that is scaled and shifted."""
+    return any(is_kind(x, *_SUMMING) for y in total.all_input_nodes for x in _trace(y, "multiply"))
+
+
+def _trace(value: object, *kinds: str) -> set[Node]:
+    """What a value was before its elements were moved or joined, and before operations of these kinds."""
+    found: set[Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in found or not is_float(node):
+            continue
+        found.add(node)
+        known = find_operation(operation(node))
+        if known is not None and ("rearranges" in known.traits or known.kind in kinds):
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _has_floats(node: Node) -> bool:
+    """Whether a value is floating, or has parts that are: query, key and value of one projection."""
+    parts = node.meta.get("val")
+    if not isinstance(parts, (tuple, list)):
+        return is_float(node)
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in parts)
+
+
+def _origin(node: Node) -> Node:
+    """What a value was before views and casts."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _sums(node: Node) -> bool:
+    found = find_operation(operation(node))
+    if found is not None and found.kind in ("add", "subtract"):
+        return len([x for x in node.all_input_nodes if is_float(x)]) == 2
+    return found is not None and found.kind in _SUMMING
+
+
+def _is_pinned(node: Node) -> bool:
+    found = find_operation(operation(node))
+    return found is not None and found.exponent == "pinned"
+
+
+def _first(module: torch.nn.Module) -> set[str]:
+    """The parameter whose dtype a model's class reports as its own."""
+    floats = (n for n, x in name_parameters(module).items() if x.is_floating_point())
+    return {next(floats, "")}
+
+
+def _list_output_dtypes(capture: Capture) -> set[torch.dtype]:
+    last = capture.graph.graph.output_node()
+    return {x.meta["val"].dtype for x in last.all_input_nodes if is_float(x)}

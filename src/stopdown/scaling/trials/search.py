@@ -1,0 +1,692 @@
+"""What is tried to bring calls into fp16's range, in which order, and what of it is taken.
+
+A strategy finds something or says why not. `take_first` tries strategies in order and takes the first
+that does; where none does, the cheapest of what was found. There are three lists of them, one inside the
+other:
+
+- `scale_calls`: an fp32 residual stream where it is asked for, the stream as the model has it, an fp32
+  one where that came out worse than bf16, hooks;
+- `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
+- `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
+  headroom, then as much in fp32 as it takes.
+
+Not covered: larger ranges in other calls (the result is calibrated, not certified), and what a fused
+kernel keeps to itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.number_formats import FP16
+from stopdown.scaling.bounds.input_limits import EMBEDDINGS
+from stopdown.scaling.bounds.known_values import Load
+from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.calls.call_signatures import Sizes
+from stopdown.scaling.certificate import (
+    BoundedCalls,
+    bound_kinds,
+    describe_solution,
+    leave_unmeasured,
+)
+from stopdown.scaling.exponents.linear_system import ZERO
+from stopdown.scaling.exponents.problem import (
+    MeasuredCall,
+    Problem,
+    Statements,
+    find_wide_outputs,
+    state_problem,
+)
+from stopdown.scaling.exponents.solver import (
+    ASKED_BITS,
+    CALIBRATED_BITS,
+    HARDLY_BITS,
+    Solution,
+    explain_failure,
+    is_hopeless,
+    solve_problem,
+)
+from stopdown.scaling.exponents.symmetry import (
+    find_used,
+    keep_multiplies,
+    merge_alike,
+    name_likenesses,
+    tie_columns,
+)
+from stopdown.scaling.fold_names import read_clamp
+from stopdown.scaling.folding.folds import read_headroom
+from stopdown.scaling.graph.capture import Capture
+from stopdown.scaling.graph.nodes import arguments, is_kind, strip_casts
+from stopdown.scaling.graph.range_measurement import log2_of
+from stopdown.scaling.trials.fallback import scale_by_hooks
+from stopdown.scaling.trials.measurement import Captures, measure_kinds
+from stopdown.scaling.trials.residual import (
+    demand_agreement,
+    find_stream,
+    measure_wide_flops,
+    open_fp32_modules,
+)
+from stopdown.scaling.trials.trial import Reference, run_reference, try_scaling
+from stopdown.scaling_records import ResidualStream, Scaling
+
+CHEAP = 200.0
+"""A solution by folding alone that costs less is taken without trying multiplies."""
+
+FEW_MODULES = 100
+"""Up to this many modules are searched for multiplies one by one."""
+
+LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
+"""How much looser than measured a bound may be, tried one after the other."""
+
+MOST_SHAPES = 8
+"""Of so many calls of one signature the sizes are kept; others are compared with them when they come."""
+
+LOW_WEIGHT_BITS = -12.0
+"""A weight of typical size below this loses bits in fp16."""
+
+MORE_STRAIN_BITS = 0.05
+"""What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
+the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
+
+MORE_TABLE_BITS = 1.0
+"""The same of one table of embeddings, which all later values rest on: a T5 whose table is stored with
+2**-13.7 is 12 % further from fp32 than with 2**-9.7, with 2**-14.7 77 %, with 2**-15.7 3.3 times as far."""
+
+MOST_STRAIN_BITS = 0.5
+"""The same where bounds are asked for: beyond it fp16 falls behind bf16."""
+
+MORE_MULTIPLIES = 1
+"""What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
+
+VANISHING_BITS = -22
+"""A parameter whose largest value is stored below 2 to this has two bits left in fp16, or none."""
+
+Found = TypeVar("Found")
+StopReason = CaptureError | ScalingError
+Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
+
+
+@dataclass(frozen=True)
+class Strategy(Generic[Found]):
+    """Something to try.
+
+    Attributes:
+        does: whether that is taken at once; what is not may still be the cheapest in the end.
+        find_late: finds it where `find` was postponed; None lets whoever asks for this find it.
+    """
+
+    find: Callable[[], Found]
+    does: Callable[[Found], bool] = lambda found: True
+    find_late: Callable[[], Found] | None = None
+
+
+class PostponedError(Exception):
+    """What is looked for takes long, and is known not to do: it counts only where nothing does."""
+
+
+def take_first(
+    strategies: Iterable[Strategy[Found]],
+    *,
+    price: Callable[[Found], Any] = lambda found: 0,
+    left: list[StopReason] | None = None,
+) -> Found:
+    """What the first strategy finds that does; else the cheapest that was found, the first of equals.
+
+    Args:
+        left: gets why each strategy found nothing, while they are tried.
+    """
+    left, found = [] if left is None else left, dict[int, Found]()
+    late = dict[int, Callable[[], Found]]()
+    for number, strategy in enumerate(strategies):
+        try:
+            made = strategy.find()
+        except PostponedError:
+            if strategy.find_late is None:
+                raise
+            late[number] = strategy.find_late
+            continue
+        except (CaptureError, ScalingError) as error:
+            left.append(error)
+            continue
+        if strategy.does(made):
+            return made
+        found[number] = made
+    for number, find in late.items():
+        try:
+            found[number] = find()
+        except (CaptureError, ScalingError) as error:
+            left.append(error)
+    if not found:
+        raise left[-1]
+    return min((found[number] for number in sorted(found)), key=price)
+
+
+# exponents of one problem
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What exponents may cost.
+
+    Attributes:
+        headroom_bits: what every 16-bit value must keep.
+        fp32_flops: share of the matmul work that may be done in modules kept in fp32; 0 for no module.
+    """
+
+    headroom_bits: float
+    fp32_flops: float = 0.0
+
+
+RELAXATIONS = (
+    Relaxation(ASKED_BITS),
+    Relaxation(ASKED_BITS, fp32_flops=0.05),
+    Relaxation(HARDLY_BITS),
+    Relaxation(ASKED_BITS, fp32_flops=1.0),
+    Relaxation(HARDLY_BITS, fp32_flops=1.0),
+)
+"""Hardly any headroom holds for the calls that were measured and for few others: a few hundredths of the
+work in fp32 are better, all of it is not."""
+
+
+def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
+    """With many modules, multiplies only where they pay when like modules are scaled alike."""
+    if len(wider.multiplies) <= FEW_MODULES:
+        return wider
+    merged = merge_alike(wider, name_likenesses(module))
+    found = solve_problem(merged, hard_top_bits=bits, fp32_modules=False)
+    return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
+
+
+def _describe(problem: Problem, solution: Solution | None) -> Scaling:
+    if solution is None:
+        raise explain_failure(problem)
+    return describe_solution(problem, solution)
+
+
+def find_scaling(
+    module: torch.nn.Module,
+    calls: Sequence[MeasuredCall],
+    stream: ResidualStream | None = None,
+    *,
+    fp32_modules: bool = True,
+    statements: Statements | None = None,
+    postpones: bool = False,
+) -> Scaling:
+    """The cheapest exponents that keep the measured calls in range.
+
+    Args:
+        stream: under which the calls were measured.
+        fp32_modules: let modules be kept in fp32.
+        statements: of these calls with other ranges, where exponents are looked for several times.
+        postpones: do not look for modules to keep in fp32 where no exponents do without.
+
+    Raises:
+        PostponedError: no exponents do without modules in fp32.
+        ScalingError: no exponents keep the calls in range.
+    """
+    state = cache(partial(
+        (statements or Statements()).state, module, calls,
+        stream=stream, wide_outputs=find_wide_outputs(calls),
+    ))  # fmt: skip
+
+    @cache
+    def solve(bits: float) -> Solution | None:
+        return solve_problem(state(multiplies=True), hard_top_bits=bits, fp32_modules=True)
+
+    @cache
+    def ends() -> bool:
+        return is_hopeless(state(multiplies=True), fp32_modules=fp32_modules)
+
+    def needs_fp32() -> bool:
+        return is_hopeless(state(multiplies=True), fp32_modules=False)
+
+    def find(relaxation: Relaxation) -> Scaling:
+        if relaxation != RELAXATIONS[0] and ends():  # as loose bounds often do
+            raise explain_failure(state(multiplies=True))
+        if relaxation.fp32_flops and postpones and needs_fp32():
+            raise PostponedError
+        if not relaxation.fp32_flops:
+            return _find_cheaply(module, state, relaxation.headroom_bits)
+        scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits))
+        if scaling.fp32_flops > relaxation.fp32_flops:
+            raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
+        return scaling
+
+    relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
+    found = take_first(Strategy(partial(find, x)) for x in relaxations)
+    shapes: dict[str, dict[Sizes, None]] = {}
+    for call in calls:
+        shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
+    return replace(
+        found,
+        stream=stream,
+        signatures=tuple(sorted(shapes)),
+        shapes={name: tuple(shapes[name])[:MOST_SHAPES] for name in sorted(shapes)},
+    )
+
+
+def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
+    """Exponents by folding alone when that is cheap, else with multiplies when that is cheaper."""
+    plain = state()
+    for problem in _list_foldings(plain):
+        best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
+        if best is not None and best.cost < CHEAP:
+            return describe_solution(problem, best)
+    searched = choose_multiplies(module, state(multiplies=True), bits)
+    other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
+    if other is not None and (best is None or other.cost < best.cost):
+        return describe_solution(searched, other)
+    return _describe(plain, best)
+
+
+def _list_foldings(problem: Problem) -> list[Problem]:
+    """A problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
+    tied = tie_columns(problem)
+    return [problem] if tied is None else [tied, problem]
+
+
+def find_folds(
+    module: torch.nn.Module,
+    calls: Sequence[MeasuredCall],
+    groups: Sequence[Collection[str]] = (),
+    *,
+    free: Collection[str] | None = (),
+    narrow: Collection[str] = (),
+) -> Scaling | None:
+    """Exponents by folding alone, as files can hold them; None when there are none.
+
+    Args:
+        groups: `module.path.attribute` of eps that only change together.
+        free: others that may change, each by itself; None for all. The rest stays as it is.
+        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+    """
+    problem = state_problem(module, calls, narrow=narrow)
+    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
+    for group in groups:
+        problem.system.equate(*[places.pop(name, ZERO) for name in group])
+    fixed = () if free is None else {x for x in places if x not in free and _is_stored(x)}
+    problem.system.pin(*[places[name] for name in sorted(fixed)])
+    for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
+        for tried in _list_foldings(problem):
+            if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
+                return describe_solution(tried, solution)
+    return None
+
+
+def _is_stored(place: str) -> bool:
+    """False for a number to clamp at that fp16 rounds to 0: nothing that is stored in fp16 is below it."""
+    number = read_clamp(place.rpartition(".")[2])
+    return number is None or number > FP16.smallest / 2
+
+
+# bounds instead of measured ranges
+
+
+def scale_by_bounds(
+    module: torch.nn.Module,
+    kinds: Sequence[MeasuredCall],
+    ranges: str,
+    find: Find = find_scaling,
+    find_in_fp16: Find | None = None,
+) -> Scaling:
+    """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
+
+    Args:
+        kinds: what was captured and measured.
+        ranges: `bound` or `auto`.
+        find: finds exponents for calls.
+        find_in_fp16: the same without modules in fp32. Where what was measured needs none, none are
+            taken, and a bound holds with hardly any headroom, too.
+
+    Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
+    """
+    accepts = is_free if ranges == "auto" else is_visible
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        stated = bounded.state()
+        best = find_visible(find, module, stated)
+        narrow = find if best.fp32_modules else find_in_fp16 or find
+
+        def does(found: Scaling) -> bool:
+            return found.bounded > best.bounded and accepts(found, best, stated)
+
+        measured = Strategy(lambda: best, lambda found: False)
+        return take_first(itertools.chain([measured], _list_bounds(module, bounded, narrow, does)))
+
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
+    return bounded.describe(found)
+
+
+def scale_unmeasured(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    load: Load,
+    find: Callable[..., Scaling] = find_scaling,
+    encoded: float = EMBEDDINGS,
+) -> Scaling:
+    """Exponents from the weights alone: no value was measured, typical sizes are guessed.
+
+    Those with the most bounds that leave the least in fp32.
+
+    Args:
+        module: fake; only its modules and their attributes are looked at.
+        calls: captured calls and the arguments that they were captured with.
+        load: gives a parameter or buffer by name.
+        find: finds exponents for calls, as `find_scaling`.
+        encoded: the limit of what encoders give.
+
+    Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
+    """
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        soon = partial(find, postpones=True)
+        strategies = _list_bounds(module, bounded, soon, lambda x: not x.fp32_modules, find)
+        return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+
+    kinds = leave_unmeasured(calls)
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, load, encoded=encoded), search)
+    return bounded.describe(found)
+
+
+def _give_room(
+    bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
+) -> tuple[BoundedCalls, Scaling]:
+    """Bounds and what is found; with more room for weights that are stored low, if that certifies more.
+
+    How low a weight is stored is known when its exponent is, and that rests on the bounds.
+
+    Args:
+        bind: makes bounds; with the loose room for parameters of these names, and those before.
+    """
+    bounded = bind()
+    found = search(bounded)
+    low = [
+        name
+        for name, bits, _ in _list_stored(found, bounded.kinds)
+        if name in found.uncertain and bits >= math.log2(LEAST_STORED_LOOSE)
+    ]
+    if not low:
+        return bounded, found
+    try:
+        roomier = bind(low, bounded)
+        other = search(roomier)
+    except ScalingError:
+        return bounded, found
+    is_better = other.bounded > found.bounded and _is_as_narrow(other, found)
+    return (roomier, other) if is_better else (bounded, found)
+
+
+def _list_bounds(
+    module: torch.nn.Module,
+    bounded: BoundedCalls,
+    find: Find,
+    does: Callable[[Scaling], bool],
+    find_late: Find | None = None,
+) -> Iterator[Strategy[Scaling]]:
+    before = None
+    for bits in LOOSEST_BITS:
+        calls = bounded.mix(bits)
+        ranges = [call.ranges for call in calls]
+        if ranges != before:  # no bound is as loose as that
+            late = partial(_find_wide, find_late or find, module, calls)
+            yield Strategy(partial(_find_wide, find, module, calls), does, late)
+        before = ranges
+
+
+def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+    """As `find_visible`, of mixed ranges, in which what was measured has `CALIBRATED_BITS` more."""
+    scaling = find_visible(find, module, calls)
+    bits = scaling.measured_bits
+    return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
+
+
+def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
+    """As `find`, refused where bounds are so loose that parameters would vanish in fp16."""
+    scaling = find(module, calls)
+    for name, bits, fold in _list_stored(scaling, calls):
+        if fold and bits < VANISHING_BITS:
+            raise ScalingError(
+                f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
+                f"{2.0 ** (bits - fold):.3g}, and would be stored times 2**{fold}."
+            )
+    return scaling
+
+
+def _list_stored(
+    scaling: Scaling, calls: Sequence[MeasuredCall]
+) -> Iterator[tuple[str, float, int]]:
+    """Each parameter with the log2 of its largest value as it is stored, and its lowest exponent."""
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
+            fold = min(_list_folds(scaling, name), default=0)
+            if largest > 0:
+                yield name, log2_of(largest) + fold, fold
+
+
+def _list_folds(scaling: Scaling, name: str) -> list[int]:
+    return [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
+
+
+def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
+    """No more in fp32, and weights keep most of their bits."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
+
+
+def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
+    """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
+    return (
+        _is_as_narrow(found, best)
+        and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
+        and read_headroom(found) >= min(ASKED_BITS, read_headroom(best))
+        and more <= MORE_STRAIN_BITS
+        and of_tables <= MORE_TABLE_BITS
+    )
+
+
+def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
+    few = len(found.fp32_modules) <= len(best.fp32_modules)
+    return few and found.fp32_flops <= best.fp32_flops
+
+
+def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
+    """Bits by which the typical sizes of folded weights lie too low, in the mean.
+
+    Biases are left out: what they lose is below the last place of the sum that they are added to.
+    """
+    lost = [
+        _measure_lost(scaling, call, node)
+        for call in calls
+        for node, name in call.capture.parameters.items()
+        if not name.endswith("bias")
+    ]
+    return sum(lost) / max(len(lost), 1)
+
+
+def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
+    """Bits by which the typical sizes of a table of embeddings lie too low, at most."""
+    tables = [
+        (call, strip_casts(arguments(node)["weight"]).name)
+        for call in calls
+        for node in call.capture.graph.graph.nodes
+        if is_kind(node, "table")
+    ]
+    lost = [_measure_lost(scaling, x, node) for x, node in tables if node in x.capture.parameters]
+    return max(lost, default=0.0)
+
+
+def _measure_lost(scaling: Scaling, call: MeasuredCall, node: str) -> float:
+    sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
+    folds = _list_folds(scaling, call.capture.parameters[node])
+    if not sizes or not folds:
+        return 0.0
+    return max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
+
+
+# calls of a module
+
+
+def scale_calls(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[PlainCall]],
+    residual: str = "native",
+    ranges: str = "measured",
+    *,
+    verify: bool = True,
+) -> Scaling:
+    """Exponents, tried: with the stream asked for, else the other, else what hooks show of the matrices.
+
+    What hooks find is what fp16 can hold of a module without a graph, or whose code does not run with
+    its exponents in place.
+
+    Args:
+        kinds: calls by kind: those of one kind share a graph.
+        residual: `native` or `fp32`.
+        ranges: `measured`, `bound` or `auto`.
+        verify: run the first call of each kind with what was found, as `try_scaling` does.
+
+    Raises:
+        CaptureError: there is no graph, and hooks do not do either.
+        ScalingError: there are no exponents, they are not exact, or the module does not run with them.
+
+    Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call, and
+        those of `try_scaling`.
+    """
+    search = _CallSearch(module, kinds, ranges, verify)
+    return take_first(search.list_strategies(residual), left=search.left)
+
+
+@dataclass
+class _CallSearch:
+    """Tries what may bring the calls of one module into range."""
+
+    module: torch.nn.Module
+    kinds: Sequence[Sequence[PlainCall]]
+    ranges: str
+    verify: bool
+    left: list[StopReason] = field(default_factory=list)
+    captures: Captures = field(default_factory=Captures)
+    unsolved: ScalingError | None = None
+
+    def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
+        """Each only where the reasons before it leave it a chance."""
+        if residual == "fp32":
+            yield Strategy(self._find_streamed)
+        if not self._failed(CaptureError):
+            yield Strategy(self._find_native)
+        if residual != "fp32" and self._failed(TrialError):
+            yield Strategy(self._find_streamed)
+        if self._failed(CaptureError, TrialError) or self.unsolved is not None:
+            yield Strategy(self._find_by_hooks)
+
+    def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
+        return [x for x in self.left if isinstance(x, kinds)]
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return run_reference(self.module, [kind[0] for kind in self.kinds])
+
+    def _find_streamed(self) -> Scaling:
+        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.captures)
+        found = self._try(self._scale(stream))
+        why = f"The residual stream is kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
+
+    def _find_native(self) -> Scaling:
+        found = self._try(self._scale(None))
+        why = f"The residual stream is not kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
+
+    def _find_by_hooks(self) -> Scaling:
+        calls = [call for kind in self.kinds for call in kind]
+        reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
+        reference = (lambda: self._reference) if self.verify else None
+        return scale_by_hooks(self.module, calls, reason, reference)
+
+    def _try(self, scaling: Scaling) -> Scaling:
+        if not self.verify:
+            return scaling
+        return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
+
+    def _scale(self, stream: ResidualStream | None) -> Scaling:
+        """Modules in fp32 as a whole, or, where that leaves less in fp32, but for their products."""
+        kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
+        whole = self._solve(kinds, stream)
+        strategies = [
+            Strategy(lambda: whole, lambda found: not found.fp32_modules),
+            Strategy(
+                partial(self._open, kinds, stream, whole),
+                lambda found: found.fp32_flops < whole.fp32_flops,
+            ),
+        ]
+        return take_first(strategies)
+
+    def _open(
+        self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None, whole: Scaling
+    ) -> Scaling:
+        captures = [x.capture for x in kinds]
+        opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
+        if opened is None:
+            raise ScalingError("No module that is kept in fp32 has products inside.")
+        again = measure_kinds(self.module, self.kinds, self.captures, opened)
+        for one, other in zip(kinds, again, strict=True):
+            demand_agreement(one.capture, other.capture)
+        inside = self._solve(again, opened)
+        wide = [max(measure_wide_flops(x.capture) for x in y) for y in (kinds, again)]
+        return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
+
+    def _solve(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
+        try:
+            return self._find(kinds, stream)
+        except ScalingError as error:
+            self.unsolved = error if self.ranges != "bound" else None  # hooks certify nothing
+            raise
+
+    def _find(self, kinds: Sequence[MeasuredCall], stream: ResidualStream | None) -> Scaling:
+        if self.ranges == "measured":
+            return find_scaling(self.module, kinds, stream)
+        find = partial(find_scaling, stream=stream, statements=Statements())
+        in_fp16 = partial(find, fp32_modules=False)
+        return scale_by_bounds(self.module, kinds, self.ranges, find, in_fp16)
+
+
+def plan_stream(
+    module: torch.nn.Module, calls: Sequence[PlainCall], captures: Captures
+) -> ResidualStream:
+    """Where a module's residual stream becomes fp32 in these calls.
+
+    Args:
+        captures: gets those of the calls as they are, and with the stream.
+
+    Raises:
+        CaptureError: the code cannot be traced, whatever the stream.
+        ScalingError: it cannot, and why.
+
+    Cost: two to five captures for each call (seconds).
+    """
+    plain = [captures.take_short(call) for call in calls]
+
+    def find(rows: bool, attention: bool) -> ResidualStream:
+        stream = find_stream(module, plain, attention=attention, rows=rows)
+        for bare, call in zip(plain, calls, strict=True):
+            demand_agreement(bare, captures.take(call, stream))
+        return stream
+
+    left: list[StopReason] = []
+    ways = itertools.product((True, False), (False, True))
+    try:
+        return take_first((Strategy(partial(find, *way)) for way in ways), left=left)
+    except (CaptureError, ScalingError) as error:
+        raise ScalingError(left[0].what) from error

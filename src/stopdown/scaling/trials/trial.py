@@ -1,0 +1,434 @@
+"""What exponents claim, tried: the module is run with them, in fp32 and then cast as it is to run.
+
+In fp32 every bit of the outputs must be what it was; autocast that its code enters is off for that.
+Cast, each call must return: the same containers and shapes, every value finite, and no more error than
+bf16 makes (`ROUNDED_ONCE` is always allowed), or than `LARGEST_ERROR` where bf16 does not run. Each run
+begins with the random numbers of the one before and gets containers of its own, so a call that draws
+noise or writes into a list that it is given is the same call every time.
+
+**Catches** operands that do not agree once they are cast, NaN, Inf, other shapes or containers, outputs
+that are not those of fp32.
+**Does not catch** other calls than these, and says so of calls of more than `MOST_FLOPS_ON_CPU` on a
+processor, of operations that the device lacks in fp16, and of calls that draw noise: in another format
+it is another, so their error is not compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import ScalingError, TrialError, take_first_line
+from stopdown.interception.autocast import watched_autocast
+from stopdown.interception.patches import Patches
+from stopdown.interception.randomness import find_random
+from stopdown.numerics import count_flops, count_non_finite, is_away, iterate_tensors, relative_l2
+from stopdown.scaling.calls.call import PlainCall
+from stopdown.scaling.calls.kept_state import KeptState, describe_kept
+from stopdown.scaling.folding.folds import cast_, fold_scaling
+from stopdown.scaling.graph.mixed_dtypes import PRODUCT_FUNCTIONS
+from stopdown.scaling_records import Scaling, Trial
+
+LARGEST_ERROR = 0.05
+"""Relative 2-norm error against fp32 that is not believed where bf16 does not run."""
+
+ROUNDED_ONCE = 2.0**-11
+"""The same that is believed whatever bf16 makes: rounding to fp16 changes a value by as much."""
+
+MOST_FLOPS_ON_CPU = 2e13
+"""A call with more of them is not tried on a processor: it would take many minutes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a module as it was found.
+
+    Attributes:
+        bf16_rel_err: of the same call in bf16; None where that does not run.
+    """
+
+    output: Any
+    draws: bool
+    flops: float
+    bf16_rel_err: float | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the calls of a module gave before anything was changed.
+
+    Attributes:
+        runs: one for each call, in their order.
+        is_fp32: the module was in fp32, so that rescaling must not change a bit.
+    """
+
+    calls: tuple[PlainCall, ...]
+    runs: tuple[Run, ...]
+    is_fp32: bool
+
+
+def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
+    """Run calls of a module as it is, and in fp32 those that are tried later in bf16 as well.
+
+    Raises:
+        ScalingError: it does not run in fp32, or its result depends on what it keeps between calls.
+
+    Cost: a forward for each call, and one in bf16; the outputs are kept.
+    """
+    is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
+    kept = KeptState(module)
+    try:
+        runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
+    except Exception as error:
+        if is_fp32 and _REFUSES_FP32.search(str(error)):
+            raise _explain_refusal(module, error) from error
+        raise
+    _refuse_kept_state(module, calls[0], runs[0], kept, is_fp32=is_fp32)
+    if is_fp32:
+        with suppress(torch.OutOfMemoryError):  # there is no figure then
+            runs = _add_bf16(module, calls, runs)
+    return Reference(tuple(calls), tuple(runs), is_fp32)
+
+
+def _refuse_kept_state(
+    module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
+) -> None:
+    """Refuse a module whose first call gives other values the second time because of what it keeps.
+
+    Cost: a forward if a call wrote anything.
+    """
+    names = kept.list_changes()
+    if not names or run.draws:
+        return
+    with watched_autocast(is_off=is_fp32):
+        again = run_call(module, *call)[0]
+    if not _are_equal(again, run.output):
+        raise ScalingError(
+            f"{describe_kept(module, names)} The same call gave other values the second time.",
+            expected=(
+                "Exponents need calls whose result depends on their arguments alone: what a "
+                "module keeps between calls would have to be rescaled as well."
+            ),
+            remedy="Run it in bf16 or fp32, or hand over what it keeps as an argument.",
+        )
+
+
+_REFUSES_FP32 = re.compile(r"fp16|float16")
+"""In messages of kernels that take 16 bits alone: flash's and sage's attention."""
+
+
+def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
+    return ScalingError(
+        f"{type(module).__name__} does not run in fp32: {take_first_line(error)}",
+        expected="A module in fp32 is run in fp32, where every bit is compared.",
+        remedy="Cast it first, and give arguments in fp16: rescale_(module.half(), args).",
+    )
+
+
+def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference) -> Trial:
+    """Put exponents on a module, run its calls in fp32 and in fp16, and take them off again.
+
+    Raises:
+        TrialError: a call raises in fp16, or returns something else than in fp32.
+        ScalingError: in fp32 the module is not bit for bit what it was.
+
+    Cost: a forward in fp32 and one in fp16 for each call.
+    """
+    rescaling = fold_scaling(module, scaling)
+    try:
+        if reference.is_fp32 and (scaling.exponents or scaling.multiplies or scaling.eps):
+            _demand_equal(module, reference)
+        cast_(module, torch.float16, rescaling)
+        return _try_calls(module, reference)
+    except torch.OutOfMemoryError as error:
+        return Trial(note=f"It was not tried: {take_first_line(error)}")
+    finally:
+        rescaling.undo()
+
+
+def _run_counted(module: torch.nn.Module, call: PlainCall, *, is_fp32: bool) -> Run:
+    with _counting(module) as counts, watched_autocast(is_off=is_fp32):
+        output, draws = run_call(module, *call)
+    return Run(output, draws, sum(counts))
+
+
+def run_call(
+    module: torch.nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[Any, bool]:
+    """What a call returns, and whether it drew random numbers; those of today are put back.
+
+    It gets copies of its tensors and containers, so that the same call can be made again.
+    """
+    given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
+    weight = next(module.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    sources = find_random(device, pytree.tree_leaves(given))
+    states = [source.read() for source in sources]
+    try:
+        with torch.no_grad():
+            output = call(*given[0], **given[1])
+        pairs = zip(sources, states, strict=True)
+        return output, not all(torch.equal(source.read(), state) for source, state in pairs)
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.put(state)
+
+
+def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
+    """Floating-point operations of one call of a linear or convolution, bias aside."""
+    shapes = {"input": given.shape, "weight": layer.weight.shape}
+    is_transposed = getattr(layer, "transposed", False)
+    return count_flops("linear", shapes, output.shape, transposed=is_transposed)
+
+
+@contextmanager
+def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
+    """FLOPs of every linear and convolution that is called meanwhile."""
+    counts: list[float] = []
+
+    def count(part: Any, args: Any, output: torch.Tensor) -> None:
+        given = next(iterate_tensors(args), output)
+        counts.append(count_layer_flops(part, given, output))
+
+    with Patches() as patches:
+        for part in module.modules():
+            if isinstance(part, (torch.nn.Linear, _ConvNd)):
+                patches.defer(part.register_forward_hook(count).remove)
+        yield counts
+
+
+def _add_bf16(
+    module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
+) -> list[Run]:
+    """The same runs with what bf16 makes of them, where they will be tried and compared."""
+    if not any(_may_run(module, run) and not run.draws for run in runs):
+        return list(runs)
+    with cast_(module, torch.bfloat16):
+        return [
+            replace(run, bf16_rel_err=_measure_bf16(module, call, run))
+            for call, run in zip(calls, runs, strict=True)
+        ]
+
+
+def _measure_bf16(module: torch.nn.Module, call: PlainCall, run: Run) -> float | None:
+    if run.draws or not _may_run(module, run):
+        return None
+    try:
+        error = measure_error(_run_cast(module, call, torch.bfloat16), run.output)
+    except Exception:  # whatever a model's code does in bf16: there is no figure then
+        return None
+    return error if math.isfinite(error) else None
+
+
+def _may_run(module: torch.nn.Module, run: Run) -> bool:
+    weight = next(module.parameters(), None)
+    is_cpu = weight is None or weight.device.type == "cpu"
+    return not is_cpu or run.flops <= MOST_FLOPS_ON_CPU
+
+
+def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> Any:
+    """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
+    function, args, kwargs = call
+    given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
+    with WideProducts():
+        try:
+            return run_call(module, function, *given)[0]
+        except RuntimeError:
+            given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=0)
+            return run_call(module, function, *given)[0]
+
+
+class WideProducts(TorchFunctionMode):
+    """Linears and convolutions of 16 bits on a processor summed in fp32 and rounded once, as devices do.
+
+    A processor without instructions for such a format takes many times as long for its own. Operands of
+    several dtypes are left to the kernel, which refuses them, and a capture shows the products of the code.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in PRODUCT_FUNCTIONS or get_proxy_mode() is not None:
+            return func(*args, **kwargs)
+        kinds = {(x.dtype, x.device.type) for x in iterate_tensors((args, kwargs))}
+        if kinds not in ({(torch.float16, "cpu")}, {(torch.bfloat16, "cpu")}):
+            return func(*args, **kwargs)
+        (dtype, _), *_ = kinds
+        wide = pytree.tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+        return func(*wide[0], **wide[1]).to(dtype)
+
+
+def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        is_wide = value.dtype == torch.float32 and value.dim() >= least_dim
+        return value.to(dtype) if is_wide else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
+
+
+def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
+    for call, run in zip(reference.calls, reference.runs, strict=True):
+        with watched_autocast(is_off=True):
+            output, _ = run_call(module, *call)
+        if not _are_equal(output, run.output):
+            if shared := _find_shared_memory(module):
+                raise ScalingError(
+                    f"{' and '.join(shared)} of {type(module).__name__} lie in the same memory in part.",
+                    expected="An exponent is written into each parameter by itself; nothing was changed.",
+                    remedy="Give one memory of its own: "
+                    f"module.get_parameter({shared[0]!r}).data = "
+                    f"module.get_parameter({shared[0]!r}).clone().",
+                )
+            raise ScalingError(
+                f"{type(module).__name__} rescaled in fp32 is not bit for bit what it was.",
+                expected="Exponents must not change what a module computes; nothing was changed.",
+                remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
+                "wrong.",
+            )
+
+
+def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names of two parameters that have some memory in common and are two objects; none for none."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    for name, weight in module.named_parameters():
+        if weight.numel() and not is_away(weight):
+            sizes = zip(weight.shape, weight.stride(), strict=True)
+            first = int(weight.storage_offset())
+            last = first + int(sum((size - 1) * step for size, step in sizes))
+            place = ends.setdefault(weight.untyped_storage().data_ptr(), [])
+            place.append((first * weight.itemsize, (last + 1) * weight.itemsize, name))
+    for found in ends.values():
+        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(found)):
+            if start < end:
+                return name, other
+    return ()
+
+
+def _are_equal(output: Any, reference: Any) -> bool:
+    after, before = (list(iterate_tensors(x)) for x in (output, reference))
+    pairs = zip(before, after, strict=True)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
+    errors, bf16_errors, notes, done = list[float](), list[float](), list[str](), 0
+    for call, run in zip(reference.calls, reference.runs, strict=True):
+        if not _may_run(module, run):
+            notes.append(
+                f"A call of {run.flops:.1e} FLOPs was not run in fp16: it would take minutes on a "
+                "processor."
+            )
+            continue
+        try:
+            output = _run_cast(module, call, torch.float16)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's code does: it does not run so
+            first = take_first_line(error)
+            if _lacks_kernel(error):  # of the device, not of the model's code
+                notes.append(
+                    f"A call does not run in fp16 on this device, and was not tried: {first}."
+                )
+                continue
+            why = f"it raises {type(error).__name__}: {first[:200]}"
+            raise _refuse(why) from error
+        _demand_alike(output, run)
+        done += 1
+        if run.draws:
+            notes.append("A call draws random numbers, which differ by format: it is not compared.")
+        else:
+            errors.append(measure_error(output, run.output))
+            bf16_errors += [] if run.bf16_rel_err is None else [run.bf16_rel_err]
+            if why := describe_excess(errors[-1], run.bf16_rel_err):
+                raise _refuse(f"its output is not that of fp32: {why}")
+    is_bf16 = bool(errors) and len(bf16_errors) == len(errors)
+    return Trial(
+        done,
+        _round(max(errors)) if errors else None,
+        _round(max(bf16_errors)) if is_bf16 else None,
+        " ".join(dict.fromkeys(notes)),
+    )
+
+
+def _lacks_kernel(error: Exception) -> bool:
+    """Whether the device has no kernel for a dtype; a plain RuntimeError in torch 2.6.0."""
+    return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
+
+
+def _demand_alike(output: Any, run: Run) -> None:
+    """The same containers, shapes and kinds of values as in fp32, all of them finite."""
+    leaves, spec = pytree.tree_flatten(output)
+    before, known = pytree.tree_flatten(run.output)
+    tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))
+    if spec != known or list(map(type, leaves)) != list(map(type, before)):
+        raise _refuse(f"it returns {_outline(spec)} instead of {_outline(known)}")
+    if [x.shape for x in tensors] != [x.shape for x in wanted]:
+        shapes = " instead of ".join(str([tuple(x.shape) for x in y]) for y in (tensors, wanted))
+        raise _refuse(f"it returns the shapes {shapes}")
+    for number, (tensor, right) in enumerate(zip(tensors, wanted, strict=True)):
+        if not tensor.is_floating_point() or not bool(right.isfinite().all()):
+            continue
+        if bad := sum(count_non_finite(tensor)):
+            raise _refuse(
+                f"its output is not that of fp32: {bad} of {tensor.numel()} values of tensor "
+                f"{number} are NaN or Inf",
+            )
+
+
+def _outline(spec: Any) -> str:
+    return " ".join(str(spec).split())[:200]
+
+
+def describe_excess(error: float, bf16_error: float | None) -> str:
+    """Return how far a result is off, in words, if that is more than is believed; else "".
+
+    Args:
+        error: relative 2-norm against fp32.
+        bf16_error: that of the same call in bf16; None where that does not run.
+    """
+    if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
+        return ""
+    beside = "bf16 does not run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
+    return f"it is {error:.2g} off ({beside})"
+
+
+def _refuse(why: str) -> TrialError:
+    return TrialError(
+        f"In fp16 with casts {why}.",
+        expected="Run in fp16 with its exponents in place, it returns what it returns in fp32.",
+        remedy="Run it in bf16 or fp32.",
+    )
+
+
+def measure_error(output: Any, reference: Any) -> float:
+    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
+
+    What is not finite in the reference is left out.
+    """
+    errors = [0.0]
+    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
+        if right.is_floating_point() and not bool((finite := right.isfinite()).all()):
+            low, right = low.where(finite, 0.0), right.where(finite, 0.0)
+        if right.is_floating_point() and not torch.equal(low.to(right.dtype), right):
+            error = relative_l2(low.cpu(), right.cpu())  # some devices have no fp64
+            errors.append(error if math.isfinite(error) else math.inf)
+    return max(errors)
+
+
+def _round(error: float) -> float:
+    return float(f"{error:.3g}")

@@ -1,0 +1,209 @@
+"""Whether exponents hold for another call than those that they were found for, and what they need there.
+
+The equations of the call's graph are stated with every parameter, eps and multiply at the exponent that it
+has. Where they have a solution, the call is right with what the solution says of its ends: an optional
+input that is added to a scaled value is multiplied by a power of two before the call, and an output that
+leaves scaled is multiplied back. Where they have none, the call needs other exponents.
+
+**Catches** every operation between the arguments and the outputs of the call, by the rules by which
+exponents are found.
+**Does not catch** how large its values are: nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.interception.patches import Place
+from stopdown.scaling.exponents.linear_system import ZERO, System
+from stopdown.scaling.exponents.problem import (
+    MeasuredCall,
+    Problem,
+    list_running,
+    split_values,
+    state_problem,
+)
+from stopdown.scaling.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
+from stopdown.scaling.graph.capture import Capture, name_parameters
+from stopdown.scaling_records import Scaling
+
+
+@dataclass(frozen=True)
+class CallEnds:
+    """What a call is given and returns under exponents, beside what it is without.
+
+    Attributes:
+        inputs: number of a tensor among its arguments, as `flatten_call` has them, to the exponent that it
+            is multiplied with.
+        outputs: number of a tensor that it returns to the exponent that is taken off.
+    """
+
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    given: int = 0
+    returned: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing has to be multiplied."""
+        return not (self.inputs or self.outputs)
+
+
+def find_ends(
+    module: torch.nn.Module,
+    scaling: Scaling,
+    capture: Capture,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> CallEnds | None:
+    """What a call needs at its ends so that exponents hold for it; None when they do not.
+
+    Args:
+        module: as it was before exponents were folded in; its weights may be on `meta`.
+        capture: of the call, with the residual stream of the scaling.
+
+    Cost: the equations of one graph; no value is read.
+    """
+    problem = state_problem(
+        module,
+        [MeasuredCall(capture, split_values(capture), {})],
+        multiplies=True,
+        stream=scaling.stream,
+        has_free_ends=True,
+    )
+    found = _Exponents(problem.system)
+    if not _fix_all(found, problem, module, scaling, capture):
+        return None
+    for number in _sort_inputs(capture, args, kwargs, scaling.signatures):
+        if number in problem.inputs and not found.settle(problem.inputs[number]):
+            return None
+    if not found.settle_rest():
+        return None
+    inputs = {n: found.at(unknown) for n, unknown in problem.inputs.items()}
+    outputs = {n: found.at(unknown) for n, unknown in problem.outputs.items()}
+    return CallEnds(
+        {n: x for n, x in inputs.items() if x},
+        {n: x for n, x in outputs.items() if x},
+        len(capture.inputs),
+        capture.outputs,
+    )
+
+
+def _fix_all(
+    found: _Exponents,
+    problem: Problem,
+    module: torch.nn.Module,
+    scaling: Scaling,
+    capture: Capture,
+) -> bool:
+    """Give everything that is folded its exponent; False where a part of it has no place in the call."""
+    folds, named = list_folds(scaling.exponents), name_parameters(module)
+    for name, unknown in problem.parameters.items():
+        bare, place = split_name(name)
+        exponent = _read_exponent(folds.get(bare, ()), place, tuple(named[bare].shape))
+        if exponent is None or not found.fix(unknown, exponent):
+            return False
+    stated = {split_name(name)[0] for name in problem.parameters}
+    if any(folds.get(name) for name in _list_read(capture) if name not in stated):
+        return False  # a table that another size does without
+    for key, unknown in problem.eps.items():
+        if not found.fix(unknown, scaling.eps.get(".".join(filter(None, key)), 0)):
+            return False
+    for path, unknown in problem.multiplies.items():
+        if not found.fix(unknown, scaling.multiplies.get(path, 0)):
+            return False
+    beyond = scaling.multiplies.keys() - problem.multiplies.keys()
+    running = {path for node in capture.graph.graph.nodes for path in list_running(node)}
+    return not beyond & running and found.spread()
+
+
+def _list_read(capture: Capture) -> list[str]:
+    """Names of the parameters and buffers that a call reads."""
+    held = (node for node in capture.graph.graph.nodes if node.op == "placeholder" and node.users)
+    return [capture.parameters[node.name] for node in held if node.name in capture.parameters]
+
+
+def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:
+    """The one exponent of a block of a tensor; None where it has several."""
+    if not folds:
+        return 0
+    rows = spread_rows(folds, shape[0] if shape else 1)
+    columns = spread_columns(folds, shape[1] if len(shape) > 1 else 1)
+    if place:
+        rows = rows[place[0]]
+    if len(place) > 1:
+        columns = columns[place[1]]
+    values = {(a + b) for a in rows.unique().tolist() for b in columns.unique().tolist()}
+    return values.pop() if len(values) == 1 else None
+
+
+def _sort_inputs(
+    capture: Capture,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    signatures: Collection[str],
+) -> list[int]:
+    """Numbers of the call's tensors, those first that the measured calls had as well."""
+    flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+    paths = [path for path, x in flat if isinstance(x, torch.Tensor)]
+    known = " ".join(signatures)
+
+    def is_new(number: int) -> bool:
+        keys = [str(getattr(x, "key", "")) for x in paths[number]]
+        return bool(keys[1:2]) and bool(keys[1]) and keys[1] not in known
+
+    return sorted(range(len(capture.inputs)), key=is_new)
+
+
+class _Exponents:
+    """Exponents of unknowns, one following from another."""
+
+    def __init__(self, system: System) -> None:
+        self._rows, self._system = system.reduced(), system
+        self._known = {system.find(ZERO): 0}
+
+    def at(self, unknown: int) -> int:
+        return self._known.get(self._system.find(unknown), 0)
+
+    def fix(self, unknown: int, exponent: int) -> bool:
+        """Whether an unknown can have this exponent; it has it from now on."""
+        return self._known.setdefault(self._system.find(unknown), exponent) == exponent
+
+    def settle(self, unknown: int) -> bool:
+        """Take 0 for what nothing decides; whether all equations can hold."""
+        self._known.setdefault(self._system.find(unknown), 0)
+        return self.spread()
+
+    def settle_rest(self) -> bool:
+        """Take 0 for what nothing decides in any equation."""
+        while self._rows:
+            if not self.settle(next(x for x in self._rows[0] if x not in self._known)):
+                return False
+        return True
+
+    def spread(self) -> bool:
+        """Have exponents follow from those that are known; whether all equations can hold."""
+        is_new = True
+        while is_new:
+            is_new, rest = False, []
+            for row in self._rows:
+                unknown = [x for x in row if x not in self._known]
+                total = sum(
+                    factor * self._known[x] for x, factor in row.items() if x in self._known
+                )
+                if len(unknown) > 1:
+                    rest.append(row)
+                elif unknown:
+                    if total % row[unknown[0]]:
+                        return False
+                    self._known[unknown[0]] = -total // row[unknown[0]]
+                    is_new = True
+                elif total:
+                    return False
+            self._rows = rest
+        return True

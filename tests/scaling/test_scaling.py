@@ -1,0 +1,857 @@
+"""The rules of rescaling that need care; networks drawn at random are those of `test_random_graphs.py`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from models.rescaling_models import make_example, measure_call, run_calls
+from models.snapshots import compare_snapshot, take_snapshot
+from stopdown.errors import InputError, ScalingError
+from stopdown.numerics import relative_l2
+from stopdown.records import Scaling
+from stopdown.scaling.exponents import exponent_rules as rules
+from stopdown.scaling.exponents import problem as problems
+from stopdown.scaling.exponents.problem import MeasuredCall, Problem, Statements, state_problem
+from stopdown.scaling.fold_names import list_folds, spread_columns
+from stopdown.scaling.folding.folds import cast_, fold_scaling
+from stopdown.scaling.graph import blocks
+from stopdown.scaling.rescale import rescale_
+from stopdown.testing import make_pipeline
+
+WIDTH = 16
+
+
+class Branch(nn.Module):
+    """One residual branch: a norm, a gate or an attention, a linear back into the stream."""
+
+    def __init__(self, body: str) -> None:
+        super().__init__()
+        self.kind = body
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH if body == "attention" else 2 * WIDTH)
+        self.back = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(getattr(self, f"_{self.kind}")(self.wide(self.norm(x))))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return functional.silu(gate) * value
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = x.unflatten(-1, (3, 2, WIDTH // 2)).unbind(-3)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Network(nn.Module):
+    """An embedding, a branch, a final norm and a projection."""
+
+    def __init__(self, body: str) -> None:
+        super().__init__()
+        self.embed, self.branch = nn.Linear(4, WIDTH), Branch(body)
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.branch(self.embed(x))))
+
+
+def _copy_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def _overflowing(body: str = "gated") -> tuple[Network, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Network(body).eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    return module, torch.randn(2, 5, 4)
+
+
+@pytest.mark.parametrize("body", ["gated", "attention"])
+def test_values_keep_room_for_what_was_not_measured(body: str) -> None:
+    """Where exponents are to be had, calls ten times as large as those measured still fit."""
+    module, x = _overflowing(body)
+    assert rescale_(module, (x,)).headroom_bits > math.log2(10)
+
+
+def test_the_parts_of_a_chunk_get_exponents_of_their_own() -> None:
+    """A gate's rows are folded apart from those that `1 + scale` and `shift` pin."""
+    torch.manual_seed(0)
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.linear = nn.Linear(4, WIDTH), nn.Linear(4, 3 * WIDTH)
+            self.norm, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shift, scale, gate = self.linear(x).chunk(3, dim=-1)
+            x = self.embed(x)
+            for _ in range(2):
+                x = x + gate * self.back(self.norm(x) * (1 + scale) + shift)
+            return self.norm(x)
+
+    module, x = Modulated().eval().requires_grad_(False), torch.randn(2, 5, 4)
+    module.embed.weight.mul_(2.0**24)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    rows = {name for name in rescaling.exponents if name.startswith("linear.weight")}
+    assert rows == {f"linear.weight[{2 * WIDTH}:{3 * WIDTH}]"}
+
+
+class Parallel(nn.Module):
+    """Attention and a feed-forward in one tensor before one matrix, as in Flux's single block."""
+
+    def __init__(self, *, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+        self.query, self.key = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+        self.value, self.up = nn.Linear(4, WIDTH), nn.Linear(4, 2 * WIDTH)
+        self.both = nn.Linear(4, 3 * WIDTH)
+        self.out = nn.Linear(3 * WIDTH, 4)
+        self.value.weight.data.mul_(2.0**18)
+        self.both.weight.data[:WIDTH].mul_(2.0**18)
+        self.out.weight.data[:, :WIDTH].mul_(2.0**-18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, up = self.value(x), self.up(x)
+        if self.fused:
+            value, up = self.both(x).split([WIDTH, 2 * WIDTH], dim=-1)
+            value = torch.cat(value.chunk(2, dim=-1), dim=-1)
+        mixed = functional.scaled_dot_product_attention(self.query(x), self.key(x), value)
+        both = torch.cat([mixed.unsqueeze(1), functional.gelu(up).unsqueeze(1)], dim=-1)
+        return self.out(both.squeeze(1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_parts_of_a_concatenation_get_exponents_of_their_own(fused: bool) -> None:
+    """What fp16 does not hold is folded into the columns that read it; the rest of them stays."""
+    module, x = _make_parallel(fused=fused)
+    reference = module(x)
+    assert not bool(copy.deepcopy(module).half()(x.half()).isfinite().all())
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    assert not rescaling.multiplies
+    assert not rescaling.fp32_modules
+    columns = {name: e for name, e in rescaling.exponents.items() if name.startswith("out.weight")}
+    spread = list_folds(columns)["out.weight"]
+    attention, mlp = spread_columns(spread, 3 * WIDTH).split([WIDTH, 2 * WIDTH])
+    assert len({*attention.tolist()}) == len({*mlp.tolist()}) == 1
+    assert attention[0] - mlp[0] > 0
+    cast_(module, torch.float16, rescaling)
+    assert relative_l2(module(x.half()), reference) < 2e-3
+
+
+def _make_parallel(*, fused: bool = False) -> tuple[Parallel, torch.Tensor]:
+    torch.manual_seed(0)
+    return Parallel(fused=fused).eval().requires_grad_(False), torch.randn(2, 5, 4)
+
+
+def test_without_ranges_a_concatenation_needs_a_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exponent for all of it leaves the feed-forward no other way."""
+    monkeypatch.setattr(blocks, "_read_joint", lambda node: None)
+    module, x = _make_parallel()
+    rescaling = rescale_(module, (x,))
+    assert rescaling.multiplies or rescaling.fp32_modules
+
+
+class Divided(nn.Module):
+    """A matrix whose rows, or columns, are split by each call in its own way."""
+
+    def __init__(self, *, by_column: bool) -> None:
+        super().__init__()
+        self.by_column, self.gelu = by_column, nn.GELU()
+        self.value, self.up = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+        self.value.weight.data.mul_(2.0**18)
+        self.all, self.out = nn.Linear(4, 2 * WIDTH), nn.Linear(2 * WIDTH, 4 * WIDTH)
+        self.out.weight.data[:, :WIDTH].mul_(2.0**-18)
+
+    def forward(self, x: torch.Tensor, parts: int) -> torch.Tensor:
+        if not self.by_column:
+            split = self.out(self.all(x)).chunk(parts, dim=-1)
+            return split[0] * functional.gelu(split[-1])
+        if parts == 1:
+            return self.out(self.all(x))
+        first = self.value(x).chunk(parts - 1, dim=-1)
+        return self.out(torch.cat([*first, self.gelu(self.up(x))], dim=-1))
+
+
+@pytest.mark.parametrize(("by_column", "ways"), [(False, (2, 4)), (True, (2, 3)), (True, (1, 2))])
+def test_calls_that_split_a_weight_differently_give_it_one_exponent(
+    by_column: bool, ways: tuple[int, ...]
+) -> None:
+    """Or that only some of them split: what each would fold into it would be folded twice."""
+    torch.manual_seed(0)
+    module, x = Divided(by_column=by_column).eval().requires_grad_(False), torch.randn(2, 5, 4)
+    calls = [(module, (x, parts), {}) for parts in ways]
+
+    def list_folds_of_out(*numbers: int) -> set[str]:
+        measured = [measure_call(*calls[number]) for number in numbers]
+        named = state_problem(module, measured).parameters
+        return {name for name in named if name.startswith("out.weight")}
+
+    assert len(list_folds_of_out(1)) > 1
+    assert list_folds_of_out(0, 1) == {"out.weight"}
+    reference = run_calls(calls, torch.float32)
+    rescale_(module, calls=calls)
+    assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+
+
+def _read_problem(problem: Problem) -> list[object]:
+    """All that the solver is given."""
+    system = problem.system
+    roots = {key: system.find(unknown) for key, unknown in system.keys.items()}
+    held = problem.limits, problem.floors, problem.parameters, problem.multiplies
+    return [*held, roots, system.reduced(), problem.layers, problem.outputs]
+
+
+def test_a_problem_with_other_ranges_is_not_stated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what stating it gives, and so is one whose graph has other limits; solving changes neither."""
+    module, x = Cubed().eval(), torch.randn(2, 3, 4)
+    measured = [measure_call(module, (x,))]
+
+    def enlarge(size: float, least: float = 1.0) -> list[MeasuredCall]:
+        ranges = {
+            name: tuple(replace(x, amax=x.amax * size, least=x.least * least) for x in parts)
+            for name, parts in measured[0].ranges.items()
+        }
+        return [replace(measured[0], ranges=ranges)]
+
+    stated, counted = Statements(), list[object]()
+    monkeypatch.setattr(
+        problems, "state_problem", lambda *a, **k: counted.append(a) or state_problem(*a, **k)
+    )
+    asked = [(measured, 1), (enlarge(8.0), 1), (enlarge(1e6), 2), (enlarge(1.0, 0.5), 3)]
+    for calls, count in asked:
+        found = stated.state(module, calls, multiplies=True)
+        found.system.pin(*found.system.keys.values())
+        again = stated.state(module, calls, multiplies=True)
+        assert _read_problem(again) == _read_problem(state_problem(module, calls, multiplies=True))
+        assert len(counted) == count
+    stated.state(module, measured)  # without multiplies it is another
+    assert len(counted) == 4
+
+
+class Cubed(nn.Module):
+    """A tanh of a value beside a cube of it, which may overflow while the value itself does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        root = (x * x + 1e-3).mean(-1, keepdim=True).rsqrt()
+        return torch.tanh(x * x * x * 0.04 + x) * root
+
+
+def test_columns_have_one_exponent_where_that_does() -> None:
+    """DoRA takes no other, and a plan is shorter: an overflow behind the matrix asks for nothing else."""
+    module, x = _make_parallel()
+    module.value.weight.mul_(2.0**-18)
+    module.out.weight.mul_(2.0**20)
+    rescaling = rescale_(nn.Sequential(module, nn.LayerNorm(4)), (x,))
+    assert "0.out.weight" in rescaling.exponents
+    assert not any("[:," in name for name in (*rescaling.exponents, *rescaling.scaling.layers))
+
+
+def test_an_operation_without_a_rule_is_pinned_and_named() -> None:
+    """What is unknown keeps its values, and stands in the result with its place."""
+
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.special.bessel_j0(self.first(x)))
+
+    rescaling = rescale_(Unknown().eval(), (torch.randn(2, 4),))
+    assert rescaling.pinned == {"special_bessel_j0": ("Unknown:",)}
+    assert rescaling.exponents == {}
+    assert rescaling.trial is not None  # no kernel for it in fp16 on a processor, which is said
+    assert rescaling.trial.calls == 0
+    assert "does not run in fp16 on this device, and was not tried" in rescaling.trial.note
+
+
+def test_sizes_and_shapes_are_not_operations_without_a_rule() -> None:
+    """What tells no value needs no rule; transposes, diagonals and QR have one, and are exact."""
+
+    class Shapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            y = y.as_strided(y.shape, y.stride(), y.storage_offset())
+            _, upper = torch.linalg.qr(torch.diag_embed(y).sum(0).T.mT)
+            return functional.layer_norm(self.last(upper), (4,))
+
+    module, x = Shapes().eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        module.first.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.pinned == {}
+    assert rescaling.fp32_modules == ()
+    assert torch.equal(module(x), reference)
+
+
+@pytest.mark.parametrize("name", ["sym_storage_offset", "sym_size", "is_contiguous"])
+def test_what_returns_no_value_needs_no_rule(name: str) -> None:
+    """Sizes, strides and offsets are what they are in every format."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.ones(2)
+    packet = getattr(torch.ops.aten, name)
+    node = graph.call_function(getattr(packet, packet.overloads()[0]), (source,))
+    assert rules.find_rule(node) == (rules.free, False)
+
+
+@pytest.mark.parametrize("name", ["item", "equal"])
+def test_what_reads_values_wants_a_rule(name: str) -> None:
+    """A number that depends on values is not passed over."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.ones(2)
+    node = graph.call_function(getattr(torch.ops.aten, name).default, (source,) * 2)
+    assert rules.find_rule(node) == (None, False)
+
+
+@pytest.mark.thorough
+def test_the_autoencoder_of_wan_needs_nothing_in_fp32() -> None:
+    """Its upsampling (`nearest-exact`) has a rule: values beyond fp16 are scaled through it."""
+    vae = make_pipeline("wan").vae
+    with torch.no_grad():
+        vae.decoder.conv_in.weight.mul_(2.0**22)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vae = vae
+
+        def forward(self, latents: torch.Tensor) -> torch.Tensor:
+            return self.vae.decode(latents, return_dict=False)[0]
+
+    module, latents = Decoder().eval(), torch.randn(1, 4, 1, 4, 4)
+    rescaling = rescale_(module, (latents,))
+    assert (rescaling.pinned, rescaling.fp32_modules) == ({}, ())
+
+
+class Feed(nn.Module):
+    """A gelu between two linears, all under a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(self.inner(x), (4,))
+
+
+class Bare(nn.Module):
+    """The same with the matrices in the module's own hands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.randn(n, 12 - n) / 256) for n in (4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x @ self.first) @ self.last
+
+
+class Fed(Feed):
+    """A feed-forward that nothing can be opened in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Bare()
+
+
+@pytest.mark.parametrize(("kind", "fp32_modules"), [(Feed, ()), (Fed, ("inner",))])
+def test_what_cannot_be_scaled_is_kept_in_fp32(
+    kind: type[nn.Module], fp32_modules: tuple[str, ...]
+) -> None:
+    """A value that a gelu reads beyond fp16 is kept in fp32, between cast hooks; linears beside it
+    compute in fp16."""
+    torch.manual_seed(0)
+    module, x = kind().eval().requires_grad_(False), torch.randn(3, 4) * 2.0**10
+    next(module.parameters()).mul_(2.0 ** (12 if kind is Feed else 18))
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.fp32_modules == fp32_modules
+    assert (rescaling.scaling.fp32_flops == 0) == (kind is Feed)
+    assert torch.equal(module(x), reference)
+    cast = cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert low.dtype == torch.float16
+    assert bool(low.isfinite().all())
+    assert relative_l2(low, reference) < 0.005
+    cast.undo()
+    assert torch.equal(module(x), reference)
+    rescaling.undo()
+    again = rescale_(module, calls=[(module, (x,), {}), (module, (x[:2],), {})])
+    assert again.scaling.fp32_flops == pytest.approx(rescaling.scaling.fp32_flops), "a share of all"
+
+
+class Returning(nn.Module):
+    """A stream that is returned as it is, and normalised besides; also by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        stream = self.embed(x)
+        return {"normed": self.norm(stream), "stream": stream}
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+
+def _returning() -> tuple[Returning, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Returning().eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    return module, torch.randn(2, 4)
+
+
+@pytest.mark.parametrize("residual", ["native", "fp32"])
+def test_an_output_beyond_the_range_is_returned_in_fp32(residual: str) -> None:
+    """The value runs in fp16 with an exponent, which is taken off in fp32 where it leaves."""
+    module, x = _returning()
+    reference = module(x)
+    rescaling = rescale_(module, (x,), residual=residual)
+    assert list(rescaling.scaling.outputs) == [1]
+    assert all(torch.equal(module(x)[name], value) for name, value in reference.items())
+    cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert (low["normed"].dtype, low["stream"].dtype) == (torch.float16, torch.float32)
+    for name, value in reference.items():
+        assert float((low[name] - value).norm() / value.norm()) < 0.002
+    rescaling.undo()
+    assert not module._forward_hooks
+
+
+def test_an_output_of_a_method_beyond_the_range_is_refused_by_name() -> None:
+    """No hook sees a method's output: the error names the value, and nothing was changed."""
+    module, x = _returning()
+    before = _copy_state(module)
+    with pytest.raises(ScalingError, match=r"Returning:embed \(linear\) reaches \d"):
+        rescale_(module, calls=[(module.decode, (x,), {})])
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_clamps_at_the_end_of_fp16_do_not_bite() -> None:
+    """A clamp that only fp16 executes is kept off by the limits, and the value behind it scales."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            if x.dtype == torch.float16:
+                x = x.clip(-65504, 65504)
+            return self.norm(x)
+
+    torch.manual_seed(0)
+    module, x = Clamped().eval().requires_grad_(False), torch.randn(2, 4)
+    module.embed.weight.mul_(2.0**24)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    assert rescaling.exponents["embed.weight"] < -6
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).abs().max()) < 0.01
+
+
+def test_a_cube_inside_a_tanh_may_overflow() -> None:
+    """The tanh of an Inf is 1, as it is of the cube: no fp32 module for a GELU written out by hand."""
+
+    class Gelu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), Gelu(), nn.Linear(8, 4)).eval().requires_grad_(False)
+    module[0].weight.mul_(300.0)
+    x = torch.randn(3, 4)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.fp32_modules == ()
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
+
+
+def test_a_square_in_fp16_does_not_underflow() -> None:
+    """A variance that the model computes in fp16 stays where fp16 has bits: compared, not only
+    finite."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.eps, self.out = nn.Linear(4, WIDTH), 1e-6, nn.Linear(WIDTH, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            return self.out(x / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + self.eps))
+
+    torch.manual_seed(0)
+    module, x = Squared().eval().requires_grad_(False), torch.randn(2, 4)
+    module.embed.weight.mul_(2.0**12)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
+
+
+def test_a_table_that_is_cropped_is_scaled_as_a_whole() -> None:
+    """Only rows have exponents of their own: a crop along another dimension names no rows."""
+
+    class Cropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+            self.register_buffer("table", torch.randn(1, 8, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.embed(x) + self.table[:, 2:6])
+
+    torch.manual_seed(0)
+    module, x = Cropped().eval().requires_grad_(False), torch.randn(1, 4, 4)
+    module.embed.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.exponents["table"] == rescaling.exponents["embed.weight"] < 0
+    assert not any("[" in name for name in rescaling.exponents)
+    assert torch.equal(module(x), reference)
+
+
+class Placed(nn.Module):
+    """A table of positions, of which a call reads as many rows as its input has tokens."""
+
+    def __init__(self, crop: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.crop, self.embed, self.norm = crop, nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(x) + self.crop(self.table, x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "crop",
+    [
+        lambda table, n: table[:n],
+        lambda table, n: table[4 - n // 2 : 4 + n // 2],
+        lambda table, n: table[1:][: n - 1].repeat(2, 1)[:n],
+        lambda table, n: table.view(2, 4, WIDTH).reshape(8, WIDTH)[:n],
+        lambda table, n: torch.cat([table[:1], table[1 : n // 2], table[n // 2 : n]]),
+    ],
+    ids=["first", "middle", "twice", "viewed", "joined"],
+)
+def test_a_table_that_is_read_in_part_is_exact_where_more_is_read(crop: Any) -> None:
+    """Rescaled for a call of 4 tokens, calls of 8 and 2 give in fp32 what they gave."""
+    torch.manual_seed(0)
+    module = Placed(crop).eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    calls = [torch.randn(1, n, 4) for n in (4, 8, 2)]
+    reference = [module(x) for x in calls]
+    rescaling = rescale_(module, (calls[0],))
+    assert any(name.startswith("table") for name in rescaling.exponents)
+    assert all(map(torch.equal, map(module, calls), reference))
+
+
+def test_several_calls_share_their_parameters() -> None:
+    """Two lengths give one set of exponents that holds for both."""
+    module, _ = _overflowing()
+    short, long = torch.randn(1, 2, 4), torch.randn(1, 9, 4) * 100
+    references = module(short), module(long)
+    rescaling = rescale_(module, calls=[(module, (short,), {}), (module, (long,), {})])
+    assert torch.equal(module(short), references[0])
+    assert torch.equal(module(long), references[1])
+    cast_(module, torch.float16, rescaling)
+    assert bool(module(long.half()).isfinite().all())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["CogVideoX learned", "CogVideoX sinusoidal"])
+def test_what_is_rescaled_at_one_size_is_exact_at_every_other(name: str) -> None:
+    """A table of positions is read at one size and computed at the others: nothing is folded into it.
+
+    Rescaled for either size, both sizes give in fp32 what they gave, and are finite in fp16.
+    """
+    module, [(_, _, kwargs)] = make_example(name)
+    assert not name.endswith("learned") or "patch_embed.pos_embedding" in module.state_dict()
+    longer = {**kwargs, "hidden_states": torch.randn(1, 3, 4, 8, 8)}
+    if "image_rotary_emb" in kwargs:
+        longer["image_rotary_emb"] = (torch.randn(48, 16).cos(), torch.randn(48, 16).sin())
+    calls = [(module, (), kwargs), (module, (), longer)]
+    for path in ("patch_embed.proj", "patch_embed.text_proj", "transformer_blocks.0.ff.net.2"):
+        module.get_submodule(path).weight.mul_(2.0**17)
+    reference = run_calls(calls, torch.float32)
+    for call in calls:
+        rescaling = rescale_(module, calls=[call])
+        assert rescaling.exponents or rescaling.multiplies
+        assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+        cast_(module, torch.float16, rescaling)
+        assert all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
+        rescaling.undo()
+
+
+def test_undoing_after_a_cast_takes_both_back() -> None:
+    """One `undo` of the rescaling restores dtypes, weights, eps and hooks; a second is harmless."""
+    module, x = _overflowing("attention")
+    before, reference = _copy_state(module), module(x)
+    rescaling = rescale_(module, (x,))
+    cast_(module, torch.float16, rescaling)
+    assert module.out.weight.dtype == torch.float16
+    for _ in range(2):
+        rescaling.undo()
+    after = _copy_state(module)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(module(x), reference)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_a_module_that_is_in_range_is_left_alone() -> None:
+    """Nothing is folded into a network that fp16 holds as it is."""
+    torch.manual_seed(0)
+    module, x = Network("gated").eval(), torch.randn(2, 5, 4)
+    rescaling = rescale_(module, (x,))
+    assert (rescaling.exponents, rescaling.multiplies, rescaling.fp32_modules) == ({}, {}, ())
+    assert rescaling.certified is False
+
+
+def test_sequences_padded_with_zeros_keep_their_exponent() -> None:
+    """Two lengths padded to one scale like any other value; no fp32 module, and it is exact."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            return self.norm(nn.utils.rnn.pad_sequence([x[:3], x[:2]], batch_first=True))
+
+    torch.manual_seed(0)
+    module, x = Padded().eval().requires_grad_(False), torch.randn(3, 4)
+    module.embed.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert (rescaling.pinned, rescaling.fp32_modules) == ({}, ())
+    assert rescaling.exponents["embed.weight"] < -4
+    assert torch.equal(module(x), reference)
+
+
+def test_a_clamp_that_belongs_to_the_model_may_be_hit() -> None:
+    """Sana's: what comes out at 65504 is in range, so nothing has to run in fp32 for it."""
+
+    class SanaLike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            if x.dtype == torch.float16:
+                x = x.clip(-65504, 65504)
+            return self.out(x / 65504)
+
+    torch.manual_seed(0)
+    module, x = SanaLike().eval().requires_grad_(False), torch.randn(3, 4)
+    module.embed.weight.mul_(2.0**15)
+    module.embed.bias.fill_(2.0**15)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.fp32_modules == ()
+    cast_(module, torch.float16, rescaling)
+    embed, k = module.embed, rescaling.multiplies["embed"]
+    right = functional.linear(x.half(), embed.weight, embed.bias) * 2.0**k  # its sums stay in range
+    assert torch.equal(module(x.half()), module.out(right.clip(-65504, 65504) / 65504))
+    assert bool(right.isfinite().all())
+
+
+def test_weights_and_inputs_that_are_zero_are_left_alone() -> None:
+    """A range of zero asks for nothing: a last linear that begins at zero, an input of zeros."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**18)
+    for parameter in module[2].parameters():
+        parameter.zero_()
+    rescaling = rescale_(module, (torch.randn(3, 4),))
+    assert rescaling.exponents["0.weight"] < 0
+    assert not any(name.startswith("2.") for name in rescaling.exponents)
+    cast_(module, torch.float16, rescaling)
+    assert torch.equal(module(torch.randn(3, 4).half()), torch.zeros(3, 4).half())
+    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
+    module[0].weight.zero_(), module[0].bias.zero_()
+    assert rescale_(module, (torch.zeros(3, 4),)).exponents == {}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_input_without_a_range_is_refused(value: float) -> None:
+    """NaN and Inf in what the call is given are named, and nothing was changed."""
+    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
+    before, x = module[0].weight.clone(), torch.zeros(2, 4)
+    x[1, 2] = value
+    with pytest.raises(
+        ScalingError, match=r"The input \w+ holds 1 values that are NaN or Inf in fp32"
+    ):
+        rescale_(module, (x,))
+    assert torch.equal(module[0].weight, before)
+
+
+def test_an_output_without_a_range_is_refused() -> None:
+    """A model that overflows fp32 itself has no exponents; the error says where and what to check."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval().requires_grad_(False)
+    module[0].weight.fill_(1e30), module[1].weight.fill_(1e30)
+    with pytest.raises(
+        ScalingError, match=r"Sequential:1 \(linear\) holds .* Check the weights on d"
+    ):
+        rescale_(module, (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(2, 16)])
+def test_a_norm_that_fp32_cannot_square_is_refused(norm: nn.Module) -> None:
+    """Its sum of squares is Inf, so it returns its bias. Below that it is solved."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), norm, nn.Linear(16, 4)).eval().requires_grad_(False)
+    module[0].weight.normal_().mul_(1e19)
+    with pytest.raises(ScalingError, match=r"_norm\) squares values of .* Inf in fp32 already\. "):
+        rescale_(module, (torch.ones(2, 4),))
+    module[0].weight.mul_(1e-2)
+    assert rescale_(module, (torch.ones(2, 4),)).trial
+
+
+def test_a_module_kept_in_fp32_as_a_whole_returns_a_wide_output() -> None:
+    """The cast back to fp16 leaves out an output whose exponent was taken off in fp32."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 8).requires_grad_(False)
+    module.weight.mul_(2.0**18)
+    x = torch.randn(2, 4).half().float()
+    reference = module(x)
+    scaling = Scaling(
+        exponents={"weight": -5, "bias": -5}, outputs={0: -5}, fp32_modules=("",), headroom_bits=1.0
+    )
+    cast_(module, torch.float16, fold_scaling(module, scaling))
+    found = module(x.half())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, reference)
+
+
+def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gelu that is said to scale with its input changes bits: refused, and every bit is restored."""
+    torch.manual_seed(0)
+    read_rule = rules.read_rule
+    monkeypatch.setattr(
+        rules, "read_rule", lambda cell: read_rule("same" if cell == "pinned" else cell)
+    )
+    module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**18)
+    module[0].bias.zero_()
+    before, x = take_snapshot(module), torch.randn(3, 4)
+    x[0] *= 2.0**-18  # where a gelu bends
+    with pytest.raises(
+        ScalingError, match=r"not bit for bit what it was\. .* a rule of an operation"
+    ):
+        rescale_(module, (x,))
+    assert compare_snapshot(before, module) == []
+    assert rescale_(module, (x,), verify=False).exponents
+
+
+def test_parameters_that_lie_in_the_same_memory_are_named() -> None:
+    """An exponent that is written into one changes the other: refused, and every bit is restored."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    memory = torch.randn(24) * 2.0**17
+    for number, start in ((0, 0), (2, 8)):
+        module[number].weight = nn.Parameter(memory[start : start + 16].view(4, 4))
+    module.eval().requires_grad_(False)
+    before, x = take_snapshot(module), torch.randn(3, 4)
+    with pytest.raises(
+        ScalingError,
+        match=r"0\.weight and 2\.weight of Sequential lie in the same memory in part\. .*"
+        r"module\.get_parameter\('0\.weight'\)\.clone\(\)",
+    ):
+        rescale_(module, (x,))
+    assert compare_snapshot(before, module) == []
+
+
+class OwnNorm(nn.Module):
+    """An RMS norm that computes in the dtype of what it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class OwnBlock(nn.Module):
+    """A branch behind such a norm, and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnNorm(16)
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
+    """A row of zeros leaves an eps that vanishes in fp16, whose root is Inf: the norms alone are fp32."""
+    torch.manual_seed(0)
+    blocks = [OwnBlock() for _ in range(3)]
+    module = nn.Sequential(nn.Linear(4, 16, bias=False), *blocks, OwnNorm(16), nn.Linear(16, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**10)
+    x = torch.randn(64, 4)
+    x[0] = 0
+    reference = module(x)
+    rescaling = rescale_(module, (x,), verify=False)
+    assert torch.equal(module(x), reference)
+    assert set(rescaling.fp32_modules) == {"1.norm", "2.norm", "3.norm", "4"}
+    assert rescaling.scaling.stream is None
+    with cast_(module, torch.float16, rescaling):
+        assert relative_l2(module(x.half()), reference) < 0.01
+
+
+def test_torchscript_and_complex_weights_are_refused_by_name() -> None:
+    """One sentence says what was given, with the name that the module has for it."""
+
+    class Complex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = torch.nn.Parameter(torch.eye(8, dtype=torch.complex64))
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.linear((x.to(torch.complex64) @ self.turn).real)
+            return made
+
+    x = (torch.full((2, 8), 6e4),)
+    with pytest.raises(
+        ScalingError, match=r"The weight turn of Complex is complex \(torch.complex64\)"
+    ):
+        rescale_(Complex().eval(), x)
+    with pytest.raises(InputError, match=r"^rescale_ was given a TorchScript module\."):
+        rescale_(torch.jit.trace(torch.nn.Linear(8, 8).eval(), x), x)

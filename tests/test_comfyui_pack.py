@@ -1,0 +1,210 @@
+"""Tests that hold the ComfyUI node pack together without ComfyUI: its files name the same nodes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+PACK = Path(__file__).parents[1] / "integrations" / "comfyui"
+SOURCES = sorted(PACK.glob("*.py"))
+LANGUAGES = ("en", "zh")
+
+
+def read_schemas() -> dict[str, dict[str, Any]]:
+    """Node id to its display name, description, inputs and number of outputs, read from the source."""
+    tree = ast.parse((PACK / "nodes.py").read_text())
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    found = {}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "io.Schema":
+            fields = {word.arg: word.value for word in call.keywords}
+            calls = [x for x in _list_calls(fields["inputs"], functions) if _is_put(x, "Input")]
+            outputs = [x for x in _list_calls(fields["outputs"], functions) if _is_put(x, "Output")]
+            found[_read(fields["node_id"])] = {
+                "display_name": _read(fields["display_name"]),
+                "description": _read(fields["description"]),
+                "inputs": {_read(x.args[0]): _read_tooltip(x) for x in calls},
+                "outputs": len(outputs),
+            }
+    return found
+
+
+def _read(value: ast.expr) -> Any:
+    return ast.literal_eval(value)
+
+
+def _read_tooltip(call: ast.Call) -> str:
+    return next(_read(word.value) for word in call.keywords if word.arg == "tooltip")
+
+
+def _is_put(call: ast.Call, kind: str) -> bool:
+    return ast.unparse(call.func).endswith(f".{kind}")
+
+
+def _list_calls(value: ast.AST, functions: dict[str, ast.FunctionDef]) -> list[ast.Call]:
+    """Calls in an expression, and in the functions of the file that it calls."""
+    calls = [x for x in ast.walk(value) if isinstance(x, ast.Call)]
+    inner = [functions[x.func.id] for x in calls if isinstance(x.func, ast.Name)]
+    return [*calls, *(x for function in inner for x in _list_calls(function, functions))]
+
+
+SCHEMAS = read_schemas()
+
+
+def test_the_ids_are_those_that_workflows_name() -> None:
+    """An id is never changed: workflows that people saved name it."""
+    assert list(SCHEMAS) == [
+        "StopdownRunInFp16",
+        "StopdownGuard",
+        "StopdownCheckSums",
+        "StopdownReport",
+        "StopdownDoctor",
+        "StopdownExplain",
+        "StopdownSaveFp16",
+    ]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_language_names_every_node(language: str) -> None:
+    """Nodes, inputs and outputs; in English they say what the source says."""
+    known = json.loads((PACK / "locales" / language / "nodeDefs.json").read_text())
+    assert list(known) == list(SCHEMAS)
+    for name, schema in SCHEMAS.items():
+        entry = known[name]
+        assert set(entry["inputs"]) == set(schema["inputs"])
+        assert list(entry["outputs"]) == [str(x) for x in range(schema["outputs"])]
+        if language == "en":
+            assert {key: entry[key] for key in ("display_name", "description")} == {
+                key: schema[key] for key in ("display_name", "description")
+            }
+            assert {key: x["tooltip"] for key, x in entry["inputs"].items()} == schema["inputs"]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_node_has_help(name: str) -> None:
+    """ComfyUI shows the page of a node's id; in Chinese where that is the language."""
+    for page in (f"{name}.md", f"{name}/zh.md"):
+        text = (PACK / "web" / "docs" / page).read_text()
+        assert text.startswith("# ")
+        assert all(f"`{x}`" in text for x in SCHEMAS[name]["inputs"])
+
+
+def test_the_package_says_what_the_registry_asks() -> None:
+    """A publisher, a name and an icon that is there; Stopdown is what it depends on."""
+    found = tomllib.loads((PACK / "pyproject.toml").read_text())
+    assert found["project"]["dependencies"] == ["stopdown"]
+    comfy = found["tool"]["comfy"]
+    assert (comfy["PublisherId"], comfy["DisplayName"]) == ("stopdown", "Stopdown")
+    assert (PACK / comfy["Icon"]).read_text().startswith("<svg")
+    assert (PACK / found["project"]["readme"]).is_file()
+    assert (PACK / found["project"]["license"]["file"]).is_file()
+
+
+def test_an_older_comfyui_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the V3 schema, loading it is one message, which has the version of pyproject.toml."""
+    monkeypatch.setitem(sys.modules, "comfy_api", None)
+    spec = importlib.util.spec_from_file_location("old_stopdown", PACK / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "old_stopdown", module)
+    least = tomllib.loads((PACK / "pyproject.toml").read_text())["tool"]["comfy"][
+        "requires-comfyui"
+    ]
+    needed = least.removeprefix(">=")
+    with pytest.raises(ImportError, match=f"need ComfyUI {needed} or newer: .* Update ComfyUI."):
+        spec.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_nothing_heavy_is_imported_at_the_start(path: Path) -> None:
+    """ComfyUI starts as fast as without the pack: its files import the standard library and each other."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+            names = [statement.module or ""]
+        else:
+            continue
+        for name in names:
+            assert name == "comfy_api.latest" or name.partition(".")[0] in sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACK.glob("example_workflows/*.json")), ids=lambda x: x.stem
+)
+def test_workflows_name_nodes_that_are_there(path: Path) -> None:
+    """Each has one of ours, inputs and links that fit, and a picture beside it."""
+    found = json.loads(path.read_text())
+    nodes = {node["id"]: node for node in found["nodes"]}
+    ours = [node for node in nodes.values() if node["type"].startswith("Stopdown")]
+    assert {"StopdownRunInFp16", "StopdownReport"} <= {node["type"] for node in ours}
+    for node in ours:
+        assert {x["name"] for x in node["inputs"]} <= set(SCHEMAS[node["type"]]["inputs"])
+        assert len(node["outputs"]) == SCHEMAS[node["type"]]["outputs"]
+    for number, source, slot, target, place, kind in found["links"]:
+        assert number in nodes[source]["outputs"][slot]["links"]
+        assert nodes[target]["inputs"][place]["link"] == number
+        assert nodes[source]["outputs"][slot]["type"] == kind
+    picture = path.with_suffix(".jpg")
+    assert 0 < picture.stat().st_size < 100_000
+
+
+def load_sessions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("sessions", PACK / "sessions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sessions = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, sessions)
+    spec.loader.exec_module(sessions)
+    return sessions
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("dynamic", {"disable_dynamic": True}), ("plain", {})]
+)
+def test_weights_that_are_paged_in_are_not_changed(
+    kind: str, wanted: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a patcher under DynamicVRAM a plain clone is taken; older ones know no such thing."""
+    sessions = load_sessions(monkeypatch)
+    patcher = SimpleNamespace(clone=lambda **given: given)
+    if kind == "dynamic":
+        patcher.is_dynamic = lambda: True
+    assert sessions.clone_patcher(patcher) == wanted
+
+
+@pytest.mark.parametrize(("size", "word"), [(1.0, "safe"), (3000.0, "not safe")])
+def test_sums_in_fp16_are_judged_once_before_the_run(
+    size: float, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the sentence of `check --sums`; the run is as it was."""
+    import torch
+
+    sessions = load_sessions(monkeypatch)
+    net = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    net.weight.data.fill_(size)
+    program, given = (
+        SimpleNamespace(net=net, patcher=SimpleNamespace(patches={})),
+        torch.ones(1, 64),
+    )
+    for sums in (True, False):
+        session = sessions.Session(sessions.Options("warn", sums=sums))
+        for _ in range(2):
+            with session.guarding("model", program, run=lambda: net(given)), torch.inference_mode():
+                assert net(given).max() == 64 * size
+        (_, first), (_, second) = session.take_runs()
+        said = [x.evidence for x in first.findings if x.kind == "sums-in-fp16"]
+        if sums:
+            assert said[0].startswith(f"In this run fp16 accumulation is {word}: linear layers ")
+        else:
+            assert said == []
+        assert first.findings == second.findings
