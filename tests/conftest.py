@@ -41,7 +41,7 @@ def pytest_configure() -> None:
 
 LONGEST = (
     *("docs/test_pages.py", "pipelines/test_quantization_config.py"),
-    *("pipelines/test_certify_plan.py", "pipelines/test_batch_workers.py"),
+    *("plans/test_certified.py", "batch/test_worker.py"),
     *("device/test_bench.py", "device/test_commands_on_device.py"),
 )
 """Files that begin first: with one file a worker the last one to begin decides when all is over."""

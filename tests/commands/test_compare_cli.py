@@ -54,7 +54,7 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     assert made.request["steps"] == 1
 
 
-@pytest.mark.slow  # the choice of tiles is asked in tests/memory/test_memory.py
+@pytest.mark.slow  # the choice of tiles is asked in tests/memory/test_forecast.py
 def test_a_limit_of_memory_is_kept_and_recorded(run: Any, save_tiny: Any) -> None:
     """Only fp32 needs tiles, which change the picture, so bf16 has them too; record and page say so."""
     sizes = ("--height", "64", "--width", "64", "--steps", "1", "--device", "cpu")

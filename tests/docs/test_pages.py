@@ -82,7 +82,7 @@ IN_A_PROCESS = [next(run for run in RUNS if run[0].split()[1] == "doctor")]
 LONG = (
     "stopdown convert shapes shapes-fp16",  # tests/pipelines/test_convert{,_forms}.py
     "stopdown compare shapes",  # tests/commands/test_compare_cli.py
-    "stopdown batch shapes",  # tests/pipelines/test_batch.py
+    "stopdown batch shapes",  # tests/batch/test_jobs.py
     'stopdown generate shapes "a yellow square',  # with a journal: tests/pipelines/test_journal.py
 )
 """Commands of ten seconds or more that do what the tests behind them do with tiny models: slow."""
@@ -92,7 +92,7 @@ SHORTER = {"--steps 20": "--steps 2"}
 """What a page types for a clip that people look at, and what is enough to see that the command runs."""
 
 LONG_PAGES = ("from-pretrained.md", "report.md", "guard.md")
-"""Pages whose Python is asked of tiny models: test_quantization_config, test_compare, test_guard; slow."""
+"""Pages whose Python is asked of tiny models: test_quantization_config, test_matrix, test_guard; slow."""
 
 
 def mark_long(run: tuple[str, int]) -> Any:

@@ -70,9 +70,9 @@ def give_nothing(own: Any) -> Any:
 
 
 TRIAL = "stopdown.scaling.trials.trial:"
-GUARDS = "unit/test_guard.py::"
-TRIALS = "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved"
-FAR_OFF = "pipelines/test_repairs.py::test_a_finite_repair_further_off_than_bf16_is_not_believed"
+GUARDS = "runtime/test_guard.py::"
+TRIALS = "scaling/trials/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved"
+FAR_OFF = "runtime/test_repairs.py::test_a_finite_repair_further_off_than_bf16_is_not_believed"
 
 DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     "call check": (
@@ -93,7 +93,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     # faults of several threads are worked on at once
     "lock": (
         {"stopdown.runtime.component_locks:_ONE_CHANGE": give(contextlib.nullcontext())},
-        ("pipelines/test_threads.py::test_faults_of_two_threads_are_worked_on_in_turn",),
+        ("runtime/test_component_locks.py::test_faults_of_two_threads_are_worked_on_in_turn",),
     ),
     # a module is changed while other threads call it
     "waiting": (
@@ -102,7 +102,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
                 lambda self: contextlib.nullcontext()
             )
         },
-        ("pipelines/test_threads.py::test_a_change_waits_for_calls_of_other_threads",),
+        ("runtime/test_component_locks.py::test_a_change_waits_for_calls_of_other_threads",),
     ),
     "restore": (
         {"stopdown.runtime.guard:Guard.__exit__": stay_on},
@@ -117,7 +117,7 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     "cast check": (
         {"stopdown.scaling.folding.cast_check:CastCheck.__call__": give_nothing},
         tuple(
-            f"unit/test_cast_check.py::test_half_is_refused[{row}]"
+            f"scaling/folding/test_cast_check.py::test_half_is_refused[{row}]"
             for row in ("multiplies-forward", "stream-decode")
         ),
     ),

@@ -368,7 +368,7 @@ def test_a_component_that_cannot_be_captured_says_which_line() -> None:
     entry = _plan_linear(Leaving(2, 2).requires_grad_(False))
     assert entry.precision == "fp32"
     assert "x.numpy() * 2" in entry.reasons[0]
-    assert "test_plans.py" in entry.reasons[0]
+    assert "test_plan_files.py" in entry.reasons[0]
 
 
 class Picky(nn.Module):
