@@ -18,7 +18,7 @@ from stopdown.memory.strategies import Strategy
 from stopdown.numerics import relative_l2
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.trials.measurement import FEW_FRAMES, cut_sizes
-from stopdown.scaling.watch import call_watch
+from stopdown.scaling.watch import known_calls
 
 pytestmark = [
     pytest.mark.thorough,
@@ -29,13 +29,13 @@ pytestmark = [
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Sizes of the first argument of each call that is traced while a pipeline runs."""
-    found, find = list[tuple[int, ...]](), call_watch.find_ends
+    found, find = list[tuple[int, ...]](), known_calls.find_call_ends
 
     def note(module: Any, scaling: Any, capture: Any, args: Any, kwargs: Any) -> Any:
         found.append(tuple(args[0].shape))
         return find(module, scaling, capture, args, kwargs)
 
-    monkeypatch.setattr(call_watch, "find_ends", note)
+    monkeypatch.setattr(known_calls, "find_call_ends", note)
     return found
 
 
@@ -89,7 +89,7 @@ def test_a_cut_that_cannot_be_traced_is_not_the_last_word(
 ) -> None:
     """The call as it is made is traced then; the exponents stay on."""
     monkeypatch.setattr(
-        call_watch, "cut_sizes", lambda call: (call[0], (call[1][0][..., :0],), call[2])
+        known_calls, "cut_sizes", lambda call: (call[0], (call[1][0][..., :0],), call[2])
     )
     pipe = stopdown.load(save_tiny("sd"), precision="fp16", device="cpu", memory="none")
     pipe.vae.enable_tiling()

@@ -25,7 +25,8 @@ from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_plans
 from stopdown.records import Plan
 from stopdown.scaling.graph.capture import name_parameters
-from stopdown.scaling.watch.call_watch import CallWatch, find_watch
+from stopdown.scaling.watch.call_watch import find_watch
+from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline
 from test_public import run_fresh
 
@@ -402,20 +403,20 @@ def test_what_libraries_set_afterwards_leads_nowhere(
     cogvideox: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call has the plan's signature: it is not traced as another one."""
-    trace = CallWatch._trace
+    trace = KnownCalls.trace
 
     def check(*args: Any, is_short: bool = True, **options: Any) -> Any:
         assert not is_short  # of other sizes it may be
         return trace(*args, is_short=is_short, **options)
 
-    monkeypatch.setattr(CallWatch, "_trace", check)
+    monkeypatch.setattr(KnownCalls, "trace", check)
     config = stopdown.quantization(cogvideox)
     pipe = load_plain(cogvideox, FP16, quantization_config=config, **options)
     call_pipeline(pipe, "cogvideox")
     watches = [find_watch(getattr(pipe, x)) for x in ("transformer", "text_encoder")]
     for watch in watches:
         assert watch is not None
-        assert {name for name, _ in watch._verdicts} == set(watch.scaling.signatures)
+        assert {name for name, _ in watch.known.verdicts} == set(watch.scaling.signatures)
 
 
 @pytest.mark.parametrize(

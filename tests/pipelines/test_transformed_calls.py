@@ -189,7 +189,9 @@ def test_a_backward_pass_after_the_exponents(
     def other() -> None:
         watch = find_watch(module)
         assert watch is not None
-        watch._verdicts = dict.fromkeys(watch._verdicts)  # no exponents hold for the next call
+        watch.known.verdicts = dict.fromkeys(
+            watch.known.verdicts
+        )  # no exponents hold for the next call
         run(module, given)
 
     with pytest.raises(ScalingError, match="between a call and its backward pass"):

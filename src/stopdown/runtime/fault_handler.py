@@ -48,7 +48,8 @@ from stopdown.scaling.calls.kept_state import describe_kept
 from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.trials.trial import describe_excess, measure_error
-from stopdown.scaling.watch.call_watch import WAITING, ReplacedError, holds_for
+from stopdown.scaling.watch.call_watch import WAITING, holds_for
+from stopdown.scaling.watch.exponent_switch import ReplacedError
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""

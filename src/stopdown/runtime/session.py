@@ -53,7 +53,8 @@ from stopdown.scaling.calls.outermost_calls import (
     is_plain,
     listen,
 )
-from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
+from stopdown.scaling.watch.call_watch import find_watch, scale_ends
+from stopdown.scaling.watch.exponent_switch import ReplacedError
 
 _PATIENCE_S = 0.01
 """How long a call waits at a time for a guard to be removed, which may wait for a call around it."""

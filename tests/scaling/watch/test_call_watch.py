@@ -29,9 +29,10 @@ from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.calls.call_interception import UNPLANNED
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
-from stopdown.scaling.watch import call_watch
+from stopdown.scaling.watch import known_calls
 from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.call_watch import WAITING, CallWatch
+from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import make_pipeline
 
 
@@ -189,7 +190,7 @@ def test_outputs_beyond_fp16_of_an_unmeasured_call(put: Any) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the watch the same hidden states are wrong by far: the test above sees what it is for."""
-    monkeypatch.setattr(call_watch.CallWatch, "_enter", lambda self, call: call.proceed())
+    monkeypatch.setattr(CallWatch, "_enter", lambda self, call: call.proceed())
     module, first = make_encoder()
     second = {**first, "hidden": True}
     wanted = run(module, second)
@@ -311,7 +312,7 @@ def make_sized() -> tuple[Sized, list[dict[str, Any]]]:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs without values and captures of calls, as they are made."""
     found: list[str] = []
-    read, trace = call_watch.read_call, CallWatch._trace
+    read, trace = known_calls.read_call, KnownCalls.trace
 
     def count_read(*args: Any) -> Any:
         found.append("read")
@@ -321,8 +322,8 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append("trace")
         return trace(*args, **options)
 
-    monkeypatch.setattr(call_watch, "read_call", count_read)
-    monkeypatch.setattr(CallWatch, "_trace", count_trace)
+    monkeypatch.setattr(known_calls, "read_call", count_read)
+    monkeypatch.setattr(KnownCalls, "trace", count_trace)
     return found
 
 
@@ -383,7 +384,7 @@ def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
     with planned(module, first):
         watch = find_watch(module)
         key = "forward(hidden=True, late[1d], x[3d])", ((32,), (2, 5, 32))
-        watch._verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
+        watch.known.verdicts[key] = CallEnds({1: 12}, {}, 2, 3)
         with pytest.warns(StopdownWarning, match="gave values that are not finite") as said:
             found = run(module, second)
     assert len(said) == 1
@@ -762,7 +763,7 @@ def test_a_stream_in_fp32_under_other_numbers() -> None:
 @pytest.mark.thorough
 def test_a_forecast_leaves_the_weights_of_other_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forecast of calls that exponents do not hold for runs, and takes none of them off the weights."""
-    monkeypatch.setattr(call_watch, "find_ends", lambda *args: None)
+    monkeypatch.setattr(known_calls, "find_call_ends", lambda *args: None)
     pipe = make_pipeline("sd", overflow="unet")
     given: dict[str, Any] = {"prompt": "a cat", "num_inference_steps": 1}
     plan = measure_plan(pipe, prompts=[given])
@@ -779,7 +780,7 @@ def test_a_difference_has_lists_whole() -> None:
     module = Modulated().eval().requires_grad_(False)
     given = {"x": torch.randn(1, 12, 16), "time": torch.randn(1, 8)}
     known = rescale_(module, (), {**given, "grid": (3, 4)}).scaling
-    said = call_watch._describe_difference(
+    said = known_calls.describe_difference(
         "forward(grid=[2, 6], time[2d], x[3d])", known, "forward"
     )
     assert said == "with grid=[2, 6], without grid=[3, 4] (forward)"

@@ -26,10 +26,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import re
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,10 +41,8 @@ from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, warn_user
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.number_formats import list_some, name_dtype
 from stopdown.numerics import (
     bound_values,
-    count_writes,
     has_values,
     is_readable,
     iterate_tensors,
@@ -59,45 +56,32 @@ from stopdown.scaling.calls.call import (
     map_tensors,
 )
 from stopdown.scaling.calls.call_interception import (
-    UNPLANNED,
     PartCall,
     Rank,
-    bared,
-    find_code,
     find_slot,
     has_layer,
-    hide_parts,
     put_layer,
     show_parts,
 )
-from stopdown.scaling.calls.call_signatures import Sizes, list_sizes, resize_call, sign_call
+from stopdown.scaling.calls.call_signatures import list_sizes, sign_call
 from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
 from stopdown.scaling.calls.entrances import BeyondError
-from stopdown.scaling.calls.module_code import CODE_WORDS
 from stopdown.scaling.calls.module_settings import ModuleSettings
-from stopdown.scaling.calls.outermost_calls import is_in_training, is_plain
-from stopdown.scaling.calls.step_caches import clear_caches, in_full
-from stopdown.scaling.fold_names import split_name
-from stopdown.scaling.folding.adapters import refuse_gradient, unwrap_name
+from stopdown.scaling.calls.outermost_calls import is_plain
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
-    cast_,
     find_folded_parts,
     narrow,
-    restrict_scaling,
     widen_outputs,
 )
 from stopdown.scaling.graph.capture import (
-    Answers,
     add_answers,
-    detach_derived,
-    name_parameters,
     noting_answers,
-    read_call,
-    strip_answers,
 )
-from stopdown.scaling.trials.measurement import Captures, capture_answered, cut_sizes
-from stopdown.scaling.watch.call_exponents import CallEnds, find_ends
+from stopdown.scaling.watch.call_exponents import CallEnds
+from stopdown.scaling.watch.exponent_switch import ExponentSwitch, ReplacedError
+from stopdown.scaling.watch.folded_weights import FoldedWeights
+from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, find_path
 from stopdown.scaling.watch.range_notes import RangeNotes
 from stopdown.scaling_records import Scaling
 
@@ -111,11 +95,9 @@ WAITING = "stopdown_weights_wait"
 _WATCH = "stopdown_call_watch"
 """Attribute of a module under which its watch is found."""
 
-_PLAIN = CallEnds()
 _FILLED = "such calls put tensors into their arguments"
 _NOT_FINITE = "gave values that are not finite, or other outputs"
 _READ = "its code read other values, and went another way"
-_MOST_ANSWERS = 8
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
     "Replace functions and parts, and put hooks on, before the plan, guard or rescaling: take it off "
@@ -149,27 +131,6 @@ class WatchOptions:
     stays: bool = False
 
 
-@dataclass
-class _Kind:
-    """Calls of one signature.
-
-    Attributes:
-        ends: what holds for them; None where nothing does.
-        sizes: of those whose graph was looked at.
-        marks: how these read what is folded; None before other sizes came.
-        is_read: False where that cannot be found without values.
-    """
-
-    ends: CallEnds | None
-    sizes: list[Sizes]
-    marks: frozenset[int] | None = None
-    is_read: bool = True
-
-
-Key = tuple[str, Sizes]
-"""Signature and sizes of a call."""
-
-
 class _Thread(threading.local):
     """The call of an unmeasured signature that a thread makes: its watch, and what is multiplied."""
 
@@ -177,10 +138,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-class ReplacedError(Exception):
-    """Other exponents were put on: the call begins again."""
 
 
 class CallWatch(SameInCopies):
@@ -200,49 +157,29 @@ class CallWatch(SameInCopies):
             module: as it is without the exponents.
             casts: the module is cast as well, so it runs in fp32 without its exponents.
         """
-        self.module, self.scaling, self._put, self._options = module, scaling, put, options
-        self._casts = casts
-        self._name = options.name or type(module).__name__
-        self._kinds = {
-            x: _Kind(_PLAIN, list(scaling.shapes[x]))
-            for x in scaling.signatures
-            if x in scaling.shapes
-        }
-        self._verdicts: dict[Key, CallEnds | None] = {
-            (name, sizes): _PLAIN for name, kind in self._kinds.items() for sizes in kind.sizes
-        }
-        self._reading = Counter[
-            str
-        ]()  # signatures whose code reads values, to the answers that held
-        for name, kind in list(self._kinds.items()):
-            if (base := strip_answers(name)) != name:
-                self._reading[base] = 0
-                self._kinds.setdefault(base, _Kind(_PLAIN, [])).sizes.extend(kind.sizes)
-                self._verdicts |= {(base, sizes): _PLAIN for sizes in kind.sizes}
-        self._copied: dict[Key, CallEnds | None] = {}
-        self._unsaid: dict[Key, str] = {}
-        self._own, self._on, self._off = Patches(), Patches(), Patches()
-        self._slots = set[str]()
-        self._turn = threading.Condition(threading.RLock())
-        self._users, self._is_on, self._is_removed = 0, True, False
-        self._changes, self._refused, self._has_warned = 0, set[str](), False
-        self._has_copied = False
-        self._thread = threading.local()
-        self._weights: list[_Weight] = []
-        self._wide: list[tuple[str, dict[str, Any], str]] = []
-        self._ranges = RangeNotes(self._name, scaling, options.announce)
-        self._skeleton = _copy_without_weights(module)
+        self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
         self._settings = ModuleSettings(module)
-        self._parts = [
+        self.weights = FoldedWeights(module, scaling, self._name, casts=casts)
+        self.switch = ExponentSwitch(module, put, self.weights, self._settings, casts=casts)
+        self.known = KnownCalls(module, scaling, self._settings)
+        self.switch.parts = [
             PartCall(module, Callee(path, part, "forward", "part", GENERAL_KEEPS), self._enter)
             for path, part in module.named_modules()
             if path and next(part.parameters(), None) is not None
         ]
+        self._own, self._slots = Patches(), set[str]()
+        self._thread = threading.local()
+        self._texts = _Texts(options.announce)
+        self._ranges = RangeNotes(self._name, scaling, options.announce)
+
+    @property
+    def _name(self) -> str:
+        return self._options.name or type(self.module).__name__
 
     def put_on(self, patches: Patches) -> None:
         """Fold the exponents in and watch the calls, until `patches` is undone."""
         patches.defer(self._remove)
-        self._switch_on()
+        self.switch.switch_on()
         self._own.set_attribute(self.module, _WATCH, self)
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
@@ -255,7 +192,7 @@ class CallWatch(SameInCopies):
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
-        show_parts(self._parts)
+        show_parts(self.switch.parts)
         self._settings.note()
 
     def accept_settings(self) -> None:
@@ -281,13 +218,7 @@ class CallWatch(SameInCopies):
     def _remove(self) -> None:
         self._own.undo()
         self._ranges.read(waits=True)
-        with self._turn:
-            self._is_removed = True
-            self._changes += 1
-            hide_parts(self._parts)
-            self._off.undo()
-            self._on.undo()
-            self._turn.notify_all()
+        self.switch.remove()
 
     def _refuse_replicas(self) -> None:
         raise ScalingError(
@@ -298,13 +229,11 @@ class CallWatch(SameInCopies):
         )
 
     def warn_of_copy(self) -> None:
-        if not self._has_copied:
-            self._has_copied = True
-            self._options.announce(
-                f"A part of {self._name} was copied, and its weights are scaled: without the exponents of "
-                "the parts around it they are those of another model. Copy it without the plan, guard or "
-                "rescaling."
-            )
+        self._texts.say_once(
+            f"A part of {self._name} was copied, and its weights are scaled: without the exponents of "
+            "the parts around it they are those of another model. Copy it without the plan, guard or "
+            "rescaling."
+        )
 
     def check_copy(
         self, copied: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -316,13 +245,8 @@ class CallWatch(SameInCopies):
         if not any(has_values(x) for x in copied.parameters()):
             return
         key = sign_call(copied, method, args, kwargs), list_sizes(copied, method, args, kwargs)
-        if key not in self._copied:
-            self._copied[key] = self._verdicts.get(key) or self._find_ends(
-                key, method, args, kwargs
-            )
-        ends = self._copied[key]
-        if ends is None or not ends.is_plain:
-            what = self._describe_difference(key, method)
+        if not self.known.holds_for_copy(key, method, args, kwargs):
+            what = self.known.describe_difference(key, method)
             raise ScalingError(
                 f"A copy of {self._name} was called {what}; its exponents were found for other calls.",
                 expected="A copy of a planned or repaired module keeps its exponents for good.",
@@ -347,16 +271,16 @@ class CallWatch(SameInCopies):
         key = self.sign(call)
         held = HeldContainers(call)
         try:
-            if key not in self._verdicts:
+            if key not in self.known.verdicts:
                 self._judge(key, call, held)
-            ends = self._verdicts[key]
+            ends = self.known.verdicts[key]
             if ends is not None:
                 is_good, output, why, key = self._call_on(key, ends, call, held)
                 if is_good:
                     return output
                 if why != _READ:
                     self._give_up(key, call, why)
-                elif key not in self._verdicts:
+                elif key not in self.known.verdicts:
                     self._judge(key, call, held)
             return self._call_off(key, call)
         except ReplacedError:
@@ -371,10 +295,11 @@ class CallWatch(SameInCopies):
             Last the key of the call, with the values that its code read if it reads some.
         """
         ambient = without_autocast() if self._casts else contextlib.nullcontext()
-        why, reads, answers = _NOT_FINITE, key[0] in self._reading and is_plain(), list[Any]()
-        with self._using(is_on=True), ambient:
-            self._check_weights()
-            is_known = ends is _PLAIN
+        why, answers = _NOT_FINITE, list[Any]()
+        reads = self.known.reads_values(key) and is_plain()
+        with self.using(is_on=True), ambient:
+            self.weights.check()
+            is_known = ends is PLAIN
             restores = () if is_known and not (held or reads) else self._save(call)
             try:
                 with noting_answers(answers) if reads else contextlib.nullcontext():
@@ -388,55 +313,34 @@ class CallWatch(SameInCopies):
                     raise
                 is_good, output, why = False, None, error.what.rstrip(".")
             is_filled = held.is_filled
-            if is_good and reads and not self._is_removed:
+            if is_good and reads and not self.switch.is_removed:
                 key = add_answers(key[0], answers), key[1]
-                if not self._holds_for_read(key, tuple(answers), call):
+                if not self.known.holds_for_read(key, tuple(answers), call):
                     is_good, why = False, _READ
             if is_good and not is_filled:
                 return True, self._track(call, output), "", key
             for restore in (*restores, held.restore):
                 restore()
-            if self._is_removed:  # a guard put exponents on that are for such calls
+            if self.switch.is_removed:  # a guard put exponents on that are for such calls
                 raise ReplacedError
         return False, None, _FILLED if is_filled and why == _NOT_FINITE else why, key
-
-    def _holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
-        """Whether the exponents hold for a call whose code read these values.
-
-        Cost: for values that were not read before a capture, `_MOST_ANSWERS` times a signature: values
-            that never led the code elsewhere by then are compared no more.
-        """
-        if key in self._verdicts:
-            return self._verdicts[key] is not None
-        base = strip_answers(key[0])
-        if self._reading[base] >= _MOST_ANSWERS:
-            return True
-        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
-        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
-        ends = self._trace(call.callee.method, args, kwargs, _find_path(call), answers=answers)
-        if ends is None or not ends.is_plain:
-            return False
-        self._reading[base] += 1
-        self._verdicts[key] = ends
-        return True
 
     def _call_off(self, key: Key, call: ComponentCall) -> Any:
         """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
         try:
-            with self._using(is_on=False):
+            with self.using(is_on=False):
                 output = self._track(call, self._call_bare(call))
         except REFUSALS as error:
             if not (self._casts and self._settings.is_other_code and is_refusal(error)):
                 raise
-            what = self._describe_difference(key, call.callee.method)
+            what = self.known.describe_difference(key, call.callee.method)
             raise ScalingError(
                 f"{self._name} was called {what}, and stopped at operands of two dtypes: such calls "
                 "run without its exponents, in fp32.",
                 expected="Code that was put on since computes in the dtype of what it is given.",
                 remedy=_CODE,
             ) from error
-        if text := self._unsaid.pop(key, ""):
-            self._options.announce(text)
+        self._texts.say_kept(key)
         return output
 
     def _enter_whole(self, call: ComponentCall) -> Any:
@@ -453,14 +357,12 @@ class CallWatch(SameInCopies):
         """Have backward passes refused that would be wrong, and say once that gradients are in fp16."""
         if not torch.is_grad_enabled() or not is_plain():
             return output
-        for known in self._weights if self._is_on else ():
-            if known.tensor.requires_grad and known.name not in self._refused:
-                self._refused.add(known.name)
-                refuse_gradient(known.tensor, f"{known.name} of {self._name}", self._on)
-        now = self._changes
+        if self.switch.is_on:
+            self.weights.refuse_gradients(self.switch.patches)
+        now = self.switch.changes
 
         def check(gradient: torch.Tensor) -> None:
-            if self._changes != now:
+            if self.switch.changes != now:
                 raise ScalingError(
                     f"The exponents of {self._name} were changed or taken off between a call and its "
                     "backward pass.",
@@ -473,9 +375,8 @@ class CallWatch(SameInCopies):
             if tensor.requires_grad:
                 tensor.register_hook(check)
         is_asked = any(x.requires_grad for x in iterate_tensors((call.args, call.kwargs)))
-        if is_asked and not self._has_warned and any(x.tensor.itemsize == 2 for x in self._weights):
-            self._has_warned = True
-            self._options.announce(
+        if is_asked and self.weights.has_half:
+            self._texts.say_once(
                 f"Gradients by inputs of {self._name} are computed in fp16, which loses small ones. "
                 "Multiply the loss by a power of two, such as 1024, and divide the gradients by it."
             )
@@ -487,11 +388,11 @@ class CallWatch(SameInCopies):
 
     def sign(self, call: ComponentCall) -> Key:
         """Return the signature of a call, with what was set since exponents were put on, and its sizes."""
-        with self._turn:
-            if not self._users:  # what a call sets is not what leads it elsewhere
+        with self.switch.held():
+            if not self.switch.is_used:  # what a call sets is not what leads it elsewhere
                 self._settings.read()
             others = self._settings.describe()
-        path = _find_path(call)
+        path = find_path(call)
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
         signature = f"{path}:{sign_call(*given)}".removeprefix(":")
@@ -502,39 +403,15 @@ class CallWatch(SameInCopies):
         return f"{start}({', '.join(filter(None, (rest, *others)))})", sizes
 
     @contextlib.contextmanager
-    def _using(self, *, is_on: bool) -> Iterator[None]:
-        """A call with the exponents on, or off: calls that want the same run at once."""
-        while not self._begin(is_on=is_on):
-            with self._options.changing(), self._turn:
-                if not (self._users or self._is_removed or self._is_on == is_on):
-                    self._switch_on() if is_on else self._switch_off()
-        try:
-            with self._options.calling():
-                if self._is_removed:
-                    raise ReplacedError
-                self._thread.is_inside = True
+    def using(self, *, is_on: bool) -> Iterator[None]:
+        """A call of this thread with the exponents on, or off."""
+        options = self._options
+        with self.switch.using(is_on=is_on, changing=options.changing, calling=options.calling):
+            self._thread.is_inside = True
+            try:
                 yield
-        finally:
-            self._thread.is_inside = False
-            with self._turn:
-                self._users -= 1
-                if not self._users:
-                    if not self._is_removed:
-                        show_parts(self._parts)
-                    self._settings.note()
-                self._turn.notify_all()
-
-    def _begin(self, *, is_on: bool) -> bool:
-        """Whether a call has begun: not while the exponents are to be switched, and no other calls."""
-        with self._turn:
-            while self._users and self._is_on != is_on and not self._is_removed:
-                self._turn.wait()
-            if self._is_removed:
-                raise ReplacedError
-            if self._is_on == is_on and not self._users:
-                hide_parts(self._parts)
-            self._users += self._is_on == is_on
-            return self._is_on == is_on
+            finally:
+                self._thread.is_inside = False
 
     def _is_guarded(self, call: ComponentCall) -> bool:
         return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
@@ -543,7 +420,7 @@ class CallWatch(SameInCopies):
         """Make a call that exponents were found for; report it once if it exceeds what was measured."""
         output, method = call.proceed(), call.callee.method
         is_noted = self.scaling.inputs and is_plain()
-        if is_noted and not (self._is_guarded(call) or self._is_removed):
+        if is_noted and not (self._is_guarded(call) or self.switch.is_removed):
             names = call.callee.argument_names
             self._ranges.note(method, name_inputs(call.args, call.kwargs, names), output)
         return output
@@ -552,7 +429,7 @@ class CallWatch(SameInCopies):
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
         if ends.inputs and len(list(_list_tensors(call))) != ends.given:
             return False, None  # others than those that were traced
-        if _find_path(call):
+        if find_path(call):
             is_half = torch.float16 in {x.dtype for x in call.callee.owner.parameters()}
             given = _scale_inputs(ends, call)
             output = given.proceed_in(torch.float16 if is_half else torch.float32)
@@ -605,122 +482,35 @@ class CallWatch(SameInCopies):
         Args:
             held: what the call's arguments hold, which a trace may change.
         """
-        method, path = call.callee.method, _find_path(call)
+        method, path = call.callee.method, find_path(call)
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
         args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
-        ends = None if held.has_kept_tensors else self._find_ends(key, method, args, kwargs, path)
+        ends = None
+        if not held.has_kept_tensors:
+            ends = self.known.find_ends(key, method, args, kwargs, path)
         held.restore()
         is_other_code = self._settings.describe()  # earlier calls would run it as well by now
         can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
         if ends is None and can_extend and self._options.extend is not None:
-            what = self._describe_difference(key, method, names_sizes=False)
+            what = self.known.describe_difference(key, method, names_sizes=False)
             with self._options.changing():
-                if not (self._is_removed or key in self._verdicts):
+                if not (self.switch.is_removed or key in self.known.verdicts):
                     self._options.extend(replace(call, args=args, kwargs=kwargs), what)
-            if self._is_removed:
+            if self.switch.is_removed:
                 raise ReplacedError
-        with self._turn:
-            if key not in self._verdicts:
+        with self.switch.held():
+            if key not in self.known.verdicts:
                 if ends is None:
                     self._give_up(key, call, "they do not hold for that")
-                self._verdicts[key] = ends
-
-    def _find_ends(
-        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
-    ) -> CallEnds | None:
-        """What a call needs so that the exponents hold; None when they do not.
-
-        Cost: for sizes that read what is folded as others of the signature did, a run without values; else
-            a capture.
-        """
-        signature, sizes = key
-        kind = self._kinds.get(signature)
-        if kind is None:
-            ends = self._trace(method, args, kwargs, path)
-            self._kinds[signature] = _Kind(ends, [sizes])
-            return ends
-        if kind.ends is None or not sizes:
-            return kind.ends
-        marks = self._read(kind, method, args, kwargs, path)
-        if marks is None or (kind.marks is not None and marks <= kind.marks):
-            return kind.ends
-        ends = self._trace(method, args, kwargs, path, is_short=False)
-        if ends is not None and (ends.inputs, ends.outputs) == (
-            kind.ends.inputs,
-            kind.ends.outputs,
-        ):
-            kind.sizes.append(sizes)
-            kind.marks = (kind.marks or frozenset()) | marks
-        return ends
-
-    def _read(
-        self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
-    ) -> frozenset[int] | None:
-        """How a call reads what is folded, and once how the first ones of its kind did; None if unknown."""
-        skeleton = self._skeleton
-        if skeleton is None or not kind.is_read or self._settings.is_other_code:
-            return None
-        self._settings.set_on(skeleton)
-        part = skeleton.get_submodule(path)
-        function = part if method == "forward" else getattr(skeleton, method)
-        blocked = {bare for bare, place in map(split_name, self.scaling.exponents) if place}
-        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
-
-        def read(args: Any, kwargs: Any) -> frozenset[int] | None:
-            given = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
-            return read_call(function, given[0], given[1], torch.float16, blocked)
-
-        marks = read(args, kwargs)
-        if marks is not None and kind.marks is None:
-            resized = (resize_call(part, method, args, kwargs, x) for x in kind.sizes)
-            found = [read(*x) for x in resized if x is not None]
-            kind.marks = frozenset().union(*(x for x in found if x is not None)) if found else None
-        kind.is_read = marks is not None
-        return marks
-
-    def _trace(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        path: str = "",
-        *,
-        is_short: bool = True,
-        answers: Answers = (),
-    ) -> CallEnds | None:
-        """What a call needs at its ends by the equations of its graph.
-
-        Args:
-            answers: what its code asked tensors for, and got.
-            is_short: a video is cut to its first frames where that can be traced.
-        """
-        skeleton = self._skeleton
-        if skeleton is None or self._settings.is_other_code:
-            return None
-        self._settings.set_on(skeleton)
-        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
-        scaling = restrict_scaling(self.scaling, path) if path else self.scaling
-        part = skeleton.get_submodule(path)
-        whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
-        short = cut_sizes(whole) if is_short else whole
-        for call in (short, whole) if short is not whole else (whole,):
-            with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
-                capture = (
-                    capture_answered(call, scaling.stream, answers)
-                    if answers
-                    else Captures().take(call, scaling.stream)
-                )
-                return find_ends(part, scaling, capture, *call[1:])
-        return None  # nothing is known of such calls
+                self.known.verdicts[key] = ends
 
     def _give_up(self, key: Key, call: ComponentCall, why: str) -> None:
         """Run calls of a signature and sizes without exponents from now on; it is said once one has run."""
-        path, method = _find_path(call), call.callee.method
+        path, method = find_path(call), call.callee.method
         what = (
             f"`{self._name}:{path}` was called alone"
             if path
-            else f"{self._name} was called {self._describe_difference(key, method)}"
+            else f"{self._name} was called {self.known.describe_difference(key, method)}"
         )
         remedy = _WHOLE if path else self._options.remedy
         remedy = _CODE if self._settings.is_other_code else remedy
@@ -733,97 +523,47 @@ class CallWatch(SameInCopies):
                 else "Its weights are stored elsewhere between calls, so its exponents stay on.",
                 remedy=remedy,
             )
-        self._verdicts[key] = None
-        kind = self._kinds.get(key[0])
-        if kind is None or kind.sizes in ([], [key[1]]):  # nor do they for other sizes
-            self._kinds[key[0]] = _Kind(None, [])
-        self._unsaid[key] = (
+        self.known.refuse(key)
+        self._texts.keep(
+            key,
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
-            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}"
+            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}",
         )
 
-    def _describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
-        """`with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`, against known calls."""
-        signature, sizes = key
-        if signature not in self.scaling.signatures:
-            return _describe_difference(signature, self.scaling, method)
-        if not names_sizes:
-            return f"with other sizes ({method})"
-        return f"with sizes {', '.join('x'.join(map(str, x)) for x in sizes if x)} ({method})"
 
-    # On and off
+class _Texts:
+    """What the user of a module is told, each text once."""
 
-    def _switch_on(self) -> None:
-        self._off.undo()
-        self._put(self._on)
-        self._weights = list(_list_weights(self.module, self.scaling))
-        self._wide = list(_list_wide(self.module)) if self._casts else []
-        self._settings.note()
-        self._is_on = True
-        self._forget()
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce, self._said = announce, set[str]()
+        self._kept: dict[Key, str] = {}
 
-    def _switch_off(self) -> None:
-        self._check_weights()
-        self._on.undo()
-        try:
-            if self._casts:
-                self._off.set_attribute(self.module, UNPLANNED, True)
-                self._off.defer(cast_(self.module, torch.float32).undo)
-        except BaseException:  # memory may run out
-            self._switch_on()
-            raise
-        self._settings.note()
-        self._is_on = False
-        self._forget()
+    def say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._announce(text)
 
-    def _forget(self) -> None:
-        """What was kept of calls may have another scale or dtype; compiled code has other hooks."""
-        self._changes += 1
-        self._refused.clear()
-        clear_caches(self.module)
-        if any(find_code(x) for x in self.module.modules()):
-            torch.compiler.reset()
+    def keep(self, key: Key, text: str) -> None:
+        """Say it once such a call has run."""
+        self._kept[key] = text
 
-    def _check_weights(self) -> None:
-        """Refuse weights that were rewritten under the exponents, or cast from the fp32 that they need.
-
-        Cost: two comparisons for each folded tensor; no device is asked unless something changed.
-        """
-        if is_in_training(self.module) or not is_plain():
-            return
-        found = [(name, holder.get(key)) for name, holder, key in self._wide]
-        cast = [(name, x.dtype) for name, x in found if x is not None and x.dtype.itemsize < 4]
-        if cast:
-            raise ScalingError(
-                f"{self._name} was cast since its exponents were folded in: {cast[0][0]} is "
-                f"{name_dtype(cast[0][1])}, and was fp32"
-                f"{'' if len(cast) == 1 else f', as were {len(cast) - 1} more'}.",
-                expected="A plan or rescaling keeps in fp32 what would lose values in 16 bits.",
-                remedy="Leave the cast out: what is planned or repaired is cast already.",
-            )
-        changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
-        if changed:
-            raise ScalingError(
-                f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
-                f"in: {list_some(changed)}.",
-                expected="Weights that were rewritten have no exponents, but the weights around them do.",
-                remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
-                "the pipeline again, write the weights, and make a plan of the result.",
-            )
+    def say_kept(self, key: Key) -> None:
+        if text := self._kept.pop(key, ""):
+            self._announce(text)
 
 
 def note_weights(module: torch.nn.Module) -> None:
     """Know the weights of a module that arrived after its exponents were put on."""
     watch = vars(module).get(_WATCH)
     if watch is not None:
-        watch._weights = list(_list_weights(module, watch.scaling))
+        watch.weights.note_arrived()
 
 
 @contextlib.contextmanager
 def exponents_on(module: torch.nn.Module) -> Iterator[None]:
     """A block in which a module has its exponents, also if its last call ran without them."""
     watch = find_watch(module)
-    with contextlib.nullcontext() if watch is None else watch._using(is_on=True):
+    with contextlib.nullcontext() if watch is None else watch.using(is_on=True):
         yield
 
 
@@ -861,97 +601,9 @@ def has_passed(module: torch.nn.Module) -> bool:
 def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
     """Whether a call is right, as it is, with the exponents that are on a module now."""
     watch = find_watch(module)
-    if watch is None or not watch._is_on:
+    if watch is None or not watch.switch.is_on:
         return True
-    return watch._verdicts.get(watch.sign(call)) is _PLAIN
-
-
-@dataclass
-class _Weight:
-    """A tensor that an exponent is folded into, as it was then."""
-
-    name: str
-    holder: dict[str, Any]
-    key: str
-    tensor: torch.Tensor
-    version: int | None
-    sample: torch.Tensor | None
-
-    def has_moved(self) -> bool:
-        """Whether another tensor is there, or something was written into it."""
-        tensor = self.holder.get(self.key)
-        return tensor is not self.tensor or count_writes(tensor) != self.version
-
-    def accept(self) -> bool:
-        """Whether the tensor that is there has the same values, or none here; it is known then.
-
-        Cost: a host read.
-        """
-        tensor = self.holder.get(self.key)
-        if tensor is None:
-            return False
-        if has_values(tensor):
-            sample = _sample(tensor)
-            if self.sample is not None and not _are_alike(self.sample, sample):
-                return False
-            self.sample, self.version = sample, count_writes(tensor)
-        self.tensor = tensor
-        return True
-
-
-def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Name, holder and key of each tensor that is in fp32."""
-    for path, part in module.named_modules():
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None and tensor.dtype == torch.float32:
-                    yield f"{path}.{key}".removeprefix("."), holder, key
-
-
-def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
-    names = {split_name(name)[0] for name in scaling.exponents}
-    for path, part in module.named_modules():
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                name = unwrap_name(f"{path}.{key}".removeprefix("."))
-                if name in names and tensor is not None:
-                    sample = _sample(tensor) if has_values(tensor) else None
-                    yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy one value or more of each row and of each column of a weight to the host.
-
-    Cost: an operation and a host read.
-    """
-    rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
-    numbers = torch.arange(max(rows.shape), device=rows.device)
-    return rows[numbers % rows.shape[0], numbers % rows.shape[1]].cpu()
-
-
-def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether samples are the same in the narrower of their dtypes."""
-    narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
-    return torch.equal(before.to(narrow), now.to(narrow))
-
-
-def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module with weights on `meta`, to be traced; None where it cannot be copied."""
-    memo = detach_derived(module)
-    for tensor in name_parameters(module).values():
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
-    try:
-        with bared(module), in_full(module):
-            return copy.deepcopy(module, memo)
-    except Exception:  # whatever a module holds besides weights
-        return None
-
-
-def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
-    dtype = own if own is not None and tensor.dtype == torch.float16 else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return watch.known.verdicts.get(watch.sign(call)) is PLAIN
 
 
 def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False) -> ComponentCall:
@@ -975,11 +627,6 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
 def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     yield from (x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def _find_path(call: ComponentCall) -> str:
-    """The path of a part that is called alone; "" for a call of the module."""
-    return call.callee.component_name if call.callee.stage == "part" else ""
 
 
 def _is_finite(tensors: list[torch.Tensor]) -> bool:
@@ -1054,26 +701,6 @@ class _PartCopies:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         if id(self.watch.module) not in memo:
             self.watch.warn_of_copy()
-
-
-def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
-    """`with hidden=True, without mask[2d]`, against the nearest signature that is known."""
-    parts = _list_parts(signature)
-    known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
-    if not known:
-        return f"as {signature}"
-    nearest = min(known, key=lambda x: len(x ^ parts))
-    added = sorted(parts - nearest)
-    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # one for each layer, maybe
-    said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
-    said += [list_some(code)] if code else []
-    said += [f"without {x}" for x in sorted(nearest - parts)]
-    return f"{', '.join(said) or 'otherwise'} ({method})"
-
-
-def _list_parts(signature: str) -> set[str]:
-    inner = signature.partition("(")[2].removesuffix(")")
-    return {*re.split(r", (?![^\[]*\])", inner)} - {""}  # not inside of a list
 
 
 def watch_calls(

@@ -1,0 +1,159 @@
+"""Whether the weights that exponents are folded into are still those, in the dtype that they had.
+
+**Catches** weights that were written into, exchanged, or cast from the fp32 that the exponents need;
+gradients of folded weights.
+**Does not catch** weights that are written through `.data` or in inference mode, and single values of a
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stopdown.errors import ScalingError
+from stopdown.interception.patches import Patches
+from stopdown.number_formats import list_some, name_dtype
+from stopdown.numerics import count_writes, has_values
+from stopdown.scaling.calls.outermost_calls import is_in_training, is_plain
+from stopdown.scaling.fold_names import split_name
+from stopdown.scaling.folding.adapters import refuse_gradient, unwrap_name
+from stopdown.scaling_records import Scaling
+
+
+class FoldedWeights:
+    """The folded weights of one module, as they were when `note` was called last."""
+
+    def __init__(
+        self, module: torch.nn.Module, scaling: Scaling, name: str, *, casts: bool
+    ) -> None:
+        """
+        Args:
+            name: of the component, for messages.
+            casts: the module is cast, and keeps in fp32 what would lose values in 16 bits.
+        """
+        self._module, self._scaling, self._name, self._casts = module, scaling, name, casts
+        self._weights: list[_Weight] = []
+        self._wide: list[tuple[str, dict[str, Any], str]] = []
+        self._refused = set[str]()
+
+    def note(self) -> None:
+        """Take the weights that are there now as those that the exponents are in."""
+        self.note_arrived()
+        self._wide = list(_list_wide(self._module)) if self._casts else []
+        self._refused.clear()
+
+    def note_arrived(self) -> None:
+        """Take weights that arrived since as those that the exponents are in."""
+        self._weights = list(_list_weights(self._module, self._scaling))
+
+    @property
+    def has_half(self) -> bool:
+        """Whether some of them are in 16 bits."""
+        return any(x.tensor.itemsize == 2 for x in self._weights)
+
+    def refuse_gradients(self, patches: Patches) -> None:
+        """Have backward passes raise that reach a weight, until `patches` is undone."""
+        for known in self._weights:
+            if known.tensor.requires_grad and known.name not in self._refused:
+                self._refused.add(known.name)
+                refuse_gradient(known.tensor, f"{known.name} of {self._name}", patches)
+
+    def check(self) -> None:
+        """Refuse weights that were rewritten under the exponents, or cast from the fp32 that they need.
+
+        Cost: two comparisons for each folded tensor; no device is asked unless something changed.
+        """
+        if is_in_training(self._module) or not is_plain():
+            return
+        found = [(name, holder.get(key)) for name, holder, key in self._wide]
+        cast = [(name, x.dtype) for name, x in found if x is not None and x.dtype.itemsize < 4]
+        if cast:
+            raise ScalingError(
+                f"{self._name} was cast since its exponents were folded in: {cast[0][0]} is "
+                f"{name_dtype(cast[0][1])}, and was fp32"
+                f"{'' if len(cast) == 1 else f', as were {len(cast) - 1} more'}.",
+                expected="A plan or rescaling keeps in fp32 what would lose values in 16 bits.",
+                remedy="Leave the cast out: what is planned or repaired is cast already.",
+            )
+        changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
+        if changed:
+            raise ScalingError(
+                f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
+                f"in: {list_some(changed)}.",
+                expected="Weights that were rewritten have no exponents, but the weights around them do.",
+                remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
+                "the pipeline again, write the weights, and make a plan of the result.",
+            )
+
+
+@dataclass
+class _Weight:
+    """A tensor that an exponent is folded into, as it was then."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    version: int | None
+    sample: torch.Tensor | None
+
+    def has_moved(self) -> bool:
+        """Whether another tensor is there, or something was written into it."""
+        tensor = self.holder.get(self.key)
+        return tensor is not self.tensor or count_writes(tensor) != self.version
+
+    def accept(self) -> bool:
+        """Whether the tensor that is there has the same values, or none here; it is known then.
+
+        Cost: a host read.
+        """
+        tensor = self.holder.get(self.key)
+        if tensor is None:
+            return False
+        if has_values(tensor):
+            sample = _sample(tensor)
+            if self.sample is not None and not _are_alike(self.sample, sample):
+                return False
+            self.sample, self.version = sample, count_writes(tensor)
+        self.tensor = tensor
+        return True
+
+
+def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Name, holder and key of each tensor that is in fp32."""
+    for path, part in module.named_modules():
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and tensor.dtype == torch.float32:
+                    yield f"{path}.{key}".removeprefix("."), holder, key
+
+
+def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
+    names = {split_name(name)[0] for name in scaling.exponents}
+    for path, part in module.named_modules():
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                name = unwrap_name(f"{path}.{key}".removeprefix("."))
+                if name in names and tensor is not None:
+                    sample = _sample(tensor) if has_values(tensor) else None
+                    yield _Weight(name, holder, key, tensor, count_writes(tensor), sample)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy one value or more of each row and of each column of a weight to the host.
+
+    Cost: an operation and a host read.
+    """
+    rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+    numbers = torch.arange(max(rows.shape), device=rows.device)
+    return rows[numbers % rows.shape[0], numbers % rows.shape[1]].cpu()
+
+
+def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether samples are the same in the narrower of their dtypes."""
+    narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
+    return torch.equal(before.to(narrow), now.to(narrow))

@@ -1,0 +1,281 @@
+"""What holds for calls of each signature and sizes, by the equations of their graphs.
+
+Calls that exponents were found for are known. One of other sizes is run once without values: what is folded
+has to be read as it was then (`readings`). One of another signature, or that reads otherwise, is traced
+once, and the equations of its graph say what has to be multiplied at its ends, if that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.number_formats import list_some
+from stopdown.scaling.calls.call import ComponentCall
+from stopdown.scaling.calls.call_interception import bared
+from stopdown.scaling.calls.call_signatures import Sizes, resize_call
+from stopdown.scaling.calls.module_code import CODE_WORDS
+from stopdown.scaling.calls.module_settings import ModuleSettings
+from stopdown.scaling.calls.step_caches import in_full
+from stopdown.scaling.fold_names import split_name
+from stopdown.scaling.folding.folds import restrict_scaling
+from stopdown.scaling.graph.capture import (
+    Answers,
+    detach_derived,
+    name_parameters,
+    read_call,
+    strip_answers,
+)
+from stopdown.scaling.trials.measurement import Captures, capture_answered, cut_sizes
+from stopdown.scaling.watch.call_exponents import CallEnds
+from stopdown.scaling.watch.call_exponents import find_ends as find_call_ends
+from stopdown.scaling_records import Scaling
+
+PLAIN = CallEnds()
+"""Nothing is multiplied."""
+
+_MOST_ANSWERS = 8
+
+
+@dataclass
+class _Kind:
+    """Calls of one signature.
+
+    Attributes:
+        ends: what holds for them; None where nothing does.
+        sizes: of those whose graph was looked at.
+        marks: how these read what is folded; None before other sizes came.
+        is_read: False where that cannot be found without values.
+    """
+
+    ends: CallEnds | None
+    sizes: list[Sizes]
+    marks: frozenset[int] | None = None
+    is_read: bool = True
+
+
+Key = tuple[str, Sizes]
+"""Signature and sizes of a call."""
+
+
+class KnownCalls:
+    """What holds for the calls of one module.
+
+    Attributes:
+        verdicts: signature and sizes to what is multiplied; None where the exponents do not hold.
+    """
+
+    def __init__(self, module: torch.nn.Module, scaling: Scaling, settings: ModuleSettings) -> None:
+        """
+        Args:
+            module: as it is without the exponents.
+            settings: of the module, which a trace sets on its copy.
+        """
+        self._scaling, self._settings = scaling, settings
+        self._kinds = {
+            x: _Kind(PLAIN, list(scaling.shapes[x]))
+            for x in scaling.signatures
+            if x in scaling.shapes
+        }
+        self.verdicts: dict[Key, CallEnds | None] = {
+            (name, sizes): PLAIN for name, kind in self._kinds.items() for sizes in kind.sizes
+        }
+        self._of_copies: dict[Key, CallEnds | None] = {}
+        self._reading = Counter[str]()  # signatures whose code reads values, to answers that held
+        for name, kind in list(self._kinds.items()):
+            if (base := strip_answers(name)) != name:
+                self._reading[base] = 0
+                self._kinds.setdefault(base, _Kind(PLAIN, [])).sizes.extend(kind.sizes)
+                self.verdicts |= {(base, sizes): PLAIN for sizes in kind.sizes}
+        self._skeleton = _copy_without_weights(module)
+
+    def reads_values(self, key: Key) -> bool:
+        """Whether the code of such calls asks tensors for their values."""
+        return key[0] in self._reading
+
+    def refuse(self, key: Key) -> None:
+        """Take it that the exponents do not hold for such calls."""
+        self.verdicts[key] = None
+        kind = self._kinds.get(key[0])
+        if kind is None or kind.sizes in ([], [key[1]]):  # nor do they for other sizes
+            self._kinds[key[0]] = _Kind(None, [])
+
+    def holds_for_copy(
+        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a call of a deep copy is right as it is."""
+        if key not in self._of_copies:
+            found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
+            self._of_copies[key] = found
+        ends = self._of_copies[key]
+        return ends is not None and ends.is_plain
+
+    def holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
+        """Whether the exponents hold for a call whose code read these values.
+
+        Cost: for values that were not read before a capture, `_MOST_ANSWERS` times a signature: values
+            that never led the code elsewhere by then are compared no more.
+        """
+        if key in self.verdicts:
+            return self.verdicts[key] is not None
+        base = strip_answers(key[0])
+        if self._reading[base] >= _MOST_ANSWERS:
+            return True
+        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
+        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
+        ends = self.trace(call.callee.method, args, kwargs, find_path(call), answers=answers)
+        if ends is None or not ends.is_plain:
+            return False
+        self._reading[base] += 1
+        self.verdicts[key] = ends
+        return True
+
+    def find_ends(
+        self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
+    ) -> CallEnds | None:
+        """What a call needs so that the exponents hold; None when they do not.
+
+        Cost: for sizes that read what is folded as others of the signature did, a run without values; else
+            a capture.
+        """
+        signature, sizes = key
+        kind = self._kinds.get(signature)
+        if kind is None:
+            ends = self.trace(method, args, kwargs, path)
+            self._kinds[signature] = _Kind(ends, [sizes])
+            return ends
+        if kind.ends is None or not sizes:
+            return kind.ends
+        marks = self._read(kind, method, args, kwargs, path)
+        if marks is None or (kind.marks is not None and marks <= kind.marks):
+            return kind.ends
+        ends = self.trace(method, args, kwargs, path, is_short=False)
+        if ends is not None and (ends.inputs, ends.outputs) == (
+            kind.ends.inputs,
+            kind.ends.outputs,
+        ):
+            kind.sizes.append(sizes)
+            kind.marks = (kind.marks or frozenset()) | marks
+        return ends
+
+    def _read(
+        self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
+    ) -> frozenset[int] | None:
+        """How a call reads what is folded, and once how the first ones of its kind did; None if unknown."""
+        skeleton = self._skeleton
+        if skeleton is None or not kind.is_read or self._settings.is_other_code:
+            return None
+        self._settings.set_on(skeleton)
+        part = skeleton.get_submodule(path)
+        function = part if method == "forward" else getattr(skeleton, method)
+        blocked = {bare for bare, place in map(split_name, self._scaling.exponents) if place}
+        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
+
+        def read(args: Any, kwargs: Any) -> frozenset[int] | None:
+            given = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+            return read_call(function, given[0], given[1], torch.float16, blocked)
+
+        marks = read(args, kwargs)
+        if marks is not None and kind.marks is None:
+            resized = (resize_call(part, method, args, kwargs, x) for x in kind.sizes)
+            found = [read(*x) for x in resized if x is not None]
+            kind.marks = frozenset().union(*(x for x in found if x is not None)) if found else None
+        kind.is_read = marks is not None
+        return marks
+
+    def trace(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: str = "",
+        *,
+        is_short: bool = True,
+        answers: Answers = (),
+    ) -> CallEnds | None:
+        """What a call needs at its ends by the equations of its graph.
+
+        Args:
+            answers: what its code asked tensors for, and got.
+            is_short: a video is cut to its first frames where that can be traced.
+        """
+        skeleton = self._skeleton
+        if skeleton is None or self._settings.is_other_code:
+            return None
+        self._settings.set_on(skeleton)
+        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+        scaling = restrict_scaling(self._scaling, path) if path else self._scaling
+        part = skeleton.get_submodule(path)
+        whole = part if method == "forward" else getattr(skeleton, method), args, kwargs
+        short = cut_sizes(whole) if is_short else whole
+        for call in (short, whole) if short is not whole else (whole,):
+            with contextlib.suppress(Exception):  # whatever a model's code does with fewer values
+                capture = (
+                    capture_answered(call, scaling.stream, answers)
+                    if answers
+                    else Captures().take(call, scaling.stream)
+                )
+                return find_call_ends(part, scaling, capture, *call[1:])
+        return None  # nothing is known of such calls
+
+    def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
+        """`with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`, against known calls."""
+        signature, sizes = key
+        if signature not in self._scaling.signatures:
+            return describe_difference(signature, self._scaling, method)
+        if not names_sizes:
+            return f"with other sizes ({method})"
+        return f"with sizes {', '.join('x'.join(map(str, x)) for x in sizes if x)} ({method})"
+
+
+def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module with weights on `meta`, to be traced; None where it cannot be copied."""
+    memo = detach_derived(module)
+    for tensor in name_parameters(module).values():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
+    try:
+        with bared(module), in_full(module):
+            return copy.deepcopy(module, memo)
+    except Exception:  # whatever a module holds besides weights
+        return None
+
+
+def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    dtype = own if own is not None and tensor.dtype == torch.float16 else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def find_path(call: ComponentCall) -> str:
+    """The path of a part that is called alone; "" for a call of the module."""
+    return call.callee.component_name if call.callee.stage == "part" else ""
+
+
+def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
+    """`with hidden=True, without mask[2d]`, against the nearest signature that is known."""
+    parts = _list_parts(signature)
+    known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
+    if not known:
+        return f"as {signature}"
+    nearest = min(known, key=lambda x: len(x ^ parts))
+    added = sorted(parts - nearest)
+    code = [f"with {x}" for x in added if x.startswith(CODE_WORDS)]  # one for each layer, maybe
+    said = [f"with {x}" for x in added if not x.startswith(CODE_WORDS)]
+    said += [list_some(code)] if code else []
+    said += [f"without {x}" for x in sorted(nearest - parts)]
+    return f"{', '.join(said) or 'otherwise'} ({method})"
+
+
+def _list_parts(signature: str) -> set[str]:
+    inner = signature.partition("(")[2].removesuffix(")")
+    return {*re.split(r", (?![^\[]*\])", inner)} - {""}  # not inside of a list
