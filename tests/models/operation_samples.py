@@ -97,9 +97,10 @@ def draw_arguments(info: Any) -> Iterator[Any]:
 def trace(function: Any, sample: Any) -> Sample | None:
     """The graph of one call; None where it cannot be traced."""
     leaves, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
-    tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
-    if any(x.layout is not torch.strided for x in tensors):
+    given = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if any(x.layout is not torch.strided for x in given):
         return None
+    tensors = tuple(x.clone() for x in given)  # what lies around a view is no part of a sample
 
     def call(*given: torch.Tensor) -> Any:
         waiting = iter(given)
@@ -112,6 +113,7 @@ def trace(function: Any, sample: Any) -> Sample | None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*tensors)
+            graph(*tensors)  # `as_strided` may read beyond the copy of a view
     except Exception:  # torch's tracer has many; what cannot be traced is no sample
         return None
     return Sample(graph, tensors)

@@ -94,6 +94,22 @@ def test_transformed_calls_are_right(
     assert relative_l2(found, wanted) < 2e-3
 
 
+def test_a_transformed_call_of_a_bare_module_is_said(model: nn.Module, given: Any) -> None:
+    """A first call by `vmap`, which no guard can repair, is said once; an outer call repairs the next."""
+    module, said = copy.deepcopy(model).half(), list[str]()
+    low = cast_tree(given, torch.float16)
+    with guard(module, announce=said.append) as handle:
+        for _ in range(2):
+            assert not transform("vmap", module, low).isfinite().all()
+        assert len(said) == 1
+        assert "is called inside of torch.func (vmap, grad), where no value can be read" in said[0]
+        assert "Call it once outside of that" in said[0]
+        assert set(said) <= set(handle.record.unwatched)
+        run(module, low)
+        found = transform("vmap", module, low)
+    assert relative_l2(found, run(model, given)) < 2e-3
+
+
 @pytest.mark.thorough
 def test_a_module_that_is_compiled_later_is_guarded(model: nn.Module, given: Any) -> None:
     """What `torch.compile` made of a guarded module is watched and repaired like the module itself."""

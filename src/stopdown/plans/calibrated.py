@@ -61,6 +61,7 @@ from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
+from stopdown.scaling.calls.module_code import list_foreign_code
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folding.folds import describe_trial
 from stopdown.scaling.folding.weight_checks import find_quantised
@@ -339,7 +340,8 @@ def _plan_component(
     *,
     verify: bool = True,
 ) -> ComponentPlan:
-    bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
+    weights, code = sample_weights(module), list_foreign_code(module)
+    bare = ComponentPlan(name, type(module).__name__, weights, "fp32", code=code)
     if method := find_quantised(module):
         why = f"Its weights are quantised ({method}); they are left alone."
         return dataclasses.replace(bare, precision="as loaded", reasons=(why,))

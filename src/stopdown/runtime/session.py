@@ -51,6 +51,7 @@ from stopdown.scaling.calls.outermost_calls import (
     is_enclosed,
     is_in_training,
     is_plain,
+    is_transformed,
     listen,
 )
 from stopdown.scaling.watch.call_watch import find_watch, scale_ends
@@ -167,8 +168,9 @@ class Session(SameInCopies):
         if self._has_free_methods:
             listen(self._meet_module, self.patches)
             for name, module in find_components(self.pipe).items():
-                notice = functools.partial(self._notice_enclosed, name)
-                self.patches.defer(module.register_forward_pre_hook(notice).remove)
+                for notice in (self._notice_enclosed, self._notice_transformed):
+                    noticed = functools.partial(notice, name)
+                    self.patches.defer(module.register_forward_pre_hook(noticed).remove)
 
     def follow(self) -> None:
         """Intercept the calls of components that were compiled or replaced since."""
@@ -385,9 +387,27 @@ class Session(SameInCopies):
                 f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
                 f"{outer} to the guard."
             )
-            if text not in self.missed:
-                self.missed.append(text)
-                self.announce(text)
+            self._miss(text)
+
+    def _notice_transformed(self, name: str, module: torch.nn.Module, args: object = ()) -> None:
+        """Report once that a call whose values cannot be read is not repaired.
+
+        One of a module with exponents needs no repair.
+        """
+        if is_traced() or not is_transformed() or find_watch(module) is not None:
+            return
+        if any(x.dtype == torch.float16 for x in module.parameters()):
+            self._miss(
+                f"`{name}` is called inside of torch.func (vmap, grad), where no value can be read: what "
+                "overflows there is neither found nor repaired. Call it once outside of that, which "
+                "repairs it for these calls as well."
+            )
+
+    def _miss(self, text: str) -> None:
+        """Say once what is not guarded."""
+        if text not in self.missed:
+            self.missed.append(text)
+            self.announce(text)
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
         """Whether a call is one of training, which is reported once."""
@@ -438,6 +458,7 @@ class Session(SameInCopies):
     def _call_outermost(self, outer: Listener, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Let the outer listener answer a call; one inside of another call is left alone."""
         if not is_plain():
+            self._notice_transformed(guarded.name, guarded.module)
             return call.proceed()
         try:
             if not self._has_free_methods:

@@ -493,6 +493,60 @@ def test_a_planned_module_is_compiled_under_the_guard() -> None:
     assert max(measure_error(*pair) for pair in zip(found, wanted, strict=True)) < 2e-3
 
 
+def compile_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def compile_around(module: nn.Module) -> nn.Module:
+    made: Any = torch.compile(module, backend="eager")
+    return made
+
+
+@pytest.mark.parametrize("compiled", [compile_in_place, compile_around])
+def test_a_planned_module_is_compiled_without_a_guard(compiled: Any) -> None:
+    """What was compiled after a plan was put on runs calls of other signatures and sizes rightly."""
+    module, first = make_encoder()
+    calls = [first, {**first, "hidden": True}, {"x": torch.randn(2, 7, 32)}, first]
+    wanted = [run(module, x) for x in calls]
+    with apply_plan({"part": module}, plan_module(module, first)):
+        before = run(module, first, torch.float16)
+        code = compiled(module)
+        found = [run(code, x, torch.float16) for x in calls]
+        assert torch.equal(found[-1], before)
+    assert max(measure_error(*pair) for pair in zip(found, wanted, strict=True)) < 2e-3
+
+
+@pytest.mark.parametrize("compiled", [compile_in_place, compile_around])
+def test_a_rescaled_module_is_compiled(compiled: Any) -> None:
+    """Calls of compiled code that the exponents do not hold for are refused, others keep every bit."""
+    module, first = make_encoder()
+    wanted, late = run(module, first), {**first, "late": torch.full((2, 5, 32), 3e4)}
+    right = run(module, late)
+    rescaling = rescale_(module, (), first)
+    code = compiled(module)
+    assert torch.equal(run(code, first), wanted)
+    assert measure_error(run(code, late), right) < 2e-3
+    with pytest.raises(ScalingError, match=r"Encoder was called with gate\[1d\] \(forward\)"):
+        run(code, {**first, "gate": torch.tensor(0.5)})
+    rescaling.undo()
+    assert torch.equal(run(code, first), wanted)
+
+
+def test_a_plan_of_replaced_code_belongs_to_it() -> None:
+    """A function that was set on a part before the plan was made is no difference from the plan."""
+    module, first = make_encoder()
+    before = module.up[2].forward
+    module.up[2].forward = lambda x: 2 * before(x)  # type: ignore[method-assign]
+    calls = [first, {**first, "hidden": True}, {"x": torch.randn(2, 7, 32)}]
+    wanted = [run(module, x) for x in calls]
+    with apply_plan(
+        {"part": module}, measure_plan({"part": module}, run=lambda: run(module, first))
+    ):
+        found = [run(module, x, torch.float16) for x in calls]
+    assert max(measure_error(*pair) for pair in zip(found, wanted, strict=True)) < 2e-3
+
+
 def test_weights_that_wait_elsewhere_are_refused() -> None:
     """Where weights come from a store, exponents stay on, so the call is refused with what to do."""
     module, first = make_encoder()

@@ -92,7 +92,7 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
         if kind in _RULES:
             return _RULES[kind]
     known = all(not bool(x.radius.any()) for x in values)
-    if kind in _CONSTANTS or (known and kind != "assertion"):
+    if kind in _CONSTANTS or (known and kind not in _UNKNOWN):
         return _compute_known
     return None
 
@@ -276,6 +276,9 @@ _RULES: dict[str, Rule] = {
     "divide": _apply_quotient,
     "exponential": _apply_exp,
 }
+_UNKNOWN = ("assertion", "random")
+"""Kinds of what gives nothing, or something else each time."""
+
 _CONSTANTS = ("constant", "counting", "filled")
 
 

@@ -243,6 +243,8 @@ def bound_saturate(op: Operands) -> Bound:
 
 def bound_softmax(op: Operands) -> Bound:
     """Weights of a mean: none above 1, and neither is their norm."""
+    if not op.shape:
+        return uniform(1.0, op.shape, 1.0)
     dim = int(op.given["dim"]) % len(op.shape)
     one = torch.ones((1,) * len(op.shape)).double()
     return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))

@@ -206,6 +206,10 @@ def wants_gradients(module: torch.nn.Module) -> bool:
 def is_plain() -> bool:
     """Whether a call of now computes values that can be read: it is not traced or transformed."""
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
-    return not (is_recorded or is_transformed or proxies or torch.jit.is_tracing())
+    return not (is_recorded or is_transformed() or proxies or torch.jit.is_tracing())
+
+
+def is_transformed() -> bool:
+    """Whether a call of now is inside of `torch.func`: tensors stand for many calls there."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -101,6 +101,15 @@ def keep_first(op: Operation) -> None:
         op.pin()
 
 
+def length(op: Operation) -> None:
+    """`|x|` has the exponent of `x`, but for orders that count values, or whose powers are rounded."""
+    order = op.given.get("ord", op.given.get("p"))
+    if order in (None, 1, 2, math.inf, -math.inf):
+        keep_first(op)
+    else:
+        op.pin()
+
+
 def parts(op: Operation) -> None:
     """One result is like the first float input; of several, `pick` says so of each."""
     if is_float(op.node):
@@ -393,6 +402,7 @@ def _dtype(node: Node) -> torch.dtype | None:
 RULES: dict[str, Rule] = {
     "same": keep_first,
     "alike": keep_all,
+    "length": length,
     "parts": parts,
     "scatter": scatter,
     "free": free,

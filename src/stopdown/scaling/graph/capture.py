@@ -17,7 +17,6 @@ another resolution or length is another capture, and so are other answers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import hashlib
@@ -52,6 +51,7 @@ from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.scaling.calls.call_signatures import Sizes, list_sizes, sign_call
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
+from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.scaling.graph.readings import Readings
@@ -789,7 +789,7 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
             made = mark_as_parameter(made)
         memo[id(tensor)] = made
     try:
-        shadow = copy.deepcopy(module, memo)
+        shadow = copy_module(module, memo)
     except Exception as error:
         raise describe_failure(error, module) from error
     patches = Patches()  # never undone: the shadow is thrown away

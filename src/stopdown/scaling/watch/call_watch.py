@@ -13,12 +13,12 @@ sizes, flags and outputs, and with other attributes, parts and code of the modul
 results of unmeasured signatures that are not finite; tensors that a call puts into its caller's containers
 and caches; weights that were rewritten; gradients of folded weights, and backward passes after the
 exponents have changed.
-**Does not catch** what `call_signatures`, `readings` and `module_settings` do not; sizes that
-lead code elsewhere which asks tensors for their values; calls of code that is compiled
-later; a part that is called by `part.forward(...)`, while another thread calls the module, or inside of
-compiled code; parameters that another method of the module uses itself; weights that are written through
-`.data` or in inference mode, and single values of a matrix; tensors that the module keeps in attributes for
-others to read.
+**Does not catch** what `call_signatures`, `readings` and `module_settings` do not; sizes that lead code
+elsewhere which asks tensors for their values; what `torch.compile` made of the module, where another
+module calls it, and calls inside of other compiled code; a part that is called by `part.forward(...)`,
+while another thread calls the module, or inside of compiled code; parameters that another method of the
+module uses itself; weights that are written through `.data` or in inference mode, and single values of a
+matrix; tensors that the module keeps in attributes for others to read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from stopdown.scaling.calls.call_signatures import list_sizes, sign_call
 from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
 from stopdown.scaling.calls.entrances import BeyondError
 from stopdown.scaling.calls.module_settings import ModuleSettings
-from stopdown.scaling.calls.outermost_calls import is_plain
+from stopdown.scaling.calls.outermost_calls import is_plain, listen
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     find_folded_parts,
@@ -189,6 +189,8 @@ class CallWatch(SameInCopies):
         for method in ("encode", "decode"):
             if callable(getattr(self.module, method, None)):
                 self._put_layer(method, method)
+        put_layer(self.module, "compile", self._compile, self._own, Rank.EXPONENTS)
+        listen(self._meet, self._own)
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
@@ -205,6 +207,25 @@ class CallWatch(SameInCopies):
         slot = "_call_impl" if slot == "forward" else slot
         if slot not in self._slots:
             self._put_layer(slot, "forward")
+
+    def _compile(self, call: ComponentCall) -> None:
+        call.proceed()
+        self.follow()
+
+    @contextlib.contextmanager
+    def _meet(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+        """Be before the calls of what `torch.compile` made of the module."""
+        with Patches() as layers:
+            if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
+                put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
+                ends = partial(scale_ends, self.module)
+                put_layer(module, "forward", ends, layers, Rank.ENDS)
+            yield
+
+    def _lead_now(self, call: ComponentCall) -> Any:
+        """Make a call with the watch of now: this one may have been replaced since the call began."""
+        watch = find_watch(self.module)
+        return call.proceed() if watch is None else watch.lead(call)
 
     def _put_layer(self, slot: str, method: str) -> None:
         self._slots.add(slot)

@@ -8,7 +8,6 @@ once, and the equations of its graph say what has to be multiplied at its ends, 
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from stopdown.scaling.graph.capture import (
     read_call,
     strip_answers,
 )
+from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.trials.measurement import Captures, capture_answered, cut_sizes
 from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.call_exponents import find_ends as find_call_ends
@@ -246,7 +246,7 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
         memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
     try:
         with bared(module), in_full(module):
-            return copy.deepcopy(module, memo)
+            return copy_module(module, memo)
     except Exception:  # whatever a module holds besides weights
         return None
 
