@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,7 @@ from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.scaling.graph.readings import Readings
+from stopdown.scaling.graph.repeated_modules import Note, Repeats, Watch
 from stopdown.scaling_records import Operands
 
 _PREFIX = "component"
@@ -605,7 +606,9 @@ class _ShadowCall:
 
     def export(self) -> Capture:
         """The graph of the call."""
-        singles, tables = _watch_outputs(self._shadow), _watch_tables(self._shadow, self._kept)
+        notes: list[Note] = []
+        _watch_outputs(self._shadow, notes)
+        _watch_tables(self._shadow, self._kept, notes)
         with (
             _alone_in_thread(),
             torch.no_grad(),
@@ -614,14 +617,15 @@ class _ShadowCall:
             _light_tracing(),
         ):
             try:
-                program = torch.export.export(self._traced, self._given, strict=False)
+                program = self._trace(notes)
             except Exception as error:
                 raise describe_failure(error, self._module) from error
             graph, parameters, constants, inputs = _read_program(program, self._module)
             _refuse_lost_vmap(constants, self._module)
             holders = (x for x in graph.graph.nodes if x.op == "placeholder" and x.users)
             used = {parameters[x.name] for x in holders if x.name in parameters}
-            replaceable = _find_replaceable(self._shadow, tables, used, self._mode)
+            replaceable = _find_replaceable(self._shadow, _list_calls(notes), used, self._mode)
+        singles = _list_singles(notes)
         return Capture(
             graph=graph,
             dtype=self._attempt.dtype,
@@ -630,7 +634,7 @@ class _ShadowCall:
             inputs=tuple(inputs),
             kept_buffers=self._kept,
             component=type(self._module).__name__,
-            single_outputs=frozenset(path for path, single in singles.items() if single),
+            single_outputs=singles,
             method=self._method,
             answers=self._attempt.answers or (),
             outputs=self._counts[-1],
@@ -640,24 +644,45 @@ class _ShadowCall:
             sizes=list_sizes(*self._named),
         )
 
+    def _trace(self, notes: list[Note]) -> Any:
+        """The exported call; parts that are called alike are traced once if that goes well."""
+        export = functools.partial(torch.export.export, self._traced, self._given, strict=False)
+        if self._attempt.answers is not None or self._attempt.is_real:
+            return export()
+        repeats = Repeats(self._shadow, notes)
+        try:
+            with repeats.copying():
+                return export()
+        except Exception:
+            if not repeats.copied:
+                raise
+        notes.clear()
+        self._counts.clear()
+        return export()
 
-def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
-    """Filled while the shadow runs: module path to whether each call returned one tensor.
+
+def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
+    """Note of each call of a module, while the shadow runs, whether it returned one tensor.
 
     A module that has several names (an activation that all layers share) is left out: what is
     put on it acts at all of its places.
     """
     names = Counter(id(x) for _, x in shadow.named_modules(remove_duplicate=False))
-    singles: dict[str, bool] = {}
 
-    def watch(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
-        singles[path] = singles.get(path, True) and isinstance(output, torch.Tensor)
+    def is_single(args: Any, output: Any) -> bool:
+        return isinstance(output, torch.Tensor)
 
     patches = Patches()  # never undone: the shadow is thrown away with its hooks
     for path, module in shadow.named_modules():
         if names[id(module)] == 1:
-            patches.defer(module.register_forward_hook(functools.partial(watch, path)).remove)
-    return singles
+            hook = Watch(path, "output", is_single, notes)
+            patches.defer(module.register_forward_hook(hook).remove)
+
+
+def _list_singles(notes: Sequence[Note]) -> frozenset[str]:
+    """The modules that returned one tensor in every call of theirs."""
+    outputs = [(watch.path, single) for watch, single in notes if watch.kind == "output"]
+    return frozenset(path for path, _ in outputs) - {path for path, single in outputs if not single}
 
 
 _Calls = dict[str, tuple[Any, ...]]
@@ -672,15 +697,14 @@ class _Shaped:
     dtype: torch.dtype
 
 
-def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str]) -> _Calls:
-    """Filled while the shadow runs: modules that may choose by sizes what they read, and a call.
+def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
+    """Note the calls, while the shadow runs, of modules that may choose by sizes what they read.
 
     They have floating parameters or buffers of the checkpoint themselves, and are no layers of torch.
     """
-    calls: _Calls = {}
 
-    def watch(path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        calls[path] = pytree.tree_map_only(
+    def shape(args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map_only(
             torch.Tensor, lambda x: _Shaped(tuple(map(int, x.shape)), x.dtype), (args, kwargs)
         )
 
@@ -688,9 +712,12 @@ def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str]) -> _Calls:
     for path, module in shadow.named_modules():
         names = [name for name, _ in _list_tables(module)]
         if any(f"{path}.{name}".strip(".") not in kept for name in names):
-            hook = functools.partial(watch, path)
+            hook = Watch(path, "table", shape, notes)
             patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    return calls
+
+
+def _list_calls(notes: Sequence[Note]) -> _Calls:
+    return {watch.path: call for watch, call in notes if watch.kind == "table"}
 
 
 def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
