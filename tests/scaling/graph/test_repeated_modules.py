@@ -95,6 +95,19 @@ class Reaching(Block):
         return y + self.held[0], others
 
 
+class Numbered(Block):
+    """A block with a number, which its code reads where there is a cache."""
+
+    def __init__(self, number: int, cached: bool) -> None:
+        super().__init__()
+        self.layer_idx, self.cached = number, cached
+
+    def forward(self, x: torch.Tensor, others: dict[str, Any]) -> Any:
+        if self.cached:
+            x = x * (self.layer_idx + 1)
+        return super().forward(x, others)
+
+
 class Model(nn.Module):
     """Blocks in a row, between two layers."""
 
@@ -181,6 +194,7 @@ KINDS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
     "changed modules": (lambda i: Counting(), BLOCKS),
     "changed containers": (lambda i: Listing(), BLOCKS),
     "written arguments": (lambda i: Writing(), BLOCKS),
+    "numbers that are read": (lambda i: Numbered(i, cached=True), BLOCKS),
     "constants": (lambda i: Constant(), BLOCKS),
 }
 
@@ -196,6 +210,16 @@ def test_blocks_that_do_more_than_their_nodes_are_run(
     each = capture_each(Model(make), monkeypatch)
     assert ran == runs
     assert dump(made) == dump(each)
+
+
+def test_a_number_that_no_code_reads_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are numbered run once, unless their code asks for the number; and keep it."""
+    model = Model(lambda i: Numbered(i, cached=False))
+    made, ran = capture(model)
+    assert ran == 2
+    assert dump(made) == dump(capture_each(model, monkeypatch))
+    assert [block.layer_idx for block in model.blocks] == list(range(BLOCKS))
+    assert "layer_idx" not in vars(Numbered)
 
 
 def test_a_block_that_reads_a_value_of_another_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,10 @@ _OF_STORAGE = {
 }
 """Operations that count from the start of the storage: where in it an argument begins is not compared."""
 
+_NUMBER = "layer_idx"
+"""The attribute by which blocks of Transformers find their entry in a cache, where there is one. It is not
+compared where no code reads it."""
+
 Note = tuple["Watch", Any]
 """Whose hook noted something of a call, and what."""
 
@@ -122,6 +126,12 @@ class Repeats:
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
             if isinstance(hook, Watch)
         }
+        self._numbers = {
+            part: vars(part)[_NUMBER]
+            for part in self._paths
+            if type(vars(part).get(_NUMBER)) is int and not hasattr(type(part), _NUMBER)
+        }
+        self._reads: list[torch.nn.Module] = []  # of numbers, in order
         self._tracer: Any = None
         self._known: dict[Any, _Traced | None] = {}
         self._held: list[Any] = []  # while it is held nothing else has its id
@@ -140,6 +150,11 @@ class Repeats:
         with Patches() as patches:
             tracer_class = proxy_tensor._ModuleStackTracer
             patches.set_class_attribute(tracer_class, "call_module", call_module)
+            number = _Number(self._numbers, self._reads)
+            for kind in {type(part) for part in self._numbers}:
+                patches.set_class_attribute(kind, _NUMBER, number)
+            for part in self._numbers:
+                patches.remove_attribute(part, _NUMBER)
             yield
 
     def _call(
@@ -176,7 +191,7 @@ class Repeats:
         paths = _list_paths(tracer, module)
         before, weights = _last(tracer), _list_weights(tracer, module)
         calls, depth = dict(tracer.num_calls), len(tracer.module_stack)
-        noted = len(self._notes)
+        noted, read = len(self._notes), len(self._reads)
         output = trace()
         self._known[key] = None
         is_same = (
@@ -184,6 +199,7 @@ class Repeats:
             and _sign_surroundings() == key[2]
             and _list_weights(tracer, module) == weights
             and _is_untouched(tracer, arguments, given)
+            and not {*self._reads[read:]}.intersection(module.modules())
         )
         told = _tell_output(tracer, output, given) if is_same else None
         nodes = _list_after(tracer, before)
@@ -234,6 +250,21 @@ class Repeats:
             self._notes.append((self._watches[f"{self._paths[module]}{path}", kind], value))
         self.copied += 1
         return pytree.tree_unflatten(_make_output(tracer, known, places, given), known.spec)
+
+
+class _Number:
+    """The numbers of some modules, which have them no longer; of others it hides nothing."""
+
+    def __init__(
+        self, numbers: Mapping[torch.nn.Module, int], reads: list[torch.nn.Module]
+    ) -> None:
+        self._numbers, self._reads = numbers, reads
+
+    def __get__(self, module: torch.nn.Module | None, kind: type) -> int:
+        if module is None or module not in self._numbers:
+            raise AttributeError(f"{kind.__name__} has no {_NUMBER}")
+        self._reads.append(module)
+        return self._numbers[module]
 
 
 def _has_parts(module: torch.nn.Module) -> bool:
