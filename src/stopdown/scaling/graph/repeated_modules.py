@@ -50,6 +50,9 @@ _NUMBER = "layer_idx"
 """The attribute by which blocks of Transformers find their entry in a cache, where there is one. It is not
 compared where no code reads it."""
 
+_READ = ("num_calls", "module_stack", "submodule_paths", "enable_attr_proxy", "tensor_tracker")
+"""What is read of PyTorch's tracer; where one of them is missing nothing is copied."""
+
 Note = tuple["Watch", Any]
 """Whose hook noted something of a call, and what."""
 
@@ -160,9 +163,9 @@ class Repeats:
     def _call(
         self, tracer: Any, module: Any, trace: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        if self._tracer is None:
+        if self._tracer is None and all(hasattr(tracer, name) for name in _READ):
             self._tracer = tracer
-        # one with names for shared modules goes by the way that code came to them
+        # one that names shared modules goes by the way that code came to them
         if tracer is not self._tracer or tracer.enable_attr_proxy or module not in self._candidates:
             return trace()
         given, sign = _read_given(tracer, args, kwargs), self._sign(module)
@@ -282,8 +285,7 @@ def _sign_surroundings() -> Any:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
+        *(torch.is_autocast_enabled(x) and torch.get_autocast_dtype(x) for x in ("cpu", "cuda")),
         torch.get_default_dtype(),
         torch._C._len_torch_function_stack(),
     )
