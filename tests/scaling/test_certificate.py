@@ -524,3 +524,12 @@ def is_same(one: Bound | None, other: Bound | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one.peak, other.peak) and torch.equal(one.norm, other.norm)
+
+
+def test_activations_that_vanish_are_named() -> None:
+    """Exponents that leave nothing of a layer's values are refused, with the layer and the exponent."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    measured = measure_call(module, (torch.randn(2, 4),))
+    found = replace(find_scaling(module, [measured]), layers={"0": (-3, -40)})
+    with pytest.raises(ScalingError, match=r"values of 0 would vanish in fp16: .* times 2\*\*-40"):
+        find_visible(lambda *_: found, module, [measured])

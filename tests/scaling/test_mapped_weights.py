@@ -18,7 +18,7 @@ from stopdown.errors import OutputError, StopdownWarning
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines import loader
-from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
@@ -33,6 +33,7 @@ from stopdown.scaling.mapped_weights import (
     choose_folder,
     is_mapped,
     map_copy,
+    wait_,
 )
 from stopdown.sources.sources import Source, resolve_source
 
@@ -176,6 +177,15 @@ def test_mapped_weights_wait_without_another_copy(tmp_path: Path) -> None:
     store.close()
     assert weight.untyped_storage().filename == place
     assert torch.equal(weight, before)
+
+
+def test_a_weight_that_has_come_is_a_plain_parameter() -> None:
+    """Code that makes new parameters of a component's, as Stable unCLIP's `to` does, runs."""
+    module = torch.nn.Linear(3, 2, bias=False)
+    values = module.weight.detach().clone()
+    wait_(module.weight, StoredWeight(values, torch.float32))
+    move_program(module, choose_device("cpu"))
+    assert torch.equal(torch.nn.Parameter(module.weight), values)
 
 
 ROWS, COLUMNS = (slice(0, 3),), (slice(None), slice(2, 4))

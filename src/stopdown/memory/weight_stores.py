@@ -24,7 +24,14 @@ import torch
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.memory.strategies import Placement
 from stopdown.scaling import ComponentCall, StoredWeight
-from stopdown.scaling.mapped_weights import find_stored, is_mapped, map_copy, mark_as_waiting, wait_
+from stopdown.scaling.mapped_weights import (
+    find_stored,
+    is_mapped,
+    map_copy,
+    mark_as_waiting,
+    put_,
+    wait_,
+)
 
 _STORE = "stopdown_weight_store"
 """Attribute of a component whose weights wait: its `WeightStore`."""
@@ -232,7 +239,7 @@ class WeightStore(SameInCopies):
 
     def _move(self, tensor: torch.Tensor) -> None:
         if (stored := find_stored(tensor)) is not None:
-            tensor.data = stored.read(self._device)
+            put_(tensor, stored, self._device)
         elif not is_on(tensor, self._device):
             self._owners.setdefault(id(tensor), (tensor, tensor.device))
             tensor.data = tensor.data.to(self._device)

@@ -48,7 +48,7 @@ from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines.component_files import find_parts, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
 from stopdown.scaling.graph.capture import name_parameters
-from stopdown.scaling.mapped_weights import choose_folder, find_stored, map_copy
+from stopdown.scaling.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.sources import hub
 from stopdown.sources.component_classes import (
     describe_misfit,
@@ -129,7 +129,7 @@ def move_program(program: Any, device: Device) -> Any:
         for module in modules:
             for tensor in module.parameters():
                 if (stored := find_stored(tensor)) is not None:
-                    tensor.data = stored.read(device.torch_name)
+                    put_(tensor, stored, device.torch_name)
             if device.type != "cpu":  # where they are loaded
                 module.to(device.torch_name)
     return program

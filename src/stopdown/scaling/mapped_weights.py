@@ -135,9 +135,12 @@ def _shift(folds: Folds, start: int, count: int) -> Folds:
     ]
 
 
-def put_(tensor: torch.Tensor, stored: StoredWeight) -> None:
-    """Give a parameter or buffer the values of a stored weight, on its own device."""
-    tensor.data = stored.read(tensor.device)
+def put_(
+    tensor: torch.Tensor, stored: StoredWeight, device: str | torch.device | None = None
+) -> None:
+    """Give a parameter or buffer the values of a stored weight for good, on its device or another."""
+    tensor.data = stored.read(tensor.device if device is None else device)
+    mark_as_waiting(tensor, waits=False)
 
 
 def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:

@@ -108,7 +108,8 @@ MORE_MULTIPLIES = 1
 """What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
 
 VANISHING_BITS = -22
-"""A parameter whose largest value is stored below 2 to this has two bits left in fp16, or none."""
+"""What is below 2 to this has two bits left in fp16, or none: the largest value of a parameter as it is
+stored, or an activation of size 1 as it is computed."""
 
 Found = TypeVar("Found")
 StopReason = CaptureError | ScalingError
@@ -450,8 +451,16 @@ def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """As `find`, refused where bounds are so loose that parameters would vanish in fp16."""
+    """As `find`, refused where bounds are so loose that parameters or activations would vanish in fp16."""
     scaling = find(module, calls)
+    lowest, path = min(
+        ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")
+    )
+    if lowest < VANISHING_BITS:
+        raise ScalingError(
+            f"Its bounds are so loose that the values of {path} would vanish in fp16: they would be "
+            f"computed times 2**{lowest}, and those of size 1 would be 0 or nearly so."
+        )
     for name, bits, fold in _list_stored(scaling, calls):
         if fold and bits < VANISHING_BITS:
             raise ScalingError(
