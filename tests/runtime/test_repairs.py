@@ -20,10 +20,13 @@ from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import relative_l2
+from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime import fault_handler
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import ComponentState, name_action
+from stopdown.scaling.calls.call import ComponentCall
+from stopdown.scaling.calls.callee import Callee
 
 MODULE_PATH = "transformer_blocks.1.ff"
 
@@ -185,6 +188,17 @@ def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch
     handle, error = run_faulty("flux", "text_encoder_2", step=0, kind="nan", lasting=True)
     assert [repair.action for repair in handle.repairs] == ["bf16"]
     assert error < 1e-2
+
+
+def test_a_small_component_gets_its_arguments_in_the_format_of_its_plan() -> None:
+    """When another was cast, a rescaled one gets fp16, though most of its weights stay in fp32."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2).half(), torch.nn.Linear(9, 9))
+    state = ComponentState(
+        module, applied=(ComponentPlan("x", precision="fp16", scaling=Scaling()),)
+    )
+    callee = Callee("x", module, "forward", "forward")
+    call = ComponentCall(callee, (torch.ones(1, 2),), below=lambda x: x.dtype)
+    assert state.call(call, is_mixed=True) == torch.float16
 
 
 @pytest.mark.usefixtures("each_device")

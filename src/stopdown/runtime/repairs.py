@@ -222,13 +222,18 @@ class ComponentState:
         is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
         if self.dtype is None and not is_mixed and not is_ambient:
             return call.proceed()
-        dtype = self.dtype or next(iter(self.read_precisions()), None)
+        dtype = self.dtype or self._find_planned() or next(iter(self.read_precisions()), None)
         if vars(self.module).get(UNPLANNED, False):
             dtype = torch.float32
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
             return self._entrance.proceed(call, dtype, refuses=False, wide=self.wide)
+
+    def _find_planned(self) -> torch.dtype | None:
+        """Return the format of its exponents; most weights of a small component may stay in fp32."""
+        is_scaled = any(name_action(one) == "rescaled" for one in self.applied)
+        return torch.float16 if is_scaled else None
 
     def note_outputs(self, call: ComponentCall, output: Any) -> None:
         """Note which tensors of a call's output are wider than its arguments, before it is repaired."""
