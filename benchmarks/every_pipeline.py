@@ -171,6 +171,11 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
                 elif not bool(value.isfinite().all()):  # made by `torch.empty`
                     value.normal_(0, 0.02)
     fit_vocabularies(parts)
+    scheduler = parts.get("scheduler")
+    config: Any = getattr(scheduler, "config", {})
+    if config.get("use_flow_sigmas") and config.get("prediction_type") == "epsilon":
+        # as checkpoints have it: noise that is taken for a flow makes latents of millions
+        parts["scheduler"] = type(scheduler).from_config(config, prediction_type="flow_prediction")
     kind = tester.pipeline_class
     own = next(x for x in kind.__mro__ if x.__module__.startswith("diffusers."))
     pipe = own(**parts)
@@ -325,6 +330,8 @@ def write(value: Any, path: Path, *, is_clip: bool) -> Path:
 
     frames = value if isinstance(value, (list, tuple)) else [value]
     pixels = np.concatenate([_list_pixels(x) for x in frames])
+    if pixels.min() == pixels.max():  # a norm of one colour is a norm of its rounding
+        pixels = np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
     path = path if is_clip else path.with_suffix(".png")  # a folder keeps frames that are alike
     write_media(path, pixels if is_clip else pixels[:1], 8)
     return path
@@ -617,6 +624,13 @@ def draw(stored: dict[str, Any]) -> str:
     families: dict[str, list[str]] = {}
     for name, row in rows.items():
         families.setdefault(row.get("family") or "not built", []).append(name)
+    shown = [x for x in OUTCOMES if counts[x]]
+    lines += ["", "## By family", "", f"| family | rows | {' | '.join(shown)} |"]
+    lines += [f"|---|--:|{'--:|' * len(shown)}"]
+    for family, names in sorted(families.items()):
+        found = Counter(rows[name]["outcome"] for name in names)
+        cells = (str(found[x] or "") for x in shown)
+        lines.append(f"| {family} | {len(names)} | {' | '.join(cells)} |")
     for family, names in sorted(families.items()):
         lines += [
             "",

@@ -103,6 +103,19 @@ def make_processor(**options: Any) -> Any:
     )
 
 
+def make_large_patch_processor() -> Any:
+    """A `Qwen3VLProcessor`, whose patches are larger than those of Qwen 2's."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    size = {"min_pixels": 32 * 32, "max_pixels": 64 * 64, "patch_size": 16}
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**size),
+        tokenizer=make_byte_tokenizer(),
+        video_processor=Qwen3VLVideoProcessor(patch_size=16),
+        chat_template=CHAT,
+    )
+
+
 def make_t5_config() -> Any:
     """What the Hub's tiny T5 has."""
     from transformers import T5Config
@@ -128,7 +141,7 @@ def _make_model(name: str) -> Any:
             **{**TEXT, "num_attention_heads": 4, "num_key_value_heads": 4}
         ),
         "Gemma3ForConditionalGeneration": lambda: of.Gemma3Config(
-            text_config={**TEXT, "head_dim": 8, "sliding_window": 64},
+            text_config={**TEXT, "hidden_size": 32, "head_dim": 8, "sliding_window": 64},
             vision_config={
                 **pictures,
                 "num_attention_heads": 2,
@@ -182,6 +195,8 @@ def _make_part(kind: type, source: str, **options: Any) -> Any:
         if name == "DPTImageProcessor":
             left = {"size": {"height": 32, "width": 32}, **left}
         return kind(**left)
+    if name == "Qwen3VLProcessor":
+        return make_large_patch_processor()
     return make_processor() if "Processor" in name else _make_model(name)
 
 
@@ -240,8 +255,8 @@ def fit_vocabularies(components: dict[str, Any]) -> None:
             continue
         try:
             embeddings = encoder.get_input_embeddings()
-        except NotImplementedError:  # CLAP, whose tokens are those of its text model
-            encoder = encoder.text_model
+        except NotImplementedError:  # CLAP and M-CLIP, whose tokens are those of a part
+            encoder = getattr(encoder, "text_model", None) or encoder.transformer
             embeddings = encoder.get_input_embeddings()
         if embeddings is not None and embeddings.weight.shape[0] < len(tokenizer):
             encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
