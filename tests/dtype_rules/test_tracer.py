@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown import check, testing
 from stopdown.dtype_rules.check import inspect_pipeline
-from stopdown.dtype_rules.tracer import Step, Walk, find_known, set_known
+from stopdown.dtype_rules.tracer import Step, Walk
 from stopdown.pipelines.tiny_pipelines import build_part, make_t5_tokenizer
+from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 
@@ -53,7 +54,7 @@ def test_sizes_that_values_decide_are_found(name: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     x, mask = mode.from_tensor(torch.zeros(2, 5, 4)), mode.from_tensor(MASK)
     set_known(mask, MASK.clone())
-    with mode, Walk(Silent(), torch.float32):
+    with mode, ArgumentValues(), Walk(Silent(), torch.float32):
         made = read(x, mask)
     assert tuple(made.shape) == shape
     assert find_known(x) is None

@@ -43,7 +43,7 @@ from stopdown.scaling import ComponentCall, fold_scaling, has_more_than_folds
 from stopdown.scaling.calls.call_interception import bared
 from stopdown.scaling.exponents.problem import MeasuredCall
 from stopdown.scaling.fold_names import read_clamp, split_name
-from stopdown.scaling.graph.capture import build_fake
+from stopdown.scaling.graph.capture import build_fake, reads_values
 from stopdown.scaling.trials.measurement import Captures, measure_kinds
 from stopdown.scaling.trials.search import find_folds, scale_by_bounds
 from stopdown.scaling.trials.trial import run_call
@@ -98,6 +98,11 @@ def express_component(
     forwards in fp32 for each kind of call. Where the plan has bounds and its exponents are found
     anew, passes over the weights.
     """
+    if entry.in_force.exponents and any(map(reads_values, entry.in_force.signatures)):
+        raise ScalingError(
+            "Its code reads values of its arguments, and its exponents hold for those that it read: files "
+            "cannot compare them at each call."
+        )
     fields = find_eps_fields(module) if has_config else {}
     layout = None if has_config else read_layouts().get(type(module).__name__)
     narrow = layout.narrow if layout else ()

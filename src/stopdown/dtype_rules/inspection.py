@@ -24,11 +24,9 @@ from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.parameters import find_kept_parameters
 from stopdown.dtype_rules.tracer import (
-    LARGEST_KNOWN,
     Origin,
     Walk,
     find_origin,
-    set_known,
     set_origin,
 )
 from stopdown.errors import take_one_line
@@ -235,11 +233,10 @@ def _asks_for_mps(kind: type) -> bool:
 
 
 def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> None:
-    """Let fake tensors of an argument know its name, and its values when they are few."""
+    """Let fake tensors of an argument know its name."""
     if isinstance(value, torch.Tensor):
         fake = fakes[id(value)]
         set_origin(fake, Origin("argument", name, "", before=str(find_origin(value))))
-        set_known(fake, value if value.numel() <= LARGEST_KNOWN else None)
     elif isinstance(value, dict):
         for key, item in value.items():
             _mark_argument(f"{name}.{key}", item, fakes)

@@ -2,8 +2,9 @@
 
 Everything outside of the components is real: tokenizer, scheduler, noise, the loop over the steps.
 A component's code runs on fake tensors, and zeros of the shapes and dtypes that it returns go on
-into the pipeline. Calls that nothing tells apart (component, formats of its weights, shapes, dtypes and
-plain arguments) are run once; those that follow get the same answer at once.
+into the pipeline. Where it asks for values that follow from its arguments alone, it gets them. Calls that
+nothing tells apart (component, formats of its weights, shapes, dtypes and plain arguments) are run once;
+those that follow get the same answer at once.
 
 What a run is made for are listeners: the check of dtypes, the forecast of memory, the calls of a
 certificate. Several may listen to one run.
@@ -34,6 +35,7 @@ from stopdown.pipelines.skeletons import copy_module
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.scaling.calls.call import map_tensors
 from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 from stopdown.scaling.graph.capture import find_mode
 from stopdown.sources.library_messages import quiet_libraries
 
@@ -230,8 +232,8 @@ class _DryRun:
             if is_last:
                 raise _DecoderReached
             given = next(iterate_tensors((call.args, call.kwargs)), torch.empty(0))
-            make_zeros = functools.partial(torch.zeros_like, device=given.device)
-            run.output = map_tensors(answer.output, make_zeros)
+            fill = functools.partial(_fill, device=given.device)
+            run.output = map_tensors(answer.output, fill)
         return run.output
 
     def _find_answer(self, run: DryCall) -> Answer:
@@ -240,10 +242,7 @@ class _DryRun:
         signature = "|".join((call.callee.name, _sign_formats(call.callee.owner), *own, call.key))
         if signature not in self.answers:
             output = self._run(run)
-            self.answers[signature] = Answer(
-                map_tensors(output, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")),
-                run.kept,
-            )
+            self.answers[signature] = Answer(map_tensors(output, _drop_values), run.kept)
         return self.answers[signature]
 
     def _run(self, run: DryCall) -> Any:
@@ -253,11 +252,12 @@ class _DryRun:
 
         def make_fake(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in run.fakes:
-                run.fakes[id(tensor)] = mode.from_tensor(tensor.detach())
+                run.fakes[id(tensor)] = fake = mode.from_tensor(tensor.detach())
+                set_known(fake, find_known(tensor))
             return run.fakes[id(tensor)]
 
         args, kwargs = map_tensors((call.args, call.kwargs), make_fake)
-        with Patches() as patches, mode, contextlib.ExitStack() as stack:
+        with Patches() as patches, mode, ArgumentValues(), contextlib.ExitStack() as stack:
             paths = ModulePaths(owner, patches, self._enter, self._leave)
             for listener in self.listeners:
                 stack.enter_context(listener.inside(run, paths))
@@ -275,6 +275,20 @@ class _DryRun:
     def _leave(self, path: str, output: Any) -> None:
         for listener in self.listeners:
             listener.leave(path)
+
+
+def _drop_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without values on `meta`; whole numbers that follow from the arguments are known still."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        set_known(made, find_known(tensor))
+    return made
+
+
+def _fill(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What a component gave, with zeros where its values depend on weights."""
+    known = find_known(tensor)
+    return torch.zeros_like(tensor, device=device) if known is None else known.to(device, copy=True)
 
 
 def _sign_formats(module: torch.nn.Module) -> str:

@@ -6,8 +6,9 @@ class too large for this machine is captured as well, and each value shows the d
 really have: only what is fp16 there is bound by 65504. Regions that an author put under autocast or
 `no_grad` are higher-order nodes in such a graph; they are walked into, so that what comes back is
 flat. Code that asks tensors for their values (`mask.sum().tolist()`, `if x.any():`) is run once for
-real; its questions and answers are noted, and while it is traced it gets the same answers. What was
-asked becomes an output of the graph, so that nothing that decides the path is lost from sight.
+real, or without weights on what follows from the arguments alone. Its questions and answers are noted,
+and while it is traced it gets the same answers. What was asked becomes an output of the graph, so that
+nothing that decides the path is lost from sight.
 
 Not covered: sizes that depend on values (`x[mask]`), tensors that a module makes once inside `forward`
 and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are those of the call:
@@ -50,6 +51,7 @@ from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.scaling.calls.call_signatures import Sizes, list_sizes, sign_call
+from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.nodes import is_kind
@@ -181,12 +183,11 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
     """The ways to capture a call, cheapest first; each is for when those before have failed."""
     yield first
     yield replace(first, keeps_buffers=False)
-    weights = name_parameters(first.owner).values()
-    if not any(isinstance(x, FakeTensor) or x.is_meta for x in weights):
+    if _has_weights(first.owner):
         yield replace(first, is_real=True)
-        if answers is None:
-            with contextlib.suppress(Exception):  # a call that fails has none: say why untraced
-                answers = note_answers(first.call, first.args, first.kwargs)
+    if answers is None:
+        with contextlib.suppress(Exception):  # a call that fails has none: say why untraced
+            answers = note_answers(first.call, first.args, first.kwargs)
     if answers is not None:
         yield replace(first, answers=answers)
         yield replace(first, answers=answers, keeps_buffers=False)
@@ -218,6 +219,11 @@ def strip_answers(signature: str) -> str:
     return _READS.sub(")", signature)
 
 
+def reads_values(signature: str) -> bool:
+    """Whether the code asked tensors for values in calls of a signature."""
+    return strip_answers(signature) != signature
+
+
 _OF_TEST = " of a test"
 _MOST_WORDS = 60
 _READS = re.compile(r"(, |(?<=\())reads [^,\]]*\)$")
@@ -228,12 +234,23 @@ def note_answers(
 ) -> Answers:
     """What a call's code asks tensors for while it runs, with the answers.
 
+    Without weights it gets those that follow from the arguments alone; where it asks for others it fails.
+
     Cost: one forward of the module as it is.
     """
-    notes = _Notes()
-    with torch.no_grad(), kept_random(owner_of(call), args, kwargs), notes:
-        call(*args, **kwargs)
+    owner, notes = owner_of(call), _Notes()
+    if not _has_weights(owner):
+        dtype = own_dtype(owner) or torch.float32
+        _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).ask(notes)
+    else:
+        with torch.no_grad(), kept_random(owner, args, kwargs), notes:
+            call(*args, **kwargs)
     return tuple(notes.found)
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    weights = name_parameters(module).values()
+    return not any(isinstance(x, FakeTensor) or x.is_meta for x in weights)
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
@@ -597,6 +614,25 @@ class _ShadowCall:
             outputs = self._traced(*self._given)
         readings.note_outputs(list(outputs))
         return frozenset(readings.found)
+
+    def ask(self, notes: _Notes) -> None:
+        """Run the call's code, with the values of its arguments where it asks for some."""
+        given = iter(self._given)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor,
+            lambda _: next(given),
+            (self._attempt.args, dict(sorted(self._attempt.kwargs.items()))),
+        )
+        for fake, value in zip(
+            self._given, flatten_call(self._attempt.args, self._attempt.kwargs), strict=True
+        ):
+            set_known(fake, find_known(value))
+        call = getattr(self._shadow, self._method) if self._method else self._shadow
+        fakes = contextlib.ExitStack()
+        with WARNINGS_IGNORED, torch.no_grad(), ignoring_warnings(Warning), fakes:
+            for mode in (self._mode, ArgumentValues(), notes):
+                fakes.enter_context(mode)
+            call(*args, **kwargs)
 
     def find_operands(self) -> Operands:
         """What makes the call's operands one."""

@@ -147,7 +147,7 @@ class Readings(TorchFunctionMode):
             hash((mark, "joined", self._read(x))) for x in joined
         )  # however many there are
         made = func(*args, **kwargs)
-        written = _find_written(name, args, kwargs)
+        written = find_written(name, args, kwargs)
         for number, tensor in enumerate(iterate_tensors(made)):
             if tensor is not written:
                 self._mark(tensor, hash((mark, number)))
@@ -212,7 +212,7 @@ class Readings(TorchFunctionMode):
         return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
-def _find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The tensor that a function writes into; None for one that makes its result anew."""
     if isinstance(out := kwargs.get("out"), torch.Tensor):
         return out

@@ -1,0 +1,209 @@
+"""Values of a call's tensors that do not depend on weights, computed beside the fake ones.
+
+Positions, masks and lengths follow from the arguments alone. Code on fake tensors that asks for them
+gets them, and sizes that they decide are found.
+
+**Catches** functions of torch and methods of tensors, on tensors up to a size.
+**Does not catch** values that depend on weights: a mask of such values is taken as full where it decides
+a size; a number of them is not known, and the code that asks for it fails.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from stopdown.numerics import iterate_tensors
+from stopdown.scaling.graph.operations import read_calls
+from stopdown.scaling.graph.readings import find_written
+
+LARGEST_KNOWN = 1 << 18
+"""Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
+
+
+class ArgumentValues(TorchFunctionMode):
+    """Knows, while it is entered, the values that follow from those that `set_known` was told of."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, name_function(func)
+        if name in read_calls().asks:
+            answer = _answer(func, args, kwargs)
+            return func(*args, **kwargs) if answer is _UNANSWERED else answer
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        if name in INDEXING:
+            args = (args[0], read_index(args[1]), *args[2:])
+        known = _compute(func, args, kwargs)
+        output = _run(func, args, kwargs)
+        note_known(output, known)
+        written = find_written(name, args, kwargs)
+        if known is None and isinstance(written, FakeTensor):
+            set_known(written, None)
+        return output
+
+
+def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+    tensor.stopdown_known = values  # type: ignore[attr-defined]
+
+
+def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, None when they depend on weights or are many."""
+    if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
+        return tensor if tensor.numel() <= LARGEST_KNOWN else None
+    found: torch.Tensor | None = getattr(tensor, "stopdown_known", None)
+    return found
+
+
+def find_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor; of a real one all of them, of a fake one as `find_known` has them."""
+    return find_known(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+
+def note_known(output: Any, known: Any) -> None:
+    """Let what a function gave know its values; what it changed by unknown ones forgets its own."""
+    values = list_direct(known)
+    for at, tensor in enumerate(list_direct(output)):
+        if not isinstance(tensor, FakeTensor):
+            continue  # real tensors hold their own values
+        if at < len(values) and values[at].shape == tensor.shape:
+            set_known(tensor, values[at])
+        elif hasattr(tensor, "stopdown_known"):
+            set_known(tensor, None)
+
+
+def name_function(func: Any) -> str:
+    """The short name of a torch function: `linear`, `add`, `to`."""
+    name = getattr(func, "__name__", str(func))
+    return read_calls().called.get(name, name)
+
+
+def list_direct(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in list_direct(item)]
+    return []
+
+
+def move_to_cpu(_: torch.device) -> torch.device:
+    return torch.device("cpu")
+
+
+_UNANSWERED = object()
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What code that asks for a fake tensor's values is told; `_UNANSWERED` where they are not known."""
+    tensors = list(iterate_tensors((args, kwargs)))
+    if not any(isinstance(x, FakeTensor) for x in tensors):
+        return _UNANSWERED
+    values = [find_known(x) for x in tensors]
+    if any(x is None for x in values):
+        return _UNANSWERED
+    given = iter(values)
+    real = pytree.tree_map_only(torch.Tensor, lambda _: next(given), (args, kwargs))
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return func(*real[0], **real[1])
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives on known values; None when some are not known, or they are too many."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    real: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            leaf = find_known(leaf) if isinstance(leaf, FakeTensor) else leaf
+            if leaf is None or leaf.numel() > LARGEST_KNOWN:
+                return None
+        real.append(move_to_cpu(leaf) if isinstance(leaf, torch.device) else leaf)
+    if (
+        not any(isinstance(x, torch.Tensor) for x in leaves)
+        and name_function(func) not in read_calls().makes
+    ):
+        return None
+    real_args, real_kwargs = pytree.tree_unflatten(real, spec)
+    if _is_large(real_args, real_kwargs):
+        return None
+    try:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+            values = func(*real_args, **real_kwargs)
+    except Exception:
+        return None  # the fake run says what is wrong
+    if values is None:
+        return ()  # written into what is known
+    small = [x for x in list_direct(values) if x.numel() <= LARGEST_KNOWN]
+    return values if small and len(small) == len(list_direct(values)) else None
+
+
+def read_index(index: Any) -> Any:
+    """An index whose whole numbers are read from fake tensors: `x[:, :lengths[0]]`."""
+    if isinstance(index, (tuple, list)):
+        return type(index)(read_index(x) for x in index)
+    if isinstance(index, slice):
+        return slice(*(_read_number(x, None) for x in (index.start, index.stop, index.step)))
+    return _read_number(index, 0)
+
+
+def _read_number(value: Any, otherwise: int | None) -> Any:
+    """The number in a fake tensor of one; `otherwise` where it depends on weights."""
+    if not isinstance(value, FakeTensor) or value.dim() or value.dtype not in _WHOLE:
+        return value
+    known = find_known(value)
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return otherwise if known is None else int(known)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives on fake tensors, also where values decide the size: `nonzero`, `x[mask]`.
+
+    Values that depend on weights are taken as zeros, masks among them as full.
+    """
+    try:
+        return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as refused:
+        error = refused
+    fakes = [x for x in iterate_tensors((args, kwargs)) if isinstance(x, FakeTensor)]
+    if sum(x.numel() for x in fakes) > _LARGEST_STAND_IN:
+        raise error
+    try:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+            real = pytree.tree_map_only(FakeTensor, _fill, (args, kwargs))
+            made = func(*real[0], **real[1])
+    except Exception:
+        raise error from None
+    if not list_direct(made):
+        raise error  # a number that depends on weights: what the code does with it is unknown
+    mode = fakes[0].fake_mode
+    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, made)
+
+
+def _fill(tensor: FakeTensor) -> torch.Tensor:
+    known = find_known(tensor)
+    if known is not None:
+        return known
+    value = 1 if tensor.dtype == torch.bool else 0
+    return torch.full((), value, dtype=tensor.dtype).expand(tuple(tensor.shape))
+
+
+INDEXING = ("__getitem__", "__setitem__")
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LARGEST_STAND_IN = 1 << 26
+"""Elements of tensors that are filled to find the size of a result."""
+
+
+def _is_large(args: Any, kwargs: Any) -> bool:
+    """Whether sizes written out in a call ask for a large tensor."""
+    sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, int)]
+    return math.prod(max(1, abs(x)) for x in sizes) > 64 * LARGEST_KNOWN
