@@ -20,12 +20,10 @@ from typing import Any
 from stopdown.devices.environment import describe_machine
 from stopdown.testing import save_pipeline
 
-ROOT = Path(__file__).parents[1]
-STORED = ROOT / "benchmarks" / "results" / "plain_scripts.json"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from pipelines.test_plain_scripts import ROWS, SCRIPTS, Ended, Row, judge, run_words
 
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "pipelines"))
-from test_plain_scripts import ROWS, SCRIPTS, Ended, Row, judge, run_words
+STORED = Path(__file__).parent / "results" / "plain_scripts.json"
 
 
 def run_row(row: Row, folder: Path) -> dict[str, Any]:
