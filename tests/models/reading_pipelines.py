@@ -40,7 +40,7 @@ def make_lumina() -> Any:
                 num_attention_heads=2,
                 num_hidden_layers=2,
                 num_key_value_heads=1,
-                sliding_window=8,
+                sliding_window=64,
             )
         )
         vae = diffusers.AutoencoderKL(
