@@ -375,6 +375,8 @@ class FaultHandler:
             is_good, output = self._try(case, remedy)
             if is_good:
                 self._note_cast(fault)
+                if state.returns_wide:
+                    state.keep_wide(list(self._session.components.values()))
                 self._note(case, remedy.recorded, _describe_remedy(remedy, state.applied))
                 return output
         state.put_on(case.before)
@@ -553,7 +555,23 @@ class FaultHandler:
             return f"{called}, and gave finite values."
         return f"{called}: {name_fault(case.fault)}"
 
+    def _find_narrowed(self, fault: Fault) -> str:
+        """The component that was repaired in this run, whose values its caller had cast to fp16 by then."""
+        repaired = {x.component for x in self._log.of_this_run if x.action == "rescaled"}
+        states = self._session.components.values()
+        wide = [x.name for x in states if x.returns_wide and x.name in repaired]
+        given = iterate_tensors((fault.call.args, fault.call.kwargs))
+        return wide[0] if wide and describe_counts(given) else ""
+
     def _make_error(self, case: _Case) -> NonFiniteError:
+        if name := self._find_narrowed(case.fault):
+            return NonFiniteError(
+                f"`{name}` returns values beyond fp16's maximum, and the pipeline's own code cast "
+                f"them to fp16 before `{name}` was repaired.",
+                expected=f"{name_fault(case.fault)} From now on they stay in fp32.",
+                remedy='Run the pipeline again. Or use stopdown.load(MODEL, precision="fp16"), which '
+                "finds that out before the first run.",
+            )
         if case.culprit.kind == "input":
             origin = self._find_origin()
             said = self._describe_caller(case)

@@ -29,6 +29,7 @@ import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import read_precisions
+from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.patches import Patches
@@ -364,6 +365,16 @@ class ComponentState:
         apply_precision(self.module, repair.precision, scaling, self._patches, watch=watch)
         if scaling is None or before != (wanted,):
             self.dtype = wanted
+
+    @property
+    def returns_wide(self) -> bool:
+        """Whether a repair has it return values that fp16 does not hold."""
+        return any(x.scaling is not None and x.scaling.outputs for x in self.applied)
+
+    def keep_wide(self, others: Iterable[ComponentState]) -> None:
+        """Have pipelines keep what it returns in fp32: they cast it to a dtype that a component states."""
+        narrow = [x.module for x in others if torch.float16 in x.read_precisions()]
+        state_dtypes(narrow, [self.module], self._patches)
 
     def _announce_once(self, text: str) -> None:
         """Say it unless exponents that were put on before have said it."""

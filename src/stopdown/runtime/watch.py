@@ -34,7 +34,7 @@ class Watch:
     def keep(self, guarded: GuardedCall, call: ComponentCall) -> Any:
         """Keep what the component is really called with for a replay; stands next to the component."""
         states = list(self._session.components.values())  # another thread may add one
-        is_mixed = any(x.dtype is not None for x in states)
+        is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
         if not is_plain():
             return guarded.state.call(call, is_mixed=is_mixed)
         with find_lock(guarded.module).calling():
