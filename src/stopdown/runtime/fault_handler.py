@@ -94,6 +94,12 @@ class _Case:
     meant: Any = None
 
 
+_NARROWED = (
+    "`{name}` returns values beyond fp16's maximum, and the pipeline's own code cast them to fp16 before "
+    "`{name}` was repaired."
+)
+
+
 class FaultHandler:
     """What is done at a fault."""
 
@@ -566,8 +572,7 @@ class FaultHandler:
     def _make_error(self, case: _Case) -> NonFiniteError:
         if name := self._find_narrowed(case.fault):
             return NonFiniteError(
-                f"`{name}` returns values beyond fp16's maximum, and the pipeline's own code cast "
-                f"them to fp16 before `{name}` was repaired.",
+                _NARROWED.format(name=name),
                 expected=f"{name_fault(case.fault)} From now on they stay in fp32.",
                 remedy='Run the pipeline again. Or use stopdown.load(MODEL, precision="fp16"), which '
                 "finds that out before the first run.",
@@ -597,9 +602,12 @@ class FaultHandler:
     def _note(self, case: _Case, action: str, reason: str) -> None:
         """Keep what was done at a fault."""
         fault, culprit = case.fault, case.culprit
-        if culprit.kind == "input":
+        if culprit.kind == "input" and not self._find_narrowed(fault):
             origin = self._find_origin()
             module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
+        elif name := self._find_narrowed(fault):
+            module_path = fault.component
+            said = f"{_NARROWED.format(name=name)} {name_fault(fault)}"
         else:
             path = "" if culprit.kind == "intermittent" else culprit.path
             module_path = name_module_path(fault.component, path)
