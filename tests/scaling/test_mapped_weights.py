@@ -69,6 +69,44 @@ def test_a_mapped_copy_has_the_same_bits_and_leaves_no_file(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_removed_while_it_is_mapped_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows: by the next copy, of whichever process, and by a store that is closed."""
+    busy, unlink = set[str](), os.unlink
+
+    def refuse(path: str) -> None:
+        if path in busy:
+            raise PermissionError(13, "The process cannot access the file", path)
+        unlink(path)
+
+    reserve = mapped_weights._reserve
+
+    def open_there(path: Path, size: int) -> None:
+        busy.add(str(path))
+        reserve(path, size)
+
+    monkeypatch.setattr(mapped_weights, "_KEEPS_MAPPED", True)
+    monkeypatch.setattr(mapped_weights, "_reserve", open_there)
+    monkeypatch.setattr(mapped_weights.os, "unlink", refuse)
+    values = torch.randn(300)
+    first = map_copy(values, tmp_path)
+    assert torch.equal(first, values)
+    (path,) = map(str, tmp_path.iterdir())
+    (other := tmp_path / "stopdown-weights-of-another.bin").write_bytes(b"left")
+    (tmp_path / "of-the-user.bin").write_bytes(b"kept")
+    second = map_copy(values, tmp_path)
+    assert Path(path).exists()  # mapped still
+    assert not other.exists()
+    busy.clear()
+    store = WeightStore("cpu", tmp_path)
+    store.store(torch.nn.Parameter(torch.randn(30), requires_grad=False))
+    busy.clear()
+    store.close()
+    assert [x.name for x in tmp_path.iterdir()] == ["of-the-user.bin"]
+    assert torch.equal(second, values)
+
+
 def test_only_weights_that_are_large_are_mapped() -> None:
     """A quarter of the machine's memory is large."""
     assert choose_folder(2**20, 2**23) is None

@@ -13,8 +13,6 @@ Not covered: what holds a parameter's storage besides (a view taken before).
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from stopdown.scaling.mapped_weights import (
     map_copy,
     mark_as_waiting,
     put_,
+    remove_left,
     wait_,
 )
 
@@ -82,7 +81,6 @@ class WeightStore(SameInCopies):
                 own.
         """
         self._device, self._place = torch.device(device), folder
-        self._folder: Path | None = None
         self._is_open = False
         self._kept: dict[int, StoredWeight] = {}
         self._owners: dict[int, tuple[torch.Tensor, torch.device]] = {}
@@ -220,9 +218,7 @@ class WeightStore(SameInCopies):
             self._bring_home(tensor, self._kept.get(key), home)
             for table in (self._kept, self._owners, self._sizes):
                 table.pop(key, None)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        remove_left()
 
     def _bring_home(
         self, tensor: torch.Tensor, kept: StoredWeight | None, home: torch.device
@@ -267,9 +263,7 @@ class WeightStore(SameInCopies):
             return tensor.detach().to("cpu", copy=True)
         if is_mapped(tensor):
             return tensor.detach()  # `_own` gives the tensor another storage
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(dir=self._place))
-        return map_copy(tensor, self._folder)
+        return map_copy(tensor, self._place)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ tensor that is mapped from it reads and writes like any other. What is cast from
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -226,20 +227,54 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A mapped copy of a tensor.
 
-    The file is gone when it is no longer mapped, also after a kill; other systems than POSIX keep it as
-    long as the folder.
+    The file is gone when it is no longer mapped, also after a kill. Windows refuses to remove a file that
+    is mapped: there the first copy that finds it free removes it, of this process or another one.
     """
     dtype = tensor.dtype if dtype is None else dtype
     size = tensor.numel() * dtype.itemsize
-    handle, path = tempfile.mkstemp(suffix=".bin", dir=folder)
-    os.close(handle)
+    remove_left(folder)
+    handle, path = tempfile.mkstemp(prefix=_PREFIX, suffix=".bin", dir=folder)
     try:
         _reserve(Path(path), size)
         made = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     finally:
-        if os.name == "posix":
-            Path(path).unlink()
+        os.close(handle)  # until it is mapped nobody else can remove it there
+        _remove(path)
     return made.view(dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+_PREFIX = "stopdown-weights-"
+_KEEPS_MAPPED = os.name != "posix"
+"""Whether the system refuses to remove a file while it is mapped."""
+
+_left: set[str] = set()
+"""Files of this process that could not be removed."""
+
+
+def _remove(path: str) -> None:
+    """Remove a file, or remember it where it cannot be removed yet."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        _left.discard(path)
+    except OSError:
+        _left.add(path)
+    else:
+        _left.discard(path)
+
+
+def remove_left(folder: Path | None = None) -> None:
+    """Remove the files of weights that are mapped no more; one that still is stays.
+
+    Args:
+        folder: those that other processes left in it are removed as well.
+    """
+    found = {str(x) for x in folder.glob(f"{_PREFIX}*.bin")} if folder and _KEEPS_MAPPED else set()
+    for path in _left | found:
+        _remove(path)
+
+
+atexit.register(remove_left)
 
 
 _ZEROS = 2**24
