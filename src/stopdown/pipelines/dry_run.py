@@ -16,8 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,7 +259,6 @@ class _DryRun:
         args, kwargs = map_tensors((call.args, call.kwargs), make_fake)
         with Patches() as patches, mode, ArgumentValues(), contextlib.ExitStack() as stack:
             paths = ModulePaths(owner, patches, self._enter, self._leave)
-            stack.enter_context(_quiet_fakes())
             for listener in self.listeners:
                 stack.enter_context(listener.inside(run, paths))
             try:
@@ -277,17 +275,6 @@ class _DryRun:
     def _leave(self, path: str, output: Any) -> None:
         for listener in self.listeners:
             listener.leave(path)
-
-
-@contextlib.contextmanager
-def _quiet_fakes() -> Iterator[None]:
-    """No traceback in the log for code that fails on fake tensors: its error is raised."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _drop_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import warnings
 from collections.abc import Callable
 from threading import Thread
@@ -393,3 +394,26 @@ def test_a_pytorch_without_the_switch_for_stack_traces(monkeypatch: pytest.Monke
         found = capture_call(module, given, {}, dtype=torch.float16)
     assert [str(x) for x in found.graph.graph.nodes] == [str(x) for x in expected.graph.graph.nodes]
     assert not hasattr(torch.fx.config, "a_switch_that_is_not_there")
+
+
+class Misfit(nn.Module):
+    """Adds sizes that do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+def test_code_that_fails_without_values_writes_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch logs a traceback for each such error; here it is raised, and said once."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(CaptureError, match="broadcast"):
+            capture_call(Misfit(), (torch.ones(4),), dtype=torch.float16)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [x for x in caplog.records if x.name == log.name]

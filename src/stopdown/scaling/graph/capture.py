@@ -24,6 +24,7 @@ import hashlib
 import inspect
 import io
 import linecache
+import logging
 import re
 import sys
 import threading
@@ -136,7 +137,7 @@ def capture_call(
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
     drawn = kept_random(first.owner, args, kwargs or {})
-    with WARNINGS_IGNORED, drawn:  # and captures of two threads at once disturb each other
+    with WARNINGS_IGNORED, drawn, _quiet_fakes():  # and captures of two threads disturb each other
         for attempt in _list_attempts(first, answers):
             try:
                 return _export(attempt)
@@ -156,7 +157,8 @@ def find_call_operands(
 
     Cost: one run on fake tensors.
     """
-    return _ShadowCall(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
+    with _quiet_fakes():
+        return _ShadowCall(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
 
 
 def read_call(
@@ -174,7 +176,8 @@ def read_call(
     Cost: one run on fake tensors.
     """
     try:
-        return _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).read(blocked)
+        with _quiet_fakes():
+            return _ShadowCall(_Attempt(call, args, dict(kwargs), dtype)).read(blocked)
     except Exception:  # whatever a model's code does on tensors without values
         return None
 
@@ -1142,10 +1145,19 @@ STACK_TRACES_OFF = "do_not_emit_stack_traces"
 
 
 @contextlib.contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """No traceback in the log for code that fails on fake tensors: its error is raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
     """No log lines of torch.export below errors; what matters is raised."""
-    import logging
-
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
