@@ -87,6 +87,17 @@ def _image(height: int, width: int, channels: int = 4, **more: Any) -> dict[str,
 
 _SQUARES = ((8, 8), (4, 4), (8, 16), (16, 8))
 
+WITHOUT_BRANCHES = {
+    "AttentionPooling": "the table is one row, which is added to each sample's first token",
+    "GLIGENTextBoundingboxProjection": "the row stands for boxes that a mask leaves out",
+    "LTX2VideoTransformer3DModel": "the row is added to the frames that a mask names",
+    "MiniMaxMusic3RVQDepthDecoder": "rows are looked up by their numbers",
+    "RAEDecoder": "the table is read whole: latents of other sizes are interpolated before",
+    "SanaWMLTX2RefinerTransformer3DModel": "the row is added to the frames that a mask names",
+    "T5FilmDecoder": "rows are looked up by their numbers",
+}
+"""Classes that hold a table of positions and read it the same way at all sizes: why."""
+
 CASES: dict[str, SizeCase] = {
     "CogVideoX learned, as configured": SizeCase(
         _cogvideox(**_LEARNED), _video, ((3,), (1,), (2,), (5,)), 2,
@@ -254,6 +265,35 @@ CASES: dict[str, SizeCase] = {
     "Wan first and last frame": SizeCase(
         from_diffusers(
             "WanTransformer3DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
+            out_channels=4, text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
+            image_dim=16, pos_embed_seq_len=10, added_kv_proj_dim=32,
+        ),
+        lambda frames, height, width: {
+            "hidden_states": _random(1, 4, frames, height, width), "timestep": torch.tensor([500]),
+            "encoder_hidden_states": _random(1, 512, 16),
+            "encoder_hidden_states_image": _random(2, 5, 16),
+        },
+        ((2, 8, 8), (4, 4, 8)),
+    ),
+    "OmniGen": SizeCase(
+        from_diffusers(
+            "OmniGenTransformer2DModel", in_channels=4, patch_size=2, hidden_size=32, num_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, pad_token_id=0,
+            vocab_size=32, max_position_embeddings=1000, original_max_position_embeddings=100,
+            rope_scaling={"long_factor": [*range(1, 9)], "short_factor": [*range(1, 9)]},
+            pos_embed_max_size=8, time_step_dim=8,
+        ),
+        lambda height, width: _image(
+            height, width, timestep=_step(0.5), input_ids=torch.arange(1, 6)[None],
+            input_img_latents=[], input_image_sizes={},
+            attention_mask=torch.ones(1, (n := 6 + height * width // 4), n),
+            position_ids=torch.arange(n)[None],
+        ),
+        _SQUARES, 0,
+    ),
+    "SkyReels V2": SizeCase(
+        from_diffusers(
+            "SkyReelsV2Transformer3DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
             out_channels=4, text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
             image_dim=16, pos_embed_seq_len=10, added_kv_proj_dim=32,
         ),

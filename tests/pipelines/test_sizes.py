@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from models.rescaling_models import WAYS, scale_weights
-from models.size_cases import CASES
+from models.size_cases import CASES, WITHOUT_BRANCHES
 from stopdown.numerics import iterate_tensors
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.scaling.graph.capture import read_call
@@ -63,3 +66,59 @@ def test_a_table_that_a_call_does_not_read_keeps_its_values() -> None:
     assert not any("pos_embedding" in name for name in rescaling.scaling.exponents)
     for kwargs, right in zip(calls, wanted, strict=True):
         assert all(map(torch.equal, run(module, kwargs), right))
+
+
+POSITIONS = re.compile(r"pos(ition(al)?)?(_|$)|_pos", re.IGNORECASE)
+
+
+def list_holders(source: str) -> set[str]:
+    """Names of the classes in a module's text that register a table of positions, by the tables' names."""
+    found = set[str]()
+    for kind in ast.walk(ast.parse(source)):
+        for node in ast.walk(kind) if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_buffer":
+                names = [getattr(x, "value", "") for x in node.args[:1]]
+            elif (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and getattr(node.value.func, "attr", "") in ("Parameter", "Embedding")
+            ):
+                names = [getattr(x, "attr", "") for x in node.targets]
+            else:
+                continue
+            if any(POSITIONS.search(str(name)) for name in names):
+                found.add(kind.name)  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_holder_of_a_table_is_found() -> None:
+    """A parameter, an embedding or a buffer by its name; other tensors are none."""
+    text = """
+class Learned(nn.Module):
+    def __init__(self):
+        self.pos_embed = nn.Parameter(torch.zeros(1))
+class Looked(nn.Module):
+    def __init__(self):
+        self.position_encoding = nn.Embedding(4, 4)
+class Sines(nn.Module):
+    def __init__(self):
+        self.register_buffer("pos_embedding", make())
+class Plain(nn.Module):
+    def __init__(self):
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.pos_embed = PatchEmbed()
+"""
+    assert list_holders(text) == {"Learned", "Looked", "Sines"}
+
+
+@pytest.mark.thorough
+def test_each_class_with_a_table_of_positions_is_called_in_its_sizes() -> None:
+    """Whatever of Diffusers' models holds such a table is in a case, or reads it alike at all sizes."""
+    import diffusers
+
+    folder = Path(diffusers.__file__).parent / "models"
+    texts = [x.read_text(encoding="utf-8") for x in folder.rglob("*.py")]
+    holders = set().union(*map(list_holders, texts))
+    called = {type(x).__name__ for case in CASES.values() for x in case.build().modules()}
+    assert {"PatchEmbed", "CogVideoXPatchEmbed"} <= holders & called
+    assert sorted(holders - called) == sorted(WITHOUT_BRANCHES)
