@@ -14,13 +14,14 @@ reads, files that a loader could take instead, and lists of uncovered values tha
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -213,6 +214,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
 
 class Refused(Exception):
     """The certificate does not prove what it says."""
+
+
+class Unknown(Exception):
+    """No value of the certificate has this name."""
 
 
 class Unbounded(Exception):
@@ -1432,11 +1437,31 @@ def describe_times(n: Node) -> str:
     return f"every {name} {ends}{alike}"
 
 
-def list_assumed(stated: Node) -> list[str]:
-    """What is taken from the file: of inputs, constants in no file of weights, dtypes and operations."""
+def name_method(graph: Node) -> str:
+    return f"{graph['method']}: " if graph["method"] else ""
+
+
+def list_inputs(stated: Node) -> list[str]:
+    """The inputs that a component is proven for: limits, shapes and timesteps."""
     made = []
     for graph in stated["graphs"]:
-        method = f"{graph['method']}: " if graph["method"] else ""
+        found = [describe_input(n) for n in graph["nodes"] if n["rule"] in ("input", "times")]
+        made += [f"{name_method(graph)}{words}" for words in found]
+    return [*dict.fromkeys(made)]
+
+
+def describe_input(n: Node) -> str:
+    if n["rule"] == "times":
+        return describe_times(n)
+    sizes = " x ".join(map(str, n["shape"]))
+    return f"{n['name']} up to {show(n['largest'])}" + (f", of shape {sizes}" if sizes else "")
+
+
+def list_assumed(stated: Node) -> list[str]:
+    """What is taken from the file: of constants in no file of weights, dtypes and operations."""
+    made = []
+    for graph in stated["graphs"]:
+        method = name_method(graph)
         made += [f"{method}{words}" for n in graph["nodes"] for words in describe_assumed(n)]
         made += [f"{method}2^{e} is taken off the output {x}" for x, e in graph["outputs"] if e]
     made += [f"{path} runs in fp32" for path in stated["fp32_modules"]]
@@ -1445,13 +1470,8 @@ def list_assumed(stated: Node) -> list[str]:
 
 
 def describe_assumed(n: Node) -> Iterator[str]:
-    rule, sizes = n["rule"], " x ".join(map(str, n["shape"]))
-    if rule == "input":
-        of = f", of shape {sizes}" if sizes else ""
-        yield f"{n['name']} up to {show(n['largest'])}{of}"
-    elif rule == "times":
-        yield describe_times(n)
-    elif rule == "known":
+    rule = n["rule"]
+    if rule == "known":
         yield f"the values of {n['name']}"
     elif rule == "unknown" and n["alike"]:
         yield f"{n['id']} ({n['function']}) is scaled as its inputs are"
@@ -1479,16 +1499,18 @@ def examine(certificate: Node, folder: Path) -> dict[str, Any]:
     check_keys(certificate, CERTIFICATE)
     names = [stated.get("component") for stated in certificate["components"]]
     demand(len({*map(str, names)}) == len(names), "a component stands twice")
-    found: dict[str, Any] = {"verdict": "proven", "components": []}
+    found: dict[str, Any] = {"verdict": "proven", "values": 0, "covered": 0, "components": []}
     for stated in certificate["components"]:
         try:
             values, covered, rest = check_component(stated, folder)
         except (Refused, *BROKEN) as error:
             raise Refused(f"{stated.get('component')}: {error}") from error
+        found["values"] += values
+        found["covered"] += covered
         found["components"].append({
             "component": stated["component"], "values": values, "covered": covered,
             "not_covered": rest, "saturated": list_saturated(stated), "unread": stated["unread"],
-            "assumed": list_assumed(stated),
+            "inputs": list_inputs(stated), "assumed": list_assumed(stated),
         })  # fmt: skip
     holds = certificate["seal"] == seal(certificate)
     demand(holds, "the file was changed: its seal is another one")
@@ -1497,14 +1519,26 @@ def examine(certificate: Node, folder: Path) -> dict[str, Any]:
         others = path.iterdir() if path.is_dir() else ()
         if any(x.name.lower().endswith(LOADABLE) for x in others) and path.name not in names:
             found["left"].setdefault(path.name, "it is not in the certificate")
-    found["assumed"] = list(ASSUMED)
+    found |= {"assumed": list(ASSUMED), "plan": certificate["plan"], "seal": certificate["seal"]}
     if found["left"] or any(x["not_covered"] for x in found["components"]):
         found["verdict"] = "partly"
     return found
 
 
+def write_verdict(found: dict[str, Any]) -> str:
+    """The first line: whether everything is proven, and how much is not."""
+    share = f"{found['covered']} of {found['values']} fp16 values and weights"
+    if found["verdict"] == "proven":
+        return f"Proven: none of {share.partition(' of ')[2]} exceeds 65504, for the inputs below."
+    rest, names = found["values"] - found["covered"], ", ".join(found["left"])
+    parts = [f"{rest} values and weights"] * (rest > 0) + [f"whole components ({names})"] * bool(
+        names
+    )
+    return f"Proven in part: {share} don't exceed 65504. Not covered: {', and '.join(parts)}."
+
+
 def write_lines(found: dict[str, Any]) -> list[str]:
-    lines = []
+    lines = [write_verdict(found)]
     for x in found["components"]:
         covered = f"{x['covered']} of {x['values']} fp16 values and weights stay below 65504"
         others = ", as long as the others do" if x["not_covered"] else ""
@@ -1512,9 +1546,11 @@ def write_lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  not covered: {name}" for name in x["not_covered"]]
         lines += [f"  beyond 65504 before a saturating function: {y}" for y in x["saturated"]]
         lines += [f"  no graph reads {name}" for name in x["unread"]]
+        lines += [f"  for inputs: {words}" for words in x["inputs"]]
         lines += [f"  assumed: {words}" for words in x["assumed"]]
     lines += [f"{name}: not covered ({why})" for name, why in found["left"].items()]
-    return [*lines, *(f"assumed of all: {words}" for words in found["assumed"])]
+    lines += [f"assumed of all: {words}" for words in found["assumed"]]
+    return lines + ([f"of the plan with the seal {found['plan']}"] if found["plan"] else [])
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
@@ -1529,11 +1565,201 @@ def print_safely(words: str, stream: Any) -> None:
     stream.write(kept.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
+# why: the chain of bounds that leads to one value
+
+FORMULAS = {  # what implies a bound; p, N: the peak and the norm of what goes in
+    "input": "the stated limit", "times": "the stated timesteps, one by one",
+    "known": "the stated values", "weight": "its own values",
+    "view": "p, moved", "order": "p, moved", "part": "p of the part", "join": "p of the parts",
+    "spread": "p, repeated", "mix": "max p over the mixed dimensions", "either": "max(p_a, p_b)",
+    "same": "|f(x)| <= |x|", "scale": "the same value, stored with another exponent",
+    "bounded": "the largest value of the function", "add": "p_a + |k| p_b",
+    "multiply": "p_a p_b, or min(N_a max p_b, N_b max p_a)",
+    "unit": "sqrt(d): the mean square of a row is at most 1",
+    "power": "p^k", "exp": "exp(p)",
+    "norm": "sqrt(d) |g| + |b|: the mean square of a row is at most 1",
+    "product": "the least of |W| p, norm(W) N, and what is known of rows behind a norm; + |b|",
+    "lookup": "the largest of each column", "matmul": "min(N_a N_b, n max p_a max p_b)",
+    "attention": "max p over the tokens: a mean of them", "unknown": "none",
+}  # fmt: skip
+
+
+def list_places(certificate: Node) -> dict[str, tuple[Node, int | None, str]]:
+    """The names that a value can be asked for by: the component's, and its own, its module's or a tensor's.
+
+    Of a module it is the last value; the values of a second call have names of their own, as `1:add`.
+    """
+    found: dict[str, tuple[Node, int | None, str]] = {}
+    for stated in certificate["components"]:
+        own = f"{stated['component']}:"
+        found |= {f"{own}{name}": (stated, None, name) for name in stated["weights"]}
+        for number, graph in [*enumerate(stated["graphs"])][::-1]:
+            for n in graph["nodes"]:
+                steps = n["place"].split(".") if n["place"] else []
+                places = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
+                for name in (*places, *(f"{number}:{x}" for x in places)):
+                    found[f"{own}{name}"] = stated, number, n["id"]
+            for n in graph["nodes"]:
+                for name in (n["id"], f"{number}:{n['id']}"):
+                    found[f"{own}{name}"] = stated, number, n["id"]
+    return found
+
+
+def find_place(certificate: Node, name: str) -> tuple[Node, int | None, str]:
+    found = list_places(certificate)
+    if name not in found:
+        near = difflib.get_close_matches(name, found, 3, 0.3)
+        words = f"closest: {', '.join(near)}" if near else f"such as {next(iter(found))}"
+        raise Unknown(f"the certificate has no value {name!r}, expected COMPONENT:NAME ({words})")
+    return found[name]
+
+
+def find_needed(nodes: Iterable[Node]) -> dict[str, list[str]]:
+    """The values that each bound follows from; that of a norm, for one, follows from none.
+
+    What depends on nothing but the timestep is computed, also behind a function that limits its result.
+    """
+    found: dict[str, list[str]] = {}
+    computed = set[str]()
+    for n in nodes:
+        if n["rule"] in ("times", "known", "weight") or computed.issuperset(n["from"] or [""]):
+            computed.add(n["id"])
+        found[n["id"]] = [*dict.fromkeys(n["from"] if n["id"] in computed else list_needed(n))]
+    return found
+
+
+def list_needed(n: Node) -> list[str]:
+    if n["rule"] == "attention":
+        return [n["from"][2]]
+    if n["rule"] in UNASKED:
+        limit, peak = n.get("number", 1), n["bound"] and read_number(n["bound"])
+        return n["from"] if n.get("function") in SHRINKING and peak < limit else []
+    return n["from"]
+
+
+def explain(certificate: Node, name: str) -> dict[str, Any]:
+    """The stated bound of one value and of those that it follows from, the first of them first, as data."""
+    stated, number, key = find_place(certificate, name)
+    if number is None:
+        return {"name": name, **explain_tensor(stated, key)}
+    nodes = stated["graphs"][number]["nodes"]
+    follows, needed, waiting = find_needed(nodes), set[str](), [key]
+    while waiting:
+        needed.add(at := waiting.pop())
+        waiting += [x for x in follows[at] if x not in needed]
+    chain = []
+    for n in (n for n in nodes if n["id"] in needed):
+        key, follows_from = n["id"], follows[n["id"]]
+        chain.append({
+            "value": key, "module": n["place"], "rule": n["rule"], "dtype": n["dtype"],
+            "bound": None if n["bound"] is None else float(read_number(n["bound"])),
+            "exponents": n["exponents"], "follows_from": follows_from,
+            "why": describe_rule(n, bool(n["from"]) and not follows_from),
+            "covered": f"{number}:{key}" not in stated["uncovered"],
+        })  # fmt: skip
+    return {"name": name, "graph": number, "chain": chain}
+
+
+def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
+    """What is said of a tensor, and which values read it."""
+    nodes = [(i, n) for i, graph in enumerate(stated["graphs"]) for n in graph["nodes"]]
+    reads = [f"{i}:{n['id']}" for i, n in nodes if key in (n.get("weight"), n.get("bias"))]
+    return {"tensor": key, "read_by": reads, "wide": stated["weights"][key]["wide"],
+            "exponents": stated["weights"][key]["exponents"],
+            "covered": key not in stated["uncovered"]}  # fmt: skip
+
+
+def describe_rule(n: Node, free: bool) -> str:
+    """The rule of a value in words, with what it is applied to."""
+    rule, names = n["rule"], [*dict.fromkeys(n["from"])]
+    if rule in ("input", "times"):
+        return f"{rule}: {describe_input(n)}"
+    if rule in ("known", "weight"):
+        return f"{rule}: {n['name' if rule == 'known' else 'weight']}"
+    what = n.get("function") or rule
+    of = f" of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}" if names else ""
+    of += f" and {show(float(n['number']))}" if "number" in n else ""
+    reads = [f"{key} {n[key]}" for key in ("weight", "bias") if key in n]
+    return what + of + "".join(f", {x}" for x in reads) + ", whatever goes in" * free
+
+
+def write_explained(found: dict[str, Any]) -> list[str]:
+    """The chain in lines, what is asked for last, and the formulas of its rules."""
+    if "tensor" in found:
+        dtype = "fp32" if found["wide"] else "fp16"
+        folds = [
+            f"  {('rows', 'columns')[d]} {a} to {b - 1}: stored times 2^{e}"
+            for d, a, b, e in found["exponents"]
+        ]
+        reads = [f"  read by {name}" for name in found["read_by"]]
+        kept = "" if found["covered"] else ", where it may exceed 65504"
+        return [f"{found['name']}: a tensor held in {dtype}{kept}", *folds, *reads]
+    chain = found["chain"]
+    bounds, count = [show_bound(x) for x in chain], len(chain) - 1
+    own = f"{found['graph']}:{chain[-1]['value']}"
+    others = f"from {count} other value{'s' * (count != 1)}"
+    lines = [f"{found['name']} ({own}): {bounds[-1]}, {others}"]
+    widths = [max(len(x["value"]) for x in chain), max(map(len, bounds))]
+    for x, words in zip(chain, bounds, strict=True):
+        where = f"  [{x['module']}]" if x["module"] else ""
+        lines.append(f"  {x['value']:{widths[0]}}  {words:{widths[1]}}  {x['why']}{where}")
+    rules = [*dict.fromkeys(x["rule"] for x in chain)]
+    width = max(map(len, rules))
+    lines += ["  p, N: the peak and the norm of what goes in, see docs/certificate-file.md"]
+    return lines + [f"  {rule:{width}}  {FORMULAS[rule]}" for rule in rules]
+
+
+def show_bound(x: dict[str, Any]) -> str:
+    if x["bound"] is None:
+        return f"no bound ({x['dtype']})"
+    first, last = min(x["exponents"]), max(x["exponents"])
+    span = f"2^{first} to 2^{last}" if first < last else f"2^{first}"
+    stored = f" stored times {span}" if first or last else ""
+    beyond = "" if x["covered"] else ", not covered"
+    return f"<= {x['bound']:.4g} ({x['dtype']}{stored}{beyond})"
+
+
 CODES = """exit codes:
-  0  it holds, and covers every fp16 value and weight of every component
-  1  refused: it does not prove what it says
-  2  the certificate or the folder cannot be read
-  3  it holds, and something is not covered, as listed"""
+  0  proven: every fp16 value and weight of every component
+  1  refused: the file does not prove what it says, or is not of these weights
+  2  the certificate or the folder cannot be read, or the command is wrong
+  3  proven in part: what is not covered is listed
+  4  nothing was checked: --explain without --weights"""
+STATUS = {"proven": 0, "refused": 1, "unreadable": 2, "partly": 3, "unchecked": 4}
+UNCHECKED = "Not checked: these are the file's own words. --weights FOLDER derives them again."
+
+
+def read_certificate(path: Path) -> Node:
+    """A certificate whose grammar has not been looked at.
+
+    Raises:
+        OSError: it can't be read, or is a file of another kind, such as a plan.
+    """
+    found = read_json(path.read_bytes())
+    kind = found.get("kind", "certificate") if type(found) is dict else "certificate"
+    if type(kind) is str and kind != "certificate":
+        raise OSError(f"{path} is a {kind}, expected what stopdown plan --certificate FILE writes")
+    return found
+
+
+def examine_or_explain(path: Path, folder: Path | None, name: str | None) -> dict[str, Any]:
+    if not (path.is_file() and (folder is None or folder.is_dir())):
+        both = f"expected a file {path}" + (f" and a folder {folder}" if folder else "")
+        raise FileNotFoundError(both)
+    certificate = read_certificate(path)
+    if folder is None:
+        check_keys(certificate, CERTIFICATE)
+        for stated in certificate["components"]:
+            check_grammar(stated)
+        found: dict[str, Any] = {"verdict": "unchecked"}
+    else:
+        if name is not None:
+            check_keys(certificate, CERTIFICATE)
+            for stated in certificate["components"]:
+                check_grammar(stated)
+            find_place(certificate, name)  # before the check, which can take minutes
+        found = examine(certificate, folder)
+    return found if name is None else {**found, "explained": explain(certificate, name)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1543,27 +1769,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("certificate", type=Path)
-    parser.add_argument("--weights", type=Path, required=True, help="Folder of the pipeline.")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="Folder of the pipeline.")
     parser.add_argument("--json", action="store_true", help="Print what was found as JSON.")
+    parser.add_argument("--explain", metavar="COMPONENT:NAME",
+                        help="Show the bounds that the one of a value, a module or a tensor follows from, "
+                             "such as transformer:transformer_blocks.17.attn1.to_v.")  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.weights is None and options.explain is None:
+        parser.error("expected --weights FOLDER, the folder of the pipeline that is to be checked")
     try:
-        if not (options.certificate.is_file() and options.weights.is_dir()):
-            raise FileNotFoundError(
-                f"expected a file {options.certificate} and a folder {options.weights}"
-            )
-        found = examine(read_json(options.certificate.read_bytes()), options.weights)
-    except Refused as error:
+        found = examine_or_explain(options.certificate, options.weights, options.explain)
+    except (Refused, *BROKEN) as error:
         found = {"verdict": "refused", "why": str(error)}
-    except OSError as error:
+    except (OSError, Unknown) as error:
         found = {"verdict": "unreadable", "why": str(error)}
-    code = {"proven": 0, "refused": 1, "unreadable": 2, "partly": 3}[found["verdict"]]
+    code = found["exit_code"] = STATUS[found["verdict"]]
     if options.json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     elif "why" in found:
         begins = "Refused." if code == 1 else "Cannot be read."
         print_safely(f"{begins} {found['why']}", sys.stderr)
     else:
-        print_safely("\n".join(write_lines(found)), sys.stdout)
+        checked = code != STATUS["unchecked"]
+        lines = write_explained(found["explained"]) if options.explain else write_lines(found)[1:]
+        print_safely(
+            "\n".join([write_verdict(found) if checked else UNCHECKED, *lines]), sys.stdout
+        )
     return code
 
 

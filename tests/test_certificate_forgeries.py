@@ -417,7 +417,7 @@ def test_timesteps_are_named_as_they_were_looked_at(given, words, tmp_path):
         tmp_path, ({"w": full(8, 1)}, [times("t", **given), linear("y", "t", [1, 8])], {})
     )
     stopdown_verify.check_component(stated, tmp_path, write=True)
-    assert stopdown_verify.list_assumed(stated) == [words]
+    assert stopdown_verify.list_inputs(stated) == [words]
 
 
 def test_what_a_graph_takes_for_granted_is_printed(tmp_path):
@@ -431,8 +431,8 @@ def test_what_a_graph_takes_for_granted_is_printed(tmp_path):
     more = {"exponents": {"w": [[0, 0, 8, -3]]}, "output": -3}
     stated = state(tmp_path, ({"w": full(8, 8)}, nodes, more))
     stopdown_verify.check_component(stated, tmp_path, write=True)
+    assert stopdown_verify.list_inputs(stated) == ["x up to 64, of shape 2 x 8"]
     assert stopdown_verify.list_assumed(stated) == [
-        "x up to 64, of shape 2 x 8",
         "c (cumsum) is scaled as its inputs are",
         "c is finite, of which there is no bound in fp32",
         "2^-3 is taken off the output y",

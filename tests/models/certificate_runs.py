@@ -317,7 +317,7 @@ def _check_tensors(stated: Node, found: Node, tensors: dict[str, Tensor]) -> lis
     lies, reads = [], list[tuple[str, str]]()
     for n in (n for graph in stated["graphs"] for n in graph["nodes"]):
         reads += [(n[key], n["dtype"]) for key in ("weight", "bias") if key in n]
-        if n["rule"] == "input" and not any(f"{n['name']} up to" in x for x in found["assumed"]):
+        if n["rule"] == "input" and not any(f"{n['name']} up to" in x for x in found["inputs"]):
             lies.append(f"the limit of {n['name']} is not said")
     if {*tensors} != {*stated["weights"]}:
         lies.append("a loader takes other tensors")

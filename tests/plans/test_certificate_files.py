@@ -106,8 +106,9 @@ def test_certificate_of_a_block_is_proven_and_shown_by_the_command(net, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "src")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
+        "Proven: none of 12 fp16 values and weights exceeds 65504, for the inputs below.",
         "net: 12 of 12 fp16 values and weights stay below 65504",
-        "  assumed: x up to 64, of shape 2 x 5 x 8",
+        "  for inputs: x up to 64, of shape 2 x 5 x 8",
         *(f"assumed of all: {words}" for words in stopdown_verify.ASSUMED),
     ]
     certificate["components"][0]["graphs"][0]["nodes"][-1]["bound"][1] -= 1
@@ -608,7 +609,7 @@ def test_plan_of_an_encoder_is_covered(encoder):
     """Every fp16 value and weight of T5, which leaves fp16 without its exponents."""
     certificate, path, folder = encoder
     assert json.loads(path.read_text()) == certificate
-    (line, *rest) = stopdown_verify.check_certificate(certificate, folder)
+    (_, line, *rest) = stopdown_verify.check_certificate(certificate, folder)
     (stated,) = certificate["components"]
     assert stated["uncovered"] == []
     assert line.startswith("text_encoder: ")
