@@ -45,6 +45,7 @@ RANGE = {
 }  # beyond it is Inf
 WEIGHT, SUM, NORM = 2.0**-11, 2.0**-23, 2.0**-10  # relative: of a weight, a term of a sum, a norm
 MOST, SMALL, ENTRIES, BASIS = 1 << 19, 1 << 21, 1 << 20, 32
+CHUNK = 1 << 17  # numbers in float64 that stay in a processor's cache
 MOST_EXPONENT, LEAST_EPS = 512, 2.0**50
 
 
@@ -208,7 +209,7 @@ ASSUMED = (
 FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
     "silu": (lambda x: x / (1 + np.exp(-x)), 1.13), "relu": (lambda x: np.maximum(x, 0), 1.0),
     "sin": (np.sin, 1.0), "cos": (np.cos, 1.0), "neg": (np.negative, 1.0), "tanh": (np.tanh, 1.0),
-    "cast": (np.positive, 1.0), "copy": (np.positive, 1.0),
+    "cast": (lambda x: x, 1.0), "copy": (lambda x: x, 1.0),
 }  # fmt: skip
 
 
@@ -270,14 +271,22 @@ def check_keys(value: Any, keys: dict[str, Kind], where: str = "") -> None:
     demand(not found, where + (found or [""])[0])
 
 
+FORMS = {  # of each rule how many values a form is made of, and all of its keys
+    rule: [(range(c, c + 1) if isinstance(c, int) else c, {**NODE, **keys}) for c, keys in forms]
+    for rule, forms in GRAMMAR.items()
+}  # fmt: skip
+
+
 def check_node(n: Node) -> None:
     """The keys of a node are those of one form of its rule."""
+    forms = FORMS.get(rule, ()) if type(rule := n.get("rule")) is str else ()
+    if any(not list_faults(n, keys) and len(n["from"]) in allowed for allowed, keys in forms):
+        return
     check_keys({key: x for key, x in n.items() if key in NODE}, NODE)
     demand(n["rule"] in GRAMMAR, f"'rule' is {n['rule']!r}, expected one of {', '.join(GRAMMAR)}")
     faults = []
-    for count, keys in GRAMMAR[n["rule"]]:
-        found = list_faults(n, {**NODE, **keys})
-        allowed = range(count, count + 1) if isinstance(count, int) else count
+    for allowed, keys in forms:
+        found = list_faults(n, keys)
         if len(n["from"]) not in allowed:
             words = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else f"{allowed[0]}"
             found.append(f"it is made of {len(n['from'])} values, expected {words}")
@@ -440,6 +449,18 @@ class Value:
     exponents: Array = 0
     exact: Known | None = None
     affine: tuple[tuple[Any, ...], ...] = ()
+
+    def store(self) -> Array:
+        """The peak of what is stored."""
+        return self.peak * 2.0**self.exponents if np.any(self.exponents) else self.peak
+
+
+def follows(pair: Sequence[int], found: float) -> bool:
+    """Whether a stated bound is at least a derived one and less than TOLERANCE times it, exactly."""
+    stated, exponent = pair
+    number, below = found.as_integer_ratio()
+    stated, number = (stated * below) << max(exponent, 0), number << max(-exponent, 0)
+    return number <= stated and stated * TOLERANCE.denominator <= number * TOLERANCE.numerator
 
 
 def write_number(number: float) -> list[int]:
@@ -689,8 +710,8 @@ def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
 def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
     """Any row of a table."""
     w = c.weights[n["weight"]]
-    peak = np.max([np.abs(rows).max(0) for _, rows in w.read()], axis=0)
-    norm = max(float(np.sqrt((rows**2).sum(1).max())) for _, rows in w.read())
+    peak = np.max([w.find_largest(part, 0) for _, part in w.read_raw()], axis=0)
+    norm = math.sqrt(max(sum_squares(rows).max() for _, rows in w.read(entries=CHUNK)))
     floor = STORED * float(2.0 ** -(w.rows.min() + w.columns.min()))
     norm = norm * (1 + WEIGHT) + floor * math.sqrt(w.shape[1])
     return bound(tuple(n["shape"]), peak * (1 + WEIGHT) + floor, norm, (len(n["shape"]) - 1,))
@@ -707,7 +728,7 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     norm = norm_over(x, [channel]) * math.sqrt(places)
     norm = min(norm, norm_over(x, [channel, *spatial])) if spatial else norm
     low, up = STORED * 2.0 ** -w.rows[start:stop], np.repeat(2.0**-w.columns, places)
-    affine = [] if spatial else [(r, g, *split_table(t), s) for r, g, t, s in x.affine]
+    affine = [] if spatial else [(r, g, *c.split(t), s) for r, g, t, s in x.affine]
     size, full, euclid, step = *np.zeros((3, stop - start)), (stop - start) // groups
     for g in range(groups):
         part, covered = slice(g * step, g * step + step), peak[g * width : g * width + width]
@@ -729,8 +750,8 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     for k, (radius, gain, steps, base, left, largest, rest) in enumerate(affine):
         image = np.sqrt(s[:, 1 + k]) * (1 + WEIGHT) + low * math.sqrt(((up * gain) ** 2).sum())
         error = STORED * np.abs(steps).sum(1).max() * np.sqrt((base**2).sum(1)).max() * euclid
-        moved = [np.abs(x @ steps.T).max(1) for x in np.array_split(p[:, at : at + len(base)], 16)]
-        image = radius * image + a[:, 1 + 2 * k] * (1 + WEIGHT) + np.concatenate(moved) + error
+        moved = find_extremes(p[:, at : at + len(base)], steps)
+        image = radius * image + a[:, 1 + 2 * k] * (1 + WEIGHT) + moved + error
         images.append(image + low * (up @ (rest + left + largest)))
         at += len(base)
     values, floor = c.vector(n, "bias", 0.0)
@@ -744,6 +765,13 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
     sigma += WEIGHT * math.sqrt(s[:, 0].sum()) + math.sqrt((low @ low) * (up @ up))
     longest = sigma * norm + math.sqrt((added**2).sum())
     return bound(shape, (size + added).reshape(spread), longest, (channel,))
+
+
+def find_extremes(rows: Array, steps: Array) -> Array:
+    """The largest magnitude of each row times all steps."""
+    count = math.ceil(len(rows) * len(steps) / CHUNK)
+    made = (x @ steps.T for x in np.array_split(rows, count))
+    return np.concatenate([np.maximum(x.max(1), -x.min(1)) for x in made])
 
 
 def compose_heads(c: Graph, n: Node, x: Value) -> Array:
@@ -857,6 +885,11 @@ def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
 def wide(array: Array, rank: int, lead: int) -> Array:
     added = (1,) * (rank + lead - array.ndim)
     return array.reshape((*array.shape[:lead], *added, *array.shape[lead:]))
+
+
+def sum_squares(array: Array) -> Array:
+    """By row, without the squares in memory."""
+    return np.einsum("...i,...i->...", array, array)
 
 
 def row_error(radius: Array, shape: Shape, length: float) -> float:
@@ -979,25 +1012,52 @@ class Weight:
         largest = np.abs(self.rows).max() + np.abs(self.columns).max()
         demand(largest <= MOST_EXPONENT, "its exponents are too large")
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, Array]]:
+    def read(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        entries: int = ENTRIES,
+        dtype: Any = np.float64,
+    ) -> Iterator[tuple[slice, Array]]:
         """Slices of rows and their values, flattened to two dimensions, in float64."""
+        for place, part in self.read_raw(start, stop, entries):
+            yield place, self.widen(part).astype(dtype)
+
+    def read_raw(
+        self, start: int = 0, stop: int | None = None, entries: int = ENTRIES
+    ) -> Iterator[tuple[slice, Array]]:
+        """Slices of rows and their values as they are stored."""
         count, width = (self.shape or (1,))[0], max(math.prod(self.shape[1:]), 1)
-        stop, step = count if stop is None else stop, max(1, ENTRIES // width)
+        stop, step = count if stop is None else stop, max(1, entries // width)
         for at in range(start, stop, step):
             part = self.raw[at * width : min(at + step, stop) * width]
-            if self.kind == "BF16":
-                part = (part.astype(np.uint32) << 16).view(np.float32)
-            yield slice(at, min(at + step, stop)), part.astype(np.float64).reshape(-1, width)
+            yield slice(at, min(at + step, stop)), part.reshape(-1, width)
+
+    def widen(self, part: Array) -> Array:
+        """Stored values as numbers: NumPy has no bf16."""
+        return (part.astype(np.uint32) << 16).view(np.float32) if self.kind == "BF16" else part
+
+    def find_largest(self, part: Array, axis: int) -> Array:
+        """The largest magnitudes of stored values along an axis, without a copy of them in float64.
+
+        The bits of a number without its sign, as a whole number, are larger for a larger magnitude, and
+        those of an infinity and of what is no number are the largest.
+        """
+        if self.kind not in ("BF16", "F16", "F32", "F64"):
+            return np.abs(part.astype(np.float64)).max(axis)
+        bits = part.view(f"u{part.dtype.itemsize}")
+        most = (bits & np.array((1 << (8 * bits.itemsize - 1)) - 1, bits.dtype)).max(axis)
+        return self.widen(most.view(part.dtype)).astype(np.float64)
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
         """The rows times columns: their magnitudes, their squares, and as they are."""
-        none = np.zeros((math.prod(self.shape[1:]), 0))
-        wide = [np.stack(x, 1) if len(x) else none for x in columns]
+        wide = [np.stack(x, 1) if len(x) else None for x in columns]
         made: tuple[list[Array], ...] = ([], [], [])
-        for _, rows in self.read(start, stop):
-            made[2].append(rows @ wide[2])
-            made[1].append(rows**2 @ wide[1])
-            made[0].append(np.abs(rows) @ wide[0])
+        for _, rows in self.read(start, stop, CHUNK):
+            made[2].append(np.zeros((len(rows), 0)) if wide[2] is None else rows @ wide[2])
+            np.abs(rows, out=rows)
+            made[0].append(rows @ wide[0])
+            made[1].append(np.square(rows, out=rows) @ wide[1])
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
 
     def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
@@ -1009,9 +1069,9 @@ class Weight:
         """
         cuts = np.linspace(0, self.shape[1], len(squares) + 1).astype(int)
         grams = [np.zeros((b - a, b - a)) for a, b in itertools.pairwise(cuts)]
-        for _, rows in self.read(start, stop):
+        for _, rows in self.read(start, stop, dtype=np.float32):
             for at in range(0, len(rows), 512):
-                piece = rows[at : at + 512].astype(np.float32)
+                piece = rows[at : at + 512]
                 for gram, (a, b) in zip(grams, itertools.pairwise(cuts), strict=True):
                     gram += piece[:, a:b].T @ piece[:, a:b]
         total = 0.0
@@ -1033,10 +1093,13 @@ class Weight:
 
     def measure(self) -> float:
         """The largest magnitude as it is stored in fp16."""
-        up = np.repeat(2.0**self.columns, max(math.prod(self.shape[2:]), 1))
-        rows = (np.abs(x * up).max(1) * 2.0 ** self.rows[part] for part, x in self.read())
-        largest = max((float(x.max()) for x in rows), default=0.0)
-        return largest * (1 + WEIGHT) + STORED
+        columns = np.repeat(self.columns, max(math.prod(self.shape[2:]), 1))
+        found, exponents = [0.0], sorted({*columns.tolist()})
+        for place, part in self.read_raw():
+            for e in exponents:
+                own = part if len(exponents) == 1 else part[:, columns == e]
+                found.append((self.find_largest(own, 1) * 2.0 ** (self.rows[place] + e)).max())
+        return float(np.max(found)) * (1 + WEIGHT) + STORED
 
 
 def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, Weight]:
@@ -1114,8 +1177,17 @@ class Graph:
         self.uncovered: list[str] = []
         self.values: dict[str, Value] = {}
         self.covered = 0
+        self.tables: list[tuple[Array, tuple[Array, ...]]] = []
         self.errors: dict[str, tuple[float, Array]] = {}
         """Of linears: the norm of a row that they read, and how far roundings move what they give."""
+
+    def split(self, table: Array) -> tuple[Array, ...]:
+        """`split_table`, once for the linears that read one value."""
+        found = next((made for own, made in self.tables if own is table), None)
+        if found is None:
+            found = split_table(table)
+            self.tables = [*self.tables[-3:], (table, found)]
+        return found
 
     def find_heads(self, n: Node) -> tuple[int, int, Node] | None:
         """Heads and width of the attention that a linear reads, and the linear that gave its values."""
@@ -1178,7 +1250,6 @@ class Graph:
         start, stop = n.get("part", (0, w.shape[0]))
         flat = (center * np.ones(w.shape[1])).reshape(-1, w.shape[1])
         held, ours = w.is_held(), np.float64 if math.prod(w.shape) <= SMALL else np.float32
-        made = [flat.astype(ours) @ r.astype(ours).T for _, r in w.read(start, stop)]
         largest = ((np.abs(center).max(0) + radius) * np.ones(w.shape[1])).reshape(-1, w.shape[1])
         wrong = (radius * np.ones((*radius.shape[:-1], w.shape[1]))).reshape(-1, w.shape[1])
         width = w.shape[1]
@@ -1186,6 +1257,10 @@ class Graph:
         sums, carried = a.T[: len(largest)], a.T[len(largest) :]
         values, floor = self.vector(n, "bias", 0.0)
         low, up = STORED * 2.0 ** -w.rows[start:stop], 2.0**-w.columns
+        made, own = np.empty((len(flat), stop - start)), flat.astype(ours)
+        for part, rows in w.read(start, stop, dtype=ours):
+            made[:, part.start - start : part.stop - start] = own @ rows.T
+        made += values
         products = 2 if ours is np.float64 else 4  # the model's in fp32, and ours
         lost = (0.0 if held else WEIGHT) + products * (width + 8) * 2.0**-24
         own = lost * sums + np.abs(values) * WEIGHT + floor
@@ -1194,8 +1269,7 @@ class Graph:
         carried = np.minimum(carried, np.sqrt(s[:, 0]) * error) * (1 + WEIGHT)
         sigma = w.check_sigma(start, stop, n["sigma"]) if "sigma" in n else math.sqrt(s.sum())
         length = sigma * error + math.sqrt(float((own**2).sum(-1).max()))
-        before = (*center.shape[:-1], -1)
-        result = np.concatenate(made, 1).astype(np.float64).reshape(before) + values
+        result = made.reshape((*center.shape[:-1], -1))
         return result, (carried + own).reshape((*radius.shape[:-1], -1)), length
 
     def start(self, n: Node) -> Value:
@@ -1256,7 +1330,7 @@ class Graph:
     def limit(self, n: Node, x: Value) -> Value:
         """Of what may leave the range of a dtype wider than fp16 there is no bound."""
         most = RANGE.get(n["dtype"], math.inf)
-        within = x.peak is None or not (x.peak * 2.0**x.exponents > most).any()
+        within = x.peak is None or most == math.inf or not (x.store() > most).any()
         return x if within else Value(x.shape, exponents=x.exponents)
 
     def round(self, n: Node, x: Value) -> Value:
@@ -1307,12 +1381,12 @@ class Graph:
             n["bound"] = None if found is None else write_number(found)
             n["exponents"] = exponents
         demand((n["bound"] is None) == (found is None), "a bound does not follow")
-        if found is not None:
+        if found is not None and not follows(n["bound"], found):
             stated = read_number(n["bound"])
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
-            demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
+            raise Refused(f"{float(stated):.6g} is not its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
-        stored = None if found is None else value.peak * 2.0**value.exponents
+        stored = None if found is None else value.store()
         holds = stored is not None and (not stored.size or stored.max() <= LARGEST)
         clamped = n.get("function") == "range_clamp" and value.exponents.any()
         if (
@@ -1354,10 +1428,11 @@ def is_saturating(n: Node) -> bool:
 
 def bound_exact(shape: Shape, exact: Known) -> Value:
     center, radius, length = exact
-    rows = range(len(shape))[-1:]
-    norm = math.sqrt(over(center**2, (len(center), *shape), [d + 1 for d in rows]))
+    rows, alike = range(len(shape))[-1:], center.shape[-1] < shape[-1] if shape else False
+    squares = sum_squares(center) if shape else center**2
+    norm = math.sqrt(float(squares.max()) * (shape[-1] if alike else 1))
     norm += row_error(radius, shape, length)
-    made = bound(shape, np.abs(center).max(0) + radius, norm, rows)
+    made = bound(shape, np.maximum(center.max(0), -center.min(0)) + radius, norm, rows)
     made.exact = exact
     return made
 
@@ -1387,7 +1462,7 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
             covered += graph.covered
             uncovered += [f"{number}:{name}" for name in graph.uncovered]
     for name, weight in weights.items():
-        entry, found = stated["weights"][name], hashlib.sha256(weight.raw.tobytes()).hexdigest()
+        entry, found = stated["weights"][name], hashlib.sha256(weight.raw).hexdigest()
         entry.update({"sha256": found} if write else {})
         demand(entry["sha256"] == found, f"{name} is another tensor")
         dtypes = {dtype for other, dtype in read if other == name}
