@@ -3,7 +3,7 @@
 The pages are plain Markdown. While MkDocs builds the site,
 
 - `{{ commands }}` becomes the reference of the command line, from its own help;
-- a mermaid block becomes the drawing, so that a page loads nothing;
+- a mermaid block becomes the drawing, and a formula MathML, so that a page loads nothing;
 - a link to a file beside `docs/` gets that file: a page if it is Markdown, a copy otherwise;
 - a page in Chinese has the navigation and the words of the theme in Chinese, and no other page has them.
 
@@ -26,6 +26,8 @@ import typer.cli
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+import formulas
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
@@ -62,6 +64,10 @@ def on_page_markdown(text: str, page: Page, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     if name == "commands.md":
         text = text.replace(COMMANDS, describe_commands())
+    try:
+        text = formulas.set_formulas(text)
+    except ValueError as error:
+        raise PluginError(f"{name}: {error}") from error
     text = LINK.sub(lambda found: _point(found, name), text)
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
 
