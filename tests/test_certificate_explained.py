@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans.test_certificate_files import ROOT, make_net
 
 import stopdown_verify
 from models.certificate_forgeries import Model
 from models.certified_nets import certify_net
+from plans.test_certificate_files import ROOT, make_net
 
 
 @pytest.fixture(name="tokens", scope="module")

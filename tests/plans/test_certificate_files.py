@@ -593,6 +593,98 @@ def test_page_has_every_rule():
     assert bare == ["input", "unknown"]
 
 
+def open_weight(folder: Path, kind: str, content: Any, exponents: Any = ()) -> Any:
+    """A tensor of a safetensors file, of any dtype that they have."""
+    entry = {"dtype": kind, "shape": list(content.shape), "data_offsets": [0, content.nbytes]}
+    header = json.dumps({"w": entry}).encode()
+    (folder / "a.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + content.tobytes()
+    )
+    return stopdown_verify.open_weights(
+        folder, ["a.safetensors"], {"w": {"exponents": [list(x) for x in exponents]}}
+    )["w"]
+
+
+KINDS = {
+    "BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "I8": np.int8,
+    "I64": np.int64, "U8": np.uint8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+@pytest.mark.parametrize("exponents", [(), [(0, 1, 3, 4), (1, 2, 5, -3)]])
+def test_largest_magnitude_of_a_weight_is_found_in_its_bits(kind, exponents, tmp_path, monkeypatch):
+    """It is that of the values in float64, to the bit, and nothing is widened but the largest."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 256, size=6 * 8 * np.dtype(KINDS[kind]).itemsize, dtype=np.uint8)
+    content = bits.view(KINDS[kind])
+    if kind in ("F16", "F32", "F64"):
+        content = rng.normal(size=48).astype(KINDS[kind])
+    if kind == "BF16":
+        content = rng.normal(size=48).astype(np.float32).view(np.uint32).astype(np.uint32) >> 16
+        content = content.astype(np.uint16)
+    weight = open_weight(tmp_path, kind, content.reshape(6, 8), exponents)
+    rows = np.concatenate([x for _, x in weight.read()])
+    stored = np.abs(rows * 2.0**weight.columns * (2.0**weight.rows)[:, None]).max()
+    expected = stored * (1 + stopdown_verify.WEIGHT) + stopdown_verify.STORED
+    monkeypatch.setattr(weight, "read", None)
+    assert weight.measure() == expected
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32", "F64"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_weight_that_is_no_number_is_not_covered(kind, value, tmp_path):
+    """No magnitude that fp16 holds stands for an infinity or for what is no number."""
+    content = np.ones((2, 3), np.float32)
+    content[1, 2] = value
+    if kind == "BF16":
+        content = (content.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        content = content.astype(KINDS[kind])
+    weight = open_weight(tmp_path, kind, content)
+    assert not weight.measure() <= stopdown_verify.LARGEST
+
+
+@pytest.mark.parametrize("found", [0.0, 5e-324, 1.0, 65504.0, 3.3e38, 1.7e308])
+def test_stated_bound_follows_exactly_as_a_rational_number_does(found):
+    """From one mantissa to the next, around the derived bound and around what may be stated at most."""
+    number, exponent = stopdown_verify.write_number(found)
+    for mantissa in range(max(number - 300, 0), number + 300):
+        stated = stopdown_verify.read_number([mantissa, exponent])
+        holds = Fraction(found) <= stated <= Fraction(found) * stopdown_verify.TOLERANCE
+        assert stopdown_verify.follows([mantissa, exponent], found) == holds
+
+
+def test_linears_that_read_one_value_split_its_table_once(tmp_path, monkeypatch):
+    """Query, key and value have casts of their own, and one table of timesteps."""
+    from models.certified_nets import certify_net
+
+    model, tables = certify_net("tokens", tmp_path), list[Any]()
+    split = stopdown_verify.split_table
+
+    def keep(table: Any) -> Any:
+        tables.append(table)
+        return split(table)
+
+    monkeypatch.setattr(stopdown_verify, "split_table", keep)
+    stopdown_verify.check_certificate(model.certificate, tmp_path)
+    assert len(tables) == len({id(x) for x in tables}) > 1
+
+
+def test_what_is_known_is_not_copied_by_a_cast(tmp_path):
+    """A table of timesteps that is cast is the same array, so that large ones are held once."""
+    nodes = [
+        node("t", "times", [], [1, 1], name="t", first=0, last=1000, count=1001, radius=0.0, dtype="fp32"),
+        node("y", "product", ["t"], [1, 8], weight="w", dtype="fp32"),
+        node("c", "same", ["y"], [1, 8], function="cast"),
+    ]  # fmt: skip
+    write_weights(tmp_path / "a.safetensors", {"w": np.ones((8, 1), np.float32)})
+    weights = stopdown_verify.open_weights(tmp_path, ["a.safetensors"], {})
+    graph = stopdown_verify.Graph({"nodes": nodes, "outputs": [["y", 0], ["c", 0]]}, weights, True)
+    graph.check()
+    assert graph.values["c"].exact[0] is graph.values["y"].exact[0]
+
+
 # certificates of plans
 
 
