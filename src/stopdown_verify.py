@@ -1384,7 +1384,7 @@ class Graph:
         if found is not None and not follows(n["bound"], found):
             stated = read_number(n["bound"])
             demand(Fraction(found) <= stated, f"its bound is {found:.6g}, not {float(stated):.6g}")
-            raise Refused(f"{float(stated):.6g} is not its bound")
+            demand(stated <= Fraction(found) * TOLERANCE, f"{float(stated):.6g} is not its bound")
         demand(n["exponents"] == exponents, f"its exponents are {exponents}")
         stored = None if found is None else value.store()
         holds = stored is not None and (not stored.size or stored.max() <= LARGEST)
