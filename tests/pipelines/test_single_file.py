@@ -71,9 +71,9 @@ def test_exponents_are_put_on_the_format_of_the_file(
     source = complete_source(resolve_source(file, config=folder))
     plan, seen = certify_plan(source), set[torch.dtype]()
 
-    def watch(module: torch.nn.Module, *given: Any) -> Any:
+    def watch(module: torch.nn.Module, *given: Any, **named: Any) -> Any:
         seen.update(x.dtype for x in module.parameters())
-        return load_entry(module, *given)
+        return load_entry(module, *given, **named)
 
     monkeypatch.setattr(planned_loader, "load_entry", watch)
     pipe = planned_loader.load_plan(source, plan, choose_device("cpu")).pipe

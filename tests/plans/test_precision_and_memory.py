@@ -17,7 +17,6 @@ from stopdown.app.forecasts import _explain
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import Support
-from stopdown.interception.patches import Patches
 from stopdown.memory import caching_allocator
 from stopdown.memory.caching_allocator import WORKSPACE_BYTES
 from stopdown.memory.forecast import Fit
@@ -156,13 +155,13 @@ def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None
     source = resolve_source(save_pipeline("wan", tmp_path / "m", dtype=torch.float32))
     entry = ComponentPlan("transformer", "WanTransformer3DModel", "", "bf16")
     transformer = find_components(build_way(source, make_plan(entry)))["transformer"]
-    loaded, off = make_pipeline("wan").transformer.float(), Patches()
+    loaded = make_pipeline("wan").transformer.float()
     before = {name: x.dtype for name, x in loaded.named_parameters()}
-    apply_entry(loaded, entry, off)
+    applied = apply_entry(loaded, entry)
     kinds = {name: x.dtype for name, x in loaded.named_parameters()}
     assert kinds == {name: x.dtype for name, x in transformer.named_parameters()}
     assert set(kinds.values()) == {torch.bfloat16, torch.float32}
-    off.undo()
+    applied.undo()
     assert before == {name: x.dtype for name, x in loaded.named_parameters()}
 
 

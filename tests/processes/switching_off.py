@@ -92,17 +92,17 @@ DETECTORS: dict[str, tuple[dict[str, Make], tuple[str, ...]]] = {
     ),
     # faults of several threads are worked on at once
     "lock": (
-        {"stopdown.runtime.component_locks:_ONE_CHANGE": give(contextlib.nullcontext())},
-        ("runtime/test_component_locks.py::test_faults_of_two_threads_are_worked_on_in_turn",),
+        {"stopdown.interception.component_locks:_ONE_CHANGE": give(contextlib.nullcontext())},
+        ("interception/test_component_locks.py::test_faults_of_two_threads_are_worked_on_in_turn",),
     ),
     # a module is changed while other threads call it
     "waiting": (
         {
-            "stopdown.runtime.component_locks:ComponentLock.owned": give(
+            "stopdown.interception.component_locks:ComponentLock.owned": give(
                 lambda self: contextlib.nullcontext()
             )
         },
-        ("runtime/test_component_locks.py::test_a_change_waits_for_calls_of_other_threads",),
+        ("interception/test_component_locks.py::test_a_change_waits_for_calls_of_other_threads",),
     ),
     "restore": (
         {"stopdown.runtime.guard:Guard.__exit__": stay_on},

@@ -298,7 +298,7 @@ def test_a_plan_that_was_loaded_comes_off_in_fp32(planned: tuple[Source, Plan]) 
     """Its exponents are gone then, and values that fp16 held are those that were stored."""
     source, plan = planned
     loaded = load_plan(source, plan, choose_device("cpu"))
-    loaded.off["transformer"].undo()
+    loaded.entries["transformer"].undo()
     plain = load_pipeline(source, torch_dtypes=torch.float32).transformer
     for key, tensor in name_parameters(loaded.pipe.transformer).items():
         assert tensor.dtype == torch.float32

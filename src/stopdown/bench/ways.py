@@ -23,7 +23,7 @@ from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.tiny_pipelines import build_wide, overflow_
-from stopdown.plans.planned_loader import put_for_good
+from stopdown.plans.applier import load_entry, put_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 from stopdown.sources.sources import Source
@@ -82,7 +82,7 @@ def running(
     plan = find_plan(way.residual) if way.residual else None
     pipe = build()
     if plan is not None:
-        put_for_good(pipe, plan)
+        put_plan(pipe, plan, load_entry)
     else:
         for module in find_components(pipe).values():
             cast_component_(module, FORMATS[way.precision].torch_dtype)

@@ -36,11 +36,11 @@ from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.requests import Request, name_arguments
-from stopdown.plans.applier import apply_plan
+from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.plan_files import read_plan, write_plan
-from stopdown.plans.planned_loader import LoadedPipeline, gather_facts, load_plan
+from stopdown.plans.planned_loader import gather_facts, load_plan
 from stopdown.plans.precision import PLAIN_FP16
 from stopdown.plans.precision_and_memory import build_way, list_ways, read_formats
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
@@ -85,7 +85,7 @@ class OpenSubject:
         loaded: the pipeline on its device, with what is taken off when it is closed.
     """
 
-    loaded: LoadedPipeline
+    loaded: AppliedPlan
     load_s: float
     weights_bytes: int
 
@@ -110,10 +110,10 @@ class Subject:
     pipeline: str
     device: Device
     classes: tuple[str, ...]
-    _load: Callable[[str, Plan | None], LoadedPipeline]
+    _load: Callable[[str, Plan | None], AppliedPlan]
     """By a precision; or by a plan, and what it is called."""
     _make_plan: Callable[[], Plan]
-    _fit: Callable[[LoadedPipeline], LoadedPipeline] = lambda loaded: loaded
+    _fit: Callable[[AppliedPlan], AppliedPlan] = lambda loaded: loaded
     _opened: dict[str, OpenSubject] = field(default_factory=dict)
     scheduler: str = ""
     keeps_one: bool = False
@@ -193,7 +193,7 @@ def describe_subject(
     limit_bytes = count_limit(memory, target) if memory is not None else 0
     tiling = _choose_tiling(source, target, request, limit_bytes, names) if memory else None
 
-    def load(precision: str, plan: Plan | None) -> LoadedPipeline:
+    def load(precision: str, plan: Plan | None) -> AppliedPlan:
         if plan is None:
             plan = choose_plan(source, precision, target, request=request)
         elif precision.endswith(".json"):
@@ -236,8 +236,8 @@ def _fit(
     device: Device,
     request: Request,
     tiling: bool | None,
-    loaded: LoadedPipeline,
-) -> LoadedPipeline:
+    loaded: AppliedPlan,
+) -> AppliedPlan:
     """The pipeline within the limit of its plan."""
     try:
         loaded = fit_run(loaded, request, device, lambda _: None, tiling=tiling)
@@ -281,7 +281,7 @@ def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
 def _describe(
     program: Any,
     device: str,
-    load: Callable[[str, Plan | None], LoadedPipeline],
+    load: Callable[[str, Plan | None], AppliedPlan],
     make: Callable[[], Plan],
 ) -> Subject:
     kind = type(program).__name__
@@ -289,7 +289,7 @@ def _describe(
     return Subject(kind, "", kind, choose_device(device), classes, load, make)
 
 
-def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
+def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> AppliedPlan:
     dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
     derived = [detach_derived(module) for module in find_components(pipe).values()]
     copied = copy.deepcopy(pipe, {k: v for memo in derived for k, v in memo.items()})
@@ -299,10 +299,10 @@ def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
         apply_plan(copied, plan)
     calls = [callee.name for callee in find_callees(copied)]
     decided = _decide(calls, precision, plan, "copied from a pipeline in memory")
-    return LoadedPipeline(copied, plan or Plan(type(pipe).__name__), decided, Patches())
+    return AppliedPlan(copied, plan or Plan(type(pipe).__name__), decided, Patches())
 
 
-def _put_program(program: Any, precision: str, plan: Plan | None) -> LoadedPipeline:
+def _put_program(program: Any, precision: str, plan: Plan | None) -> AppliedPlan:
     """A program with its modules in one precision and the arguments of their calls with them, or by a
     plan; it is the caller's: a cast that fails half-way leaves nothing of it.
     """
@@ -319,7 +319,7 @@ def _put_program(program: Any, precision: str, plan: Plan | None) -> LoadedPipel
         patches.undo()
         raise
     decisions = _decide(parts, precision, plan, "cast where it is in memory")
-    return LoadedPipeline(program, plan or Plan(type(program).__name__), decisions, patches)
+    return AppliedPlan(program, plan or Plan(type(program).__name__), decisions, patches)
 
 
 def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.interception.accumulation import accumulating
-from stopdown.interception.patches import Patches
+from stopdown.interception.component_locks import find_lock
+from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
@@ -71,20 +74,98 @@ from stopdown.sources.sources import Source, fingerprint
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
 
-class AppliedPlan:
-    """A plan on a pipeline; `undo` takes it off and restores every bit."""
+class AppliedEntry(SameInCopies):
+    """A component's entry on its module, found there by a guard that is put on later.
 
-    def __init__(self, pipe: Any, plan: Plan, patches: Patches) -> None:
-        self.pipe, self.plan, self._patches = pipe, plan, patches
+    The guard takes it off for a repair, in whose place it comes back.
+
+    Attributes:
+        plan: that the entry is of.
+        patches: what is on the module: the entry, or a guard's repairs in its place.
+        is_over: it does not come back.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, entry: ComponentPlan, put: Callable[[Patches], None]
+    ) -> None:
+        """
+        Args:
+            put: puts the entry on the module; called again when it comes back.
+        """
+        self.module, self.entry, self._put = module, entry, put
+        self.plan, self.patches, self.is_over = Plan(""), Patches(), False
+
+    def put_on(self) -> AppliedEntry:
+        """Put the entry on; other threads' calls of the module are over before. It comes back itself."""
+        if self.is_over:
+            return self
+        with find_lock(self.module).changing():
+            self.patches.set_attribute(self.module, PLANNED, self)
+            try:
+                self._put(self.patches)
+            except BaseException:
+                self.patches.undo()
+                raise
+        return self
+
+    def undo(self) -> None:
+        """Take off what is on the module, for good."""
+        self.is_over = True
+        if self.patches:
+            with find_lock(self.module).changing():
+                self.patches.undo()
+
+
+def find_applied(module: torch.nn.Module) -> AppliedEntry | None:
+    """Return the entry that is on a module; None under a repair, and where no plan is on."""
+    found = vars(module).get(PLANNED)
+    return found if isinstance(found, AppliedEntry) and found.module is module else None
+
+
+def join_plans(plans: Sequence[Plan]) -> Plan | None:
+    """Return the plan of a program whose components have these; None if they are of several programs."""
+    if len({(x.source, x.fingerprint) for x in plans}) != 1:
+        return None
+    if all(plan is plans[0] for plan in plans):
+        return plans[0]
+    components = {entry.component: entry for plan in plans for entry in plan.components}
+    return dataclasses.replace(plans[0], components=tuple(components.values()), seal="")
+
+
+@dataclass(eq=False, repr=False)
+class AppliedPlan:
+    """A plan on a program, whatever put it there; `undo` takes it off.
+
+    Attributes:
+        decisions: how each component call runs, as records have it.
+        patches: what is around the component calls: casts, checks; and the second copy of an autoencoder
+            whose directions differ.
+        entries: component to what is on its module.
+        offloader: keeps runs within a limit while it is entered; None where nothing has to.
+    """
+
+    pipe: Any
+    plan: Plan
+    decisions: tuple[ComponentPlan, ...] = ()
+    patches: Patches = field(default_factory=Patches)
+    entries: dict[str, AppliedEntry] = field(default_factory=dict)
+    offloader: Offloader | None = None
 
     def __repr__(self) -> str:
         return (
             f"AppliedPlan({self.plan.source} on a {type(self.pipe).__name__}, .undo() takes it off)"
         )
 
+    def end(self) -> None:
+        """Have a guard that is removed leave the components without their entries."""
+        for entry in self.entries.values():
+            entry.is_over = True
+
     def undo(self) -> None:
-        """Restore the pipeline to the last bit. A second call does nothing."""
-        self._patches.undo()
+        """Restore the pipeline, to the last bit where its old weights were held. Harmless when repeated."""
+        self.patches.undo()
+        for entry in reversed(self.entries.values()):
+            entry.undo()
 
     def __enter__(self) -> AppliedPlan:
         return self
@@ -116,20 +197,39 @@ def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> Appl
     find_parts(pipe)
     plan = take_plan(plan)
     check_plan(pipe, plan)
-    own = Patches()
+    return put_plan(pipe, plan, functools.partial(apply_entry, cast=cast), casts=cast)
+
+
+def put_plan(
+    pipe: Any,
+    plan: Plan,
+    put: Callable[[torch.nn.Module, ComponentPlan], AppliedEntry],
+    *,
+    casts: bool = True,
+) -> AppliedPlan:
+    """Put a plan's entries on their components, and then what is around the calls; every way in does.
+
+    Args:
+        put: puts an entry on a module in memory (`apply_entry`), or on its weights as they are read
+            (`load_entry`).
+        casts: False leaves out what is around the calls but for the watch of adapters.
+    """
+    applied = AppliedPlan(pipe, plan)
     try:
         for entry in plan.components:
-            apply_entry(_find(pipe, entry.component), entry, own, cast=cast)
-        if cast:
-            put_boundaries(pipe, plan, own)
-        watch_adapters(pipe, plan, own)
+            if entry.precision != "as loaded":
+                found = put(_find(pipe, entry.component), entry)
+                applied.entries[entry.component], found.plan = found, plan
+        if casts:
+            put_boundaries(pipe, plan, applied.patches)
+        watch_adapters(pipe, plan, applied.patches)
     except ScalingError as error:
-        own.undo()
+        applied.undo()
         raise _explain_misfit(plan, error) from error
     except BaseException:
-        own.undo()
+        applied.undo()
         raise
-    return AppliedPlan(pipe, plan, own)
+    return applied
 
 
 def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
@@ -155,23 +255,34 @@ def check_plan(pipe: Any, plan: Plan) -> None:
 def apply_entry(
     module: torch.nn.Module,
     entry: ComponentPlan,
-    patches: Patches,
     *,
     cast: bool = True,
     fold: bool = True,
+    savers: tuple[str, ...] = (),
+) -> AppliedEntry:
+    """Put one component's entry on it, as `apply_precision` does."""
+    put = functools.partial(_put_entry, module, entry, cast, fold, savers)
+    return AppliedEntry(module, entry, put).put_on()
+
+
+def _put_entry(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    cast: bool,
+    fold: bool,
+    savers: tuple[str, ...],
+    patches: Patches,
 ) -> None:
-    """Put one component's entry on it, as `apply_precision` does; what is left as loaded stays so."""
-    if entry.precision != "as loaded":
-        scaling = entry.scaling if entry.precision == "fp16" else None
-        apply_precision(
-            module,
-            entry.precision,
-            scaling,
-            patches,
-            cast=cast,
-            fold=fold,
-            watch=WatchOptions(entry.component),
-        )
+    apply_precision(
+        module,
+        entry.precision,
+        entry.scaling if entry.precision == "fp16" else None,
+        patches,
+        cast=cast,
+        fold=fold,
+        watch=WatchOptions(entry.component),
+        savers=savers,
+    )
 
 
 def apply_precision(
@@ -183,6 +294,7 @@ def apply_precision(
     cast: bool = True,
     fold: bool = True,
     watch: WatchOptions | None = None,
+    savers: tuple[str, ...] = (),
 ) -> None:
     """Fold one component's exponents and cast it; the only way in which a plan or a repair does so.
 
@@ -193,9 +305,11 @@ def apply_precision(
             what its authors keep in fp32 stays.
         cast: False folds alone.
         fold: False where there are no weights: exponents are left out.
+        savers: packages that may take the weights.
     """
-    _watch_saving(module, scaling if fold else None, patches)
-    patches.set_attribute(module, PLANNED, True)
+    _watch_saving(module, scaling if fold else None, patches, savers)
+    if PLANNED not in vars(module):
+        patches.set_attribute(module, PLANNED, True)
     put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
     if scaling is not None and fold:
         watch_calls(module, scaling, put, patches, watch, casts=cast)
@@ -308,14 +422,10 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
     """
-    patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
-    try:
-        for entry in plan.components:
-            if entry.component in modules:
-                apply_entry(modules[entry.component], entry, patches, fold=False)
-        put_boundaries(skeleton, plan, patches)
-    except ScalingError as error:
-        raise _explain_misfit(plan, error) from error
+    modules = find_components(skeleton)
+    known = tuple(x for x in plan.components if x.component in modules)
+    put = functools.partial(apply_entry, fold=False)
+    put_plan(skeleton, dataclasses.replace(plan, components=known), put)  # it is ours: never undone
 
 
 def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
@@ -466,23 +576,40 @@ def refuse_differences(plan: Plan, differences: list[str], remedy: str = _REMEDY
 def load_entry(
     module: torch.nn.Module,
     entry: ComponentPlan,
-    put: Callable[[torch.Tensor, StoredWeight], None] | None = None,
+    put: Callable[[torch.Tensor, StoredWeight], None] = put_,
     savers: tuple[str, ...] = (),
-) -> Patches:
-    """Put one component's entry on it while it is loaded; return what takes it off.
+) -> AppliedEntry:
+    """Put one component's entry on its weights as they are read; old weights are not held.
+
+    What comes off and back is a module in memory: `apply_precision` puts it on again.
 
     Args:
-        put: given each weight and what it becomes; None folds and casts it now.
+        put: given each weight and what it becomes; by default it is folded and cast now.
     """
-    if entry.precision == "as loaded":
-        return Patches()
-    dtype, patches = FORMATS[entry.precision].torch_dtype, Patches()
-    patches.set_attribute(module, PLANNED, True)
+    first = [put]
+
+    def put_on(patches: Patches) -> None:
+        if first:
+            _load_precision(module, entry, first.pop(), savers, patches)
+        else:
+            _put_entry(module, entry, True, True, savers, patches)
+
+    return AppliedEntry(module, entry, put_on).put_on()
+
+
+def _load_precision(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    put: Callable[[torch.Tensor, StoredWeight], None],
+    savers: tuple[str, ...],
+    patches: Patches,
+) -> None:
+    dtype = FORMATS[entry.precision].torch_dtype
     if entry.precision != "fp16" or (scaling := entry.scaling) is None:
         cast_component_(module, dtype, put)
         patches.defer(functools.partial(widen_, module))
-        return patches
-    first = [put or put_]
+        return
+    first = [put]
 
     def put_on(layers: Patches) -> None:
         put = first.pop() if first else put_  # later the weights are here, without exponents
@@ -490,7 +617,6 @@ def load_entry(
 
     _watch_saving(module, scaling, patches, savers)
     watch_calls(module, scaling, put_on, patches, WatchOptions(entry.component))
-    return patches
 
 
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:

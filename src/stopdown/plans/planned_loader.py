@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +20,17 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.environment import Device, Support
 from stopdown.interception.patches import Patches
-from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
-from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.applier import (
+    AppliedPlan,
     check_source,
     compare_components,
     leaves_loras,
     load_entry,
-    put_boundaries,
+    put_plan,
     refuse_differences,
 )
 from stopdown.plans.precision import (
@@ -44,30 +43,10 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
 from stopdown.scaling.graph.capture import detach_derived
-from stopdown.scaling.mapped_weights import wait_
+from stopdown.scaling.mapped_weights import put_, wait_
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, read_stored_dtypes
-
-
-@dataclass(frozen=True)
-class LoadedPipeline:
-    """A pipeline in memory.
-
-    Attributes:
-        decisions: how each component call runs, as records have it.
-        patches: what was put on the pipeline while loading: casts at the component calls of components that
-            differ, and the second copy of an autoencoder whose directions differ.
-        off: component to what takes its entry off: the weights are in fp32 then. Empty without exponents.
-        offloader: keeps runs within a limit while it is entered; None where nothing has to.
-    """
-
-    pipe: Any
-    plan: Plan
-    decisions: tuple[ComponentPlan, ...]
-    patches: Patches
-    off: Mapping[str, Patches] = field(default_factory=dict)
-    offloader: Offloader | None = None
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
@@ -111,7 +90,7 @@ def load_plan(
     device: Device,
     *,
     progress: Progress | None = None,
-) -> LoadedPipeline:
+) -> AppliedPlan:
     """Load a checkpoint as a plan says, and move it to a device.
 
     With `Plan.memory` its weights stay in the checkpoint's files until a run is placed.
@@ -122,7 +101,7 @@ def load_plan(
 
 def _load_bare(
     source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
-) -> LoadedPipeline:
+) -> AppliedPlan:
     """Load a pipeline in the precisions of its calls.
 
     An autoencoder whose two directions differ is loaded in the wider format; the other direction
@@ -159,12 +138,12 @@ def _load_bare(
         for callee in find_callees(pipe):
             if callee.name in wanted:
                 put_cast(callee, wanted[callee.name], patches, as_plain=False)
-    return LoadedPipeline(pipe, plan, decisions, patches)
+    return AppliedPlan(pipe, plan, decisions, patches)
 
 
 def _load_scaled(
     source: Source, plan: Plan, device: Device, progress: Progress | None, move: bool
-) -> LoadedPipeline:
+) -> AppliedPlan:
     """Load a checkpoint with the exponents of its plan.
 
     Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
@@ -178,31 +157,13 @@ def _load_scaled(
     pipe = load_pipeline(first, torch_dtypes=dtypes, progress=progress)
     refuse_differences(plan, list(compare_components(pipe, plan)))
     waits = not source.loras and (not move or device.type != "cpu")
-    off = put_for_good(pipe, plan, waits=waits)
-    patches = Patches()
-    put_boundaries(pipe, plan, patches)
-    watch_adapters(pipe, plan, patches)
+    put = functools.partial(load_entry, put=wait_ if waits else put_)
+    applied = put_plan(pipe, plan, put)
     put_loras(pipe, loras)
     if move:
         move_program(pipe, device)
     decisions = tuple(describe_calls(plan, gather_facts(source)))
-    return LoadedPipeline(pipe, plan, decisions, patches, off)
-
-
-def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Patches]:
-    """Fold and cast each component by its entry, and let the old weights go.
-
-    Args:
-        waits: leave parameters in the files that they were mapped from.
-
-    Returns:
-        Component to what takes its entry off: the weights are in fp32 then, as near to the old ones as
-        the plan's precision holds them.
-    """
-    return {
-        entry.component: load_entry(getattr(pipe, entry.component), entry, wait_ if waits else None)
-        for entry in plan.components
-    }
+    return dataclasses.replace(applied, decisions=decisions)
 
 
 def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[ComponentPlan]:

@@ -32,14 +32,19 @@ from stopdown.errors import OptionError, PlanError, SourceError, warn_user
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
-from stopdown.plans.adapter_check import watch_adapters
-from stopdown.plans.applier import compare_versions, load_entry, put_boundaries
+from stopdown.plans.applier import (
+    AppliedEntry,
+    AppliedPlan,
+    compare_versions,
+    find_applied,
+    load_entry,
+    put_plan,
+)
 from stopdown.plans.plan_choice import find_or_certify
-from stopdown.plans.planned_loader import LoadedPipeline
 from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
-from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.guard import Guard
 from stopdown.scaling import StoredWeight, put_cast
 from stopdown.scaling.fold_names import Folds
 from stopdown.scaling.folding.folds import locate_folds
@@ -78,7 +83,7 @@ class ModelLoad(SameInCopies):
         self._stored: dict[str, _Samples] = {}
         self._saved: dict[str, _Samples] = {}
         self._saves_folded = False
-        self._off = Patches()
+        self._applied: AppliedPlan | None = None
 
     def request(self, dtype: torch.dtype | None) -> None:
         """Note the dtype that `from_pretrained` was given; fp32 is what pipelines pass if none is given.
@@ -125,7 +130,8 @@ class ModelLoad(SameInCopies):
             place(tensor, dataclasses.replace(stored, folds=()) if self.config.folded else stored)
 
         if self.bare is None:
-            self._off = load_entry(module, self.entry, put, ("diffusers", "transformers"))
+            if self.entry.precision != "as loaded":
+                load_entry(module, self.entry, put, ("diffusers", "transformers"))
             return
         scaling, is_scaled = (
             self.entry.scaling,
@@ -171,21 +177,18 @@ class ModelLoad(SameInCopies):
         assert self.plan is not None
         plan = self.plan = dataclasses.replace(self.plan, components=(self.entry,), seal="")
         program = SimpleNamespace(components={component: module})
-        put_boundaries(program, plan, self._off)
-        watch_adapters(program, plan, self._off)
+        self._applied = put_plan(program, plan, _find_entry)
+        patches = self._applied.patches
         if is_of_transformers(type(module)):  # Diffusers refuses it itself
-            self._off.set_attribute(module, "to", functools.partial(_move, module))
+            patches.set_attribute(module, "to", functools.partial(_move, module))
         save = functools.partial(self._save, module)
         functools.update_wrapper(save, module.save_pretrained)  # type: ignore[arg-type]
-        self._off.set_attribute(module, "save_pretrained", save)
+        patches.set_attribute(module, "save_pretrained", save)
         for name, refuse in _REFUSED.items():
             if hasattr(module, name):
-                self._off.set_attribute(module, name, refuse)
+                patches.set_attribute(module, name, refuse)
         if self.config.guard:
-            options = GuardOptions(
-                loaded=LoadedPipeline(program, plan, (), Patches(), {component: self._off})
-            )
-            vars(module)["stopdown_guard"] = Guard(program, options).put_on()
+            vars(module)["stopdown_guard"] = Guard(program).put_on()
         return self._describe(module, plan)
 
     def _check_weights(self, module: torch.nn.Module) -> None:
@@ -275,7 +278,8 @@ class ModelLoad(SameInCopies):
 
         Other components of a pipeline stay as they are, so arguments are cast.
         """
-        self._off.undo()
+        if self._applied is not None:
+            self._applied.undo()
         if self.bare is None:
             for callee in list_component_calls({self.entry.component: module}):
                 put_cast(callee, torch.float32, Patches())  # the model's from now on
@@ -357,6 +361,13 @@ class PlannedModel:
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _find_entry(module: torch.nn.Module, entry: ComponentPlan) -> AppliedEntry:
+    """The entry that was put on while its module was empty."""
+    found = find_applied(module)
+    assert found is not None, entry.component
+    return found
 
 
 def _move(module: torch.nn.Module, *args: Any, **options: Any) -> Any:

@@ -25,11 +25,11 @@ import torch
 from stopdown.component_call_names import name_module_path
 from stopdown.devices.environment import choose_device, count_processes, probe_formats
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
 from stopdown.numerics import iterate_tensors
 from stopdown.records import ComponentPlan, Repair
 from stopdown.runtime.call_check import CallCheck, list_readable
-from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit, find_origins
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import (

@@ -31,12 +31,10 @@ from stopdown.component_calls.pipeline_interception import put_run_layer
 from stopdown.devices.environment import count_processes
 from stopdown.errors import (
     InputError,
-    PlanError,
-    ScalingError,
     take_first_line,
 )
 from stopdown.interception.patches import SameInCopies
-from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
+from stopdown.plans.applier import AppliedPlan, apply_plan, find_applied, join_plans
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.records import ComponentPlan, GuardRecord, Plan, Repair, Scaling
@@ -44,7 +42,7 @@ from stopdown.runtime.dtype_repairs import add_note
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_order import OnFault
-from stopdown.runtime.repairs import ComponentState, name_action
+from stopdown.runtime.repairs import name_action
 from stopdown.runtime.run_check import RunCheck
 from stopdown.runtime.session import Announce, GuardOptions, Observer, Session
 from stopdown.runtime.watch import Watch
@@ -71,6 +69,7 @@ class Guard(SameInCopies):
         self.run, self.check_frames = self._runs.run, self._runs.check_frames
         self.limit_inputs = session.limit_inputs
         self._journal: Journal | None = None
+        self._applied: AppliedPlan | None = None
         self._repair_cache = self.options.repair_cache
         self._reused: list[str] = []
 
@@ -93,17 +92,12 @@ class Guard(SameInCopies):
     def _put_on(self) -> None:
         journal, session = self._open_journal(), self.session
         if self.options.plan is not None:
-            check_plan(self.pipe, self.options.plan)
+            self._applied = apply_plan(self.pipe, self.options.plan)
+            self._patches.defer(self._applied.undo)
         session.put_on(self._watch.keep, self._watch.check)
         for module in find_components(self.pipe).values():
             self.steps.listen(module, self._patches)
-        if self.options.plan is not None:
-            self._put_plan(self.options.plan)
-        if (loaded := self.options.loaded) is not None and not loaded.plan.is_bare:
-            self.plan = loaded.plan
-            for entry in loaded.plan.components:
-                off = loaded.off[entry.component]
-                self._find_state(entry).stand_under(_list_entries(entry), off)
+        self.plan = self._stand_under_plan()
         self._reuse()
         for state in session.components.values():
             session.put_sensors(state)
@@ -138,26 +132,14 @@ class Guard(SameInCopies):
             self._patches.defer(journal.close)
         return journal
 
-    def _put_plan(self, plan: Plan) -> None:
-        try:
-            for entry in plan.components:
-                self._find_state(entry).plan(_list_entries(entry))
-        except ScalingError as error:
-            raise PlanError(
-                f"The plan for {plan.source} does not fit the pipeline: {error.what}",
-                remedy="Make a plan for it: stopdown plan SOURCE.",
-            ) from error
-        put_boundaries(self.pipe, plan, self._patches)
-        watch_adapters(self.pipe, plan, self._patches)
-        self.plan = plan
-
-    def _find_state(self, entry: ComponentPlan) -> ComponentState:
-        module = find_component(self.pipe, entry.component)
-        if module is None:
-            raise ScalingError(f"There is no {entry.component} any more.")
-        state = self.session.find_state(module)
-        state.is_admitted = True  # another call of a part of it is no component
-        return state
+    def _stand_under_plan(self) -> Plan | None:
+        """Find the entries of plans that are on the components, and the plan that they are of."""
+        own = () if self._applied is None else self._applied.entries.values()
+        there = map(find_applied, find_components(self.pipe).values())
+        found = list(dict.fromkeys([*own, *filter(None, there)]))
+        for applied in found:
+            self.session.find_state(applied.module).stand_under(applied)
+        return self.options.plan or join_plans([x.plan for x in found])
 
     def _reuse(self) -> None:
         """Put on what an earlier guard of the same components found."""
@@ -178,6 +160,8 @@ class Guard(SameInCopies):
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
         LEFT_ON.discard(self)
         repair_cache, self._repair_cache = self._repair_cache, None
+        if self._applied is not None:
+            self._applied.end()
         for state, applied in self.session.leave():
             if repair_cache is not None:
                 repair_cache.keep(state, applied)
@@ -185,14 +169,10 @@ class Guard(SameInCopies):
     def give_way(self, options: GuardOptions) -> Guard:
         """Put another guard in the place of this one, which comes back when that is removed."""
         self.remove()
-        own = dataclasses.replace(self.options, loaded=None)
-        if options.plan is None and not self.repairs:
-            loaded = dataclasses.replace(options, loaded=self.options.loaded)
-            options, own = loaded, self.options
         other = Guard(self.pipe, dataclasses.replace(options, decisions=self.options.decisions))
 
         def guard_again() -> None:
-            self.pipe.stopdown_guard = Guard(self.pipe, own).put_on()
+            self.pipe.stopdown_guard = Guard(self.pipe, self.options).put_on()
 
         other._patches.defer(guard_again)  # comes off last
         return other.put_on()
@@ -260,11 +240,6 @@ class Guard(SameInCopies):
             and x.action not in ("none", "replayed")
         ]
         return update_entry(entry, state.applied, state.calibration.calls, dict.fromkeys(why))
-
-
-def _list_entries(entry: ComponentPlan) -> tuple[ComponentPlan, ...]:
-    """Return what of a plan's entry is in force on its component."""
-    return () if entry.precision == "as loaded" else (entry,)
 
 
 _COMPILED = "inside of compiled code neither clamps nor blocks are looked at; what it returns is."

@@ -15,8 +15,9 @@ from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request
+from stopdown.plans.applier import AppliedPlan
 from stopdown.plans.plan_choice import certified_on_arrival, choose_plan
-from stopdown.plans.planned_loader import LoadedPipeline, load_plan
+from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.precision import parse_request, write_request
 from stopdown.records import MemoryPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
@@ -102,7 +103,7 @@ def load(
     pipe = loaded.pipe
     pipe.stopdown_decisions = loaded.decisions
     if guard:
-        options = GuardOptions(decisions=loaded.decisions, loaded=loaded)
+        options = GuardOptions(decisions=loaded.decisions)
         pipe.stopdown_guard = Guard(pipe, options).put_on()
     return pipe
 
@@ -120,7 +121,7 @@ def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | 
     return ask_memory(None if memory == "auto" else memory, targets=targets)
 
 
-def _place(loaded: LoadedPipeline, source: Source, target: Device) -> LoadedPipeline:
+def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
     """Place the weights for runs at the model's own size, for as long as the pipeline is there."""
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)

@@ -25,7 +25,7 @@ from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.loader import move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
-from stopdown.plans.planned_loader import LoadedPipeline
+from stopdown.plans.applier import AppliedPlan
 from stopdown.records import MemoryPlan
 
 
@@ -55,13 +55,13 @@ def count_limit(asked: MemoryPlan, device: Device) -> int:
 
 
 def fit_run(
-    loaded: LoadedPipeline,
+    loaded: AppliedPlan,
     request: Request,
     device: Device,
     announce: Callable[[str], None],
     *,
     tiling: bool | None = None,
-) -> LoadedPipeline:
+) -> AppliedPlan:
     """Place the weights of a run, and return the pipeline with what its plan says of memory now.
 
     Without `Plan.memory` all weights are placed on the device. So they are for `auto` if the weights and a
@@ -120,14 +120,14 @@ def fit_run(
     )
 
 
-def _say(loaded: LoadedPipeline, **said: Any) -> LoadedPipeline:
+def _say(loaded: AppliedPlan, **said: Any) -> AppliedPlan:
     """Return a pipeline whose plan says this of memory."""
     asked = loaded.plan.memory or MemoryPlan()
     memory = MemoryPlan(asked.asked, asked.share, **said)  # nothing of an earlier size
     return dataclasses.replace(loaded, plan=dataclasses.replace(loaded.plan, memory=memory))
 
 
-def _bound_run(loaded: LoadedPipeline, request: Request, device: Device) -> int:
+def _bound_run(loaded: AppliedPlan, request: Request, device: Device) -> int:
     """Return bytes that a run with all weights on the device does not exceed.
 
     Its values are bounded by those of a decoder of `DECODED_BYTES` a pixel, and by whole score matrices
@@ -163,7 +163,7 @@ MARGIN_BYTES = 2**28
 """What else a run takes: workspaces of kernels, and what the pipeline's own code makes."""
 
 
-def _predict_loaded(loaded: LoadedPipeline, request: Request, device: Device) -> Fit:
+def _predict_loaded(loaded: AppliedPlan, request: Request, device: Device) -> Fit:
     formats = {decision.precision for decision in loaded.decisions}
     return predict_pipe(loaded.pipe, formats, request, device)
 

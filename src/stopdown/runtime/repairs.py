@@ -32,15 +32,15 @@ from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import iterate_tensors
-from stopdown.plans.applier import apply_precision
+from stopdown.plans.applier import AppliedEntry, apply_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
 from stopdown.runtime.activation_maxima import Notes
-from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import ComponentCall, cast_, read_headroom
@@ -55,7 +55,7 @@ from stopdown.scaling.trials.fallback import scale_by_hooks
 from stopdown.scaling.trials.measurement import Captures, add_call
 from stopdown.scaling.trials.residual import demand_agreement
 from stopdown.scaling.trials.search import find_scaling, plan_stream
-from stopdown.scaling.watch.call_watch import WAITING, WatchOptions
+from stopdown.scaling.watch.call_watch import WAITING, WatchOptions, find_watch
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -156,7 +156,7 @@ class ComponentState:
     Attributes:
         dtype: what it was cast to; None while it runs in what it was loaded in.
         applied: what is in force: a plan's part and repairs.
-        planned: what a plan put there before any repair.
+        planned: what a plan put there before the guard.
         computes_in: what its weights are cast to at each call; None where they are used as they are.
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
@@ -188,29 +188,37 @@ class ComponentState:
     wide: frozenset[int] = frozenset()
     _refused: set[str] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
-    _stood: bool = False
+    _under: AppliedEntry | None = None
     _patches: Patches = field(default_factory=Patches)
 
     def __post_init__(self) -> None:
-        self._entrance = Entrance(self.module, self._patches)
+        self._entrance = Entrance(self.module, Patches())
 
-    def plan(self, planned: tuple[ComponentPlan, ...]) -> None:
-        """Put a plan's part on; it comes off with the guard."""
-        self.planned = planned
-        self.put_on(planned)
-
-    def stand_under(self, planned: tuple[ComponentPlan, ...], off: Patches) -> None:
-        """Know of a plan's part that was put on while loading, and stays when the guard goes."""
-        self.planned = self.applied = planned
-        self._stood = True
-        self._patches.defer(off.undo)
+    def stand_under(self, applied: AppliedEntry) -> None:
+        """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave."""
+        self.planned = self.applied = (applied.entry,)
+        self._under, self._patches, self.is_admitted = applied, applied.patches, True
+        self._help_watch(self._list_help())
 
     def leave(self) -> None:
         """Leave the component as the guard found it. A second call does nothing."""
-        if self._stood:
-            self.put_on(self.planned)
-        else:
+        if self._under is None or self._under.is_over:
             self.take_off()
+            return
+        self.put_on(self.planned)
+        self._entrance.patches.undo()
+        self._help_watch(WatchOptions(self._under.entry.component))
+
+    def _help_watch(self, options: WatchOptions) -> None:
+        if (watch := find_watch(self.module)) is not None:
+            watch.take_help(options)
+
+    def _list_help(self) -> WatchOptions:
+        """What a guard does for calls that exponents do not hold for."""
+        lock = find_lock(self.module)
+        return WatchOptions(
+            self.name, self._extend, self._announce_once, lock.changing, lock.calling
+        )
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
         """Make one call of it, with arguments in the dtype that a repair brought it to.
@@ -317,12 +325,13 @@ class ComponentState:
 
     def take_off(self) -> None:
         """Leave the component without plan and repairs, to the last bit. Harmless when repeated."""
-        if not self.applied and not self._patches:
+        if not (self.applied or self._patches or self._entrance.patches):
             return
         with find_lock(self.module).changing():
             if self.applied and not self._has_code_for(self.applied):
                 self._forget_code()
             with weights_at_hand(self.module):
+                self._entrance.patches.undo()
                 self._patches.undo()
             self.dtype, self.applied = None, ()
 
@@ -347,6 +356,10 @@ class ComponentState:
             torch.compiler.reset()
 
     def _put(self, repair: ComponentPlan) -> None:
+        if self._under is not None and repair is self._under.entry:
+            self._under.put_on()
+            self._help_watch(self._list_help())
+            return
         if is_cast_of_inputs(repair):
             operands = repair.scaling.operands if repair.scaling is not None else NO_OPERANDS
             cast_to_weights(self.module, operands, self._patches)
@@ -357,12 +370,10 @@ class ComponentState:
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         before, wanted = self.read_precisions()[:1], FORMATS[repair.precision].torch_dtype
-        lock = find_lock(self.module)
-        watch = WatchOptions(
-            self.name, self._extend, self._announce_once, lock.changing, lock.calling
-        )
         scaling = repair.scaling if repair.precision == "fp16" else None
-        apply_precision(self.module, repair.precision, scaling, self._patches, watch=watch)
+        apply_precision(
+            self.module, repair.precision, scaling, self._patches, watch=self._list_help()
+        )
         if scaling is None or before != (wanted,):
             self.dtype = wanted
 

@@ -35,7 +35,8 @@ from stopdown.pipelines.requests import (
     say_what_to_change,
 )
 from stopdown.pipelines.results import count_frames, read_result
-from stopdown.plans.planned_loader import LoadedPipeline, load_plan
+from stopdown.plans.applier import AppliedPlan
+from stopdown.plans.planned_loader import load_plan
 from stopdown.records import (
     Finding,
     GuardRecord,
@@ -111,7 +112,7 @@ class Runner:
 
     def __init__(self, source: Source, device: Device) -> None:
         self.source, self.device = source, device
-        self.loaded: LoadedPipeline | None = None
+        self.loaded: AppliedPlan | None = None
         self._seal: str | None = None
         self._sizes = ""
         self._misfits: dict[str, StopdownError] = {}
@@ -180,9 +181,7 @@ class Runner:
         if stages is not None:
             stages["load"] = time.perf_counter() - begun
 
-    def _place(
-        self, request: Request, stages: dict[str, float], announce: Announce
-    ) -> LoadedPipeline:
+    def _place(self, request: Request, stages: dict[str, float], announce: Announce) -> AppliedPlan:
         """Place the weights for runs of these sizes, unless they are."""
         loaded = self.loaded
         assert loaded is not None
@@ -217,7 +216,7 @@ class Runner:
 
 
 def make_frames(
-    loaded: LoadedPipeline, request: Request, *, output: str, settings: GuardOptions
+    loaded: AppliedPlan, request: Request, *, output: str, settings: GuardOptions
 ) -> RunResult:
     """Call a pipeline under the guard, which is gone when this returns.
 
@@ -233,7 +232,6 @@ def make_frames(
         )
     choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    settings = dataclasses.replace(settings, loaded=loaded)
     made = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
     result = read_result(loaded.pipe, arguments, made.output)
     return dataclasses.replace(
@@ -244,9 +242,7 @@ def make_frames(
     )
 
 
-def run_guarded(
-    loaded: LoadedPipeline, start: Callable[[], Any], settings: GuardOptions
-) -> RunResult:
+def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOptions) -> RunResult:
     """Run a program once under a guard, which is gone when this returns."""
     settings = dataclasses.replace(settings, decisions=loaded.decisions, frames=False)
     guarding = Guard(loaded.pipe, settings).put_on()
@@ -297,7 +293,7 @@ def write_result(
 
 def _describe_run(
     source: Source,
-    loaded: LoadedPipeline,
+    loaded: AppliedPlan,
     device: Device,
     made: RunResult,
     peak: PeakMemory,

@@ -32,11 +32,11 @@ from stopdown.component_calls.components import cast_component_, find_callees, r
 from stopdown.component_calls.pipeline_interception import intercept_runs
 from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.own_dtypes import set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
-from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repairs import RepairCache

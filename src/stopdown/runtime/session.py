@@ -28,14 +28,13 @@ import torch
 from stopdown.component_calls.components import GENERAL, find_adapter, find_callees, find_components
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
+from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
-from stopdown.plans.planned_loader import LoadedPipeline
 from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
-from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_log import RepairLog
@@ -77,7 +76,7 @@ class GuardOptions:
 
     Attributes:
         decisions: precision of each call with its reason, for messages.
-        loaded: by which plan the pipeline was loaded, in place of `plan`.
+        plan: put on before the guard, and taken off with it.
         repair_cache: what earlier guards found, put on from the start; what this one finds is added.
         names_culprit: run a call that failed once more to find where the fault begins.
         log: goes on with what other guards did; None begins anew.
@@ -91,7 +90,6 @@ class GuardOptions:
     observer: Observer | None = None
     announce: Announce | None = None
     plan: Plan | None = None
-    loaded: LoadedPipeline | None = None
     journal: Journal | str | Path | None = None
     maxima: bool = False
     repair_cache: RepairCache | None = None

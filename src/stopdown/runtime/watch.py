@@ -10,8 +10,8 @@ from typing import Any
 from stopdown.devices.environment import count_processes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
+from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.runtime.call_check import CallCheck, is_opaque
-from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guarded_call import GivenTensors, GuardedCall

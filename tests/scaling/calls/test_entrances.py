@@ -150,7 +150,7 @@ def test_a_planned_component_makes_such_a_call_in_fp32() -> None:
     pipe = SimpleNamespace(components={"transformer": module})
     with torch.no_grad(), Patches() as patches:
         wanted = module(sample, states)
-        apply_entry(module, entry, patches)
+        patches.defer(apply_entry(module, entry).undo)
         put_boundaries(pipe, Plan("", components=(entry,)), patches)
         with pytest.warns(StopdownWarning, match=r"given states up to 3e\+05.*in fp32"):
             made = module(sample, states)

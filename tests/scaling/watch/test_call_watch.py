@@ -19,12 +19,12 @@ from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, call, make_case, measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.offloader import predict_run
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
-from stopdown.runtime.component_locks import ComponentLock
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.calls.call_interception import UNPLANNED
 from stopdown.scaling.folding.folds import cast_

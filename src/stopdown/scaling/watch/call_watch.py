@@ -201,6 +201,10 @@ class CallWatch(SameInCopies):
         """Take what is set on the module now as what exponents were found for."""
         self._settings.note()
 
+    def take_help(self, options: WatchOptions) -> None:
+        """Tell others, and be helped by them, from now on: a guard that comes or goes."""
+        self._options = options
+
     def follow(self) -> None:
         """Watch the code that calls go through now, if the module was compiled since."""
         slot = find_slot(Callee("", self.module, "forward", "call"))

@@ -19,10 +19,10 @@ from models.snapshots import assert_untouched
 from processes.guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from stopdown import testing
 from stopdown.errors import InputError, NonFiniteError
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.plans.calibrated import measure_plan
-from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guard import guard
