@@ -215,10 +215,7 @@ class ComponentState:
 
     def _list_help(self) -> WatchOptions:
         """What a guard does for calls that exponents do not hold for."""
-        lock = find_lock(self.module)
-        return WatchOptions(
-            self.name, self._extend, self._announce_once, lock.changing, lock.calling
-        )
+        return WatchOptions(self.name, self._extend, self._announce_once)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
         """Make one call of it, with arguments in the dtype that a repair brought it to.

@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, warn_user
 from stopdown.interception.autocast import without_autocast
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.numerics import (
     bound_values,
@@ -113,8 +114,6 @@ class WatchOptions:
         name: of the component, for messages; "" for the module's class.
         extend: finds exponents for a further signature; None if nothing does.
         announce: told of each signature once that is run without exponents.
-        changing: entered while the module is changed: no other thread computes with it.
-        calling: entered around each call, with all hooks of the module: none changes it.
         remedy: for calls that the exponents do not hold for.
         stays: the exponents are never taken off for a call: one that they do not hold for is refused.
     """
@@ -122,8 +121,6 @@ class WatchOptions:
     name: str = ""
     extend: Extend | None = None
     announce: Callable[[str], None] = warn_user
-    changing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    calling: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     remedy: str = (
         "Put the plan on with a guard, which finds exponents for such calls: "
         "stopdown.guard(pipe, plan)."
@@ -204,6 +201,7 @@ class CallWatch(SameInCopies):
     def take_help(self, options: WatchOptions) -> None:
         """Tell others, and be helped by them, from now on: a guard that comes or goes."""
         self._options = options
+        self._texts.announce = self._ranges.announce = options.announce
 
     def follow(self) -> None:
         """Watch the code that calls go through now, if the module was compiled since."""
@@ -430,8 +428,7 @@ class CallWatch(SameInCopies):
     @contextlib.contextmanager
     def using(self, *, is_on: bool) -> Iterator[None]:
         """A call of this thread with the exponents on, or off."""
-        options = self._options
-        with self.switch.using(is_on=is_on, changing=options.changing, calling=options.calling):
+        with self.switch.using(is_on=is_on):
             self._thread.is_inside = True
             try:
                 yield
@@ -518,7 +515,7 @@ class CallWatch(SameInCopies):
         can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
         if ends is None and can_extend and self._options.extend is not None:
             what = self.known.describe_difference(key, method, names_sizes=False)
-            with self._options.changing():
+            with find_lock(self.module).changing():
                 if not (self.switch.is_removed or key in self.known.verdicts):
                     self._options.extend(replace(call, args=args, kwargs=kwargs), what)
             if self.switch.is_removed:
@@ -560,13 +557,13 @@ class _Texts:
     """What the user of a module is told, each text once."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
-        self._announce, self._said = announce, set[str]()
+        self.announce, self._said = announce, set[str]()
         self._kept: dict[Key, str] = {}
 
     def say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._announce(text)
+            self.announce(text)
 
     def keep(self, key: Key, text: str) -> None:
         """Say it once such a call has run."""
@@ -574,7 +571,7 @@ class _Texts:
 
     def say_kept(self, key: Key) -> None:
         if text := self._kept.pop(key, ""):
-            self._announce(text)
+            self.announce(text)
 
 
 def note_weights(module: torch.nn.Module) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
 from stopdown.scaling.calls.call_interception import (
     UNPLANNED,
@@ -22,9 +22,6 @@ from stopdown.scaling.calls.module_settings import ModuleSettings
 from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.watch.folded_weights import FoldedWeights
-
-Block = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Enters a block."""
 
 
 class ReplacedError(Exception):
@@ -94,22 +91,18 @@ class ExponentSwitch:
             yield
 
     @contextlib.contextmanager
-    def using(self, *, is_on: bool, changing: Block, calling: Block) -> Iterator[None]:
-        """A call with the exponents on, or off.
-
-        Args:
-            changing: entered while they are switched.
-            calling: entered around the call.
+    def using(self, *, is_on: bool) -> Iterator[None]:
+        """A call with the exponents on, or off; under the module's lock, as a guard's changes of it are.
 
         Raises:
             ReplacedError: they were taken off for good while the call waited.
         """
         while not self._begin(is_on=is_on):
-            with changing(), self._turn:
+            with find_lock(self._module).changing(), self._turn:
                 if not (self._users or self.is_removed or self.is_on == is_on):
                     self.switch_on() if is_on else self._switch_off()
         try:
-            with calling():
+            with find_lock(self._module).calling():
                 if self.is_removed:
                     raise ReplacedError
                 yield
