@@ -244,3 +244,11 @@ def test_allegro_makes_any_number_of_frames() -> None:
     configs = {"vae": {"_class_name": "AutoencoderKLAllegro", "temporal_compression_ratio": 4}}
     for frames in (88, 87, 1):
         check_sizes(find_grid(configs), frames=frames)
+
+
+def test_no_more_frames_are_advised_than_a_video_has() -> None:
+    """A video of 8 frames can be cut to 1 for CogVideoX, and not lengthened to 9."""
+    configs = {"vae": {"_class_name": "AutoencoderKLCogVideoX", "temporal_compression_ratio": 4}}
+    with pytest.raises(OptionError, match=r"The nearest that works is 1: use frames=1\."):
+        check_sizes(find_grid(configs), frames=8, is_whole_video=True)
+    check_sizes(find_grid(configs), frames=9, is_whole_video=True)

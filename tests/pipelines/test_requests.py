@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from stopdown.pipelines.requests import (
     list_needed,
     name_arguments,
     refuse_missing_prompt,
+    say_what_to_change,
 )
 from stopdown.pipelines.results import read_frames
 
@@ -396,3 +398,11 @@ def test_only_classes_that_need_a_prompt_are_refused_early() -> None:
     refused = [kind for kind in kinds if refuses_missing_prompt(kind)]
     assert len(refused) > 200
     assert [x.__name__ for x in refused if "prompt" not in list_needed(x)] == []
+
+
+def test_bf16_that_is_handed_to_numpy_is_named() -> None:
+    """Pipelines that make arrays of their latents cannot run in bf16, and nothing given is at fault."""
+    with pytest.raises(TypeError) as caught:
+        torch.ones(1, dtype=torch.bfloat16).numpy()
+    said = say_what_to_change(diffusers.LDMTextToImagePipeline, str(caught.value))
+    assert said.startswith("It hands bf16 to NumPy")

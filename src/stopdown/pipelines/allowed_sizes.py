@@ -162,14 +162,24 @@ def read_pipe_configs(pipe: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_sizes(
-    grid: Grid, *, frames: int | None = None, height: int | None = None, width: int | None = None
+    grid: Grid,
+    *,
+    frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    is_whole_video: bool = False,
 ) -> None:
-    """Refuse sizes that the model cannot make, naming the nearest that it can."""
+    """Refuse sizes that the model cannot make, naming the nearest that it can.
+
+    Args:
+        is_whole_video: the frames are all that a given video has, so that there are no more to take.
+    """
     height_only, width_only = grid.only or (0, 0)
     _check_side("height", height, grid, height_only)
     _check_side("width", width, grid, width_only)
     if frames is not None and (frames < 1 or (frames - 1) % grid.frames):
         near = _find_nearest(frames, grid.frames, 1)
+        near = near[:1] if is_whole_video else near
         rule = f"a multiple of {grid.frames} plus 1 frames"
         raise _describe_misfit("frames", frames, rule, near, grid.frames_reason)
 

@@ -28,7 +28,13 @@ def prepare_check(source: Source) -> Callable[[Request], None]:
     def check(request: Request) -> None:
         name_arguments(pipeline_class, request)
         frames = request.frames if request.video is None else len(request.video)
-        check_sizes(grid, frames=frames, height=request.height, width=request.width)
+        check_sizes(
+            grid,
+            frames=frames,
+            height=request.height,
+            width=request.width,
+            is_whole_video=request.video is not None and request.frames != frames,
+        )
 
     return check
 

@@ -390,6 +390,8 @@ def explain_stop(
 
 def say_what_to_change(pipeline_class: type, text: str) -> str:
     """What to do about a text that a pipeline refuses its arguments with."""
+    if "unsupported ScalarType BFloat16" in text:
+        return 'It hands bf16 to NumPy, which has no such format. Use precision="fp16" or precision="fp32".'
     words = re.findall(r"\w+", text)
     named = [x for x in _read_signature(pipeline_class) if x in words]
     fields = [x for x in (_find_field(pipeline_class, name) for name in named) if x]
