@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from stopdown.argument_types import check_type
-from stopdown.errors import OptionError, take_one_line
+from stopdown.errors import OptionError, take_one_line, warn_user
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
+from stopdown.number_formats import list_some
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.scaling.calls.call import PlainCall
 from stopdown.scaling.calls.kept_state import KeptState
@@ -23,6 +24,7 @@ from stopdown.scaling.folding.folds import (
     check_casts,
     fold_scaling,
     keeps_fp32,
+    list_rounded,
     require_module,
 )
 from stopdown.scaling.folding.weight_checks import check_weights, refuse_quantised
@@ -116,6 +118,12 @@ def rescale_(
     watch_calls(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
     rescaling = Rescaling(module, scaling, folds)
     check_casts(rescaling)
+    if not verify and (rounded := list(list_rounded(module, scaling))):
+        warn_user(
+            f"{type(module).__name__} was rescaled without verification, and fp16 rounds more than bf16 "
+            f"would: {list_some(rounded)}. Leave verify=False out: a trial then shows what that does to "
+            "its output. Or run it in bf16."
+        )
     is_ambient = torch.float16 in (read_autocast(module), *entered) and keeps_fp32(scaling)
     if cast or is_ambient:
         cast_(module, torch.float16, rescaling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from models.snapshots import compare_snapshot, take_snapshot
-from stopdown.errors import ScalingError, TrialError
+from stopdown.errors import ScalingError, StopdownWarning, TrialError
 from stopdown.records import ComponentPlan, Trial
 from stopdown.scaling.folding import folds
 from stopdown.scaling.graph.capture import capture_call
@@ -382,3 +383,33 @@ def test_a_capture_shows_the_products_of_the_code() -> None:
     with WideProducts():
         found = capture_call(module, (x,), {}, dtype=torch.float16)
     assert [n.name for n in found.graph.graph.nodes] == [n.name for n in plain.graph.graph.nodes]
+
+
+class Gated(nn.Module):
+    """A gate that fp16 holds in few bits, as long as nothing behind it lets its exponent be free."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+        self.gate = nn.Parameter(size * torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.tanh(self.norm(self.linear(x))) * (torch.tanh(self.gate) / 5e-7)
+        return out
+
+
+def test_what_vanishes_is_said_without_a_trial() -> None:
+    """What fp16 rounds more than bf16 is measured by a trial, and said where there is none."""
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
+    with pytest.warns(StopdownWarning) as said:
+        rescale_(Gated(5e-7), x, verify=False)
+    text = str(said[0].message)
+    assert (
+        "Gated was rescaled without verification, and fp16 rounds more than bf16 would: gate"
+        in text
+    )
+    assert "Leave verify=False out" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StopdownWarning)
+        rescale_(Gated(0.5), x, verify=False)

@@ -26,7 +26,7 @@ from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_o
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import FORMATS, parse_precision
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import has_values, iterate_tensors, measure_amax, relative_l2
 from stopdown.scaling.calls.outermost_calls import is_plain
 from stopdown.scaling.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.scaling.folding.adapters import follow_adapters, keep_merges, unwrap_name
@@ -238,6 +238,31 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         known = path in parts and _read_eps(module.get_submodule(path), name)
         if path not in parts or (read_clamp(name) is None and known is None):
             yield f"it has no number {number}"
+
+
+_MOST_ROUNDED = 2.0**-8
+"""What bf16 rounds a value by at most."""
+
+
+def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """The factors of a module with its exponents on that fp16 rounds more than bf16, each as a clause.
+
+    A bias is left out: what it is added to is larger, or it would have an exponent.
+
+    Cost: a pass over each tensor, and a host read.
+    """
+    kept = {*(scaling.kept_buffers or ()), *scaling.operands.fp32_parameters}
+    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    for name, tensor in module.named_parameters():
+        is_wide = name in kept or is_inside(name, *scaling.fp32_modules)
+        if is_wide or name.endswith("bias") or tensor.dtype.itemsize < 4 or not has_values(tensor):
+            continue
+        values = tensor.detach()
+        amax = measure_amax(values)
+        if 0 < amax < FORMATS["fp16"].smallest_normal:
+            error = relative_l2(values.half(), values)
+            if error > _MOST_ROUNDED:
+                yield f"{name}, up to {amax:.2g} with its exponent, by {error:.1%}"
 
 
 def _list_misfit(
