@@ -21,6 +21,7 @@ class Block(nn.Module):
     """A block with a part of its own, whose code counts how often it runs."""
 
     ran: ClassVar[list[nn.Module]] = []
+    heard: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,11 +238,12 @@ def test_a_block_that_reads_a_value_of_another_is_run(monkeypatch: pytest.Monkey
 
 def test_hooks_of_others_hear_of_every_call() -> None:
     """A module with hooks that are not Stopdown's is called each time."""
-    model, heard = Model(lambda i: Block()), list[int]()
+    model = Model(lambda i: Block())
     for number, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda *_, number=number: heard.append(number))
+        block.register_forward_hook(lambda *_, number=number: Block.heard.append(number))
+    Block.heard.clear()
     capture(model)
-    assert heard == list(range(BLOCKS))
+    assert Block.heard == list(range(BLOCKS))
 
 
 def test_code_that_fails_on_copies_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
