@@ -1,9 +1,9 @@
-"""Take benchmarks of devices in, and write what `doctor` quotes of them.
+"""Take reports of devices in, and write what `doctor` quotes of them.
 
-    stopdown bench                                  # on the device; its JSON file is what is sent
-    python benchmarks/devices.py stopdown-bench-NAME.json
+    stopdown bench > tesla-t4.md                    # on the device; its owner pastes it into an issue
+    python benchmarks/devices.py tesla-t4.md
 
-A file goes to `benchmarks/results/devices/`, with its page. From all that are there
+A report goes to `benchmarks/results/devices/` as it was sent. From all that are there
 `src/stopdown/knowledge/rules/measured.toml` is written. Then run `python docs/figures.py`.
 """
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
-
-from stopdown.bench.records import Benchmark, render
-from stopdown.records import read_record, to_json
 
 ROOT = Path(__file__).parents[1]
 DEVICES = ROOT / "benchmarks" / "results" / "devices"
@@ -22,33 +21,40 @@ KNOWN = ROOT / "src" / "stopdown" / "knowledge" / "rules" / "measured.toml"
 HEAD = "# What was measured on devices by `stopdown bench`; written by `python benchmarks/devices.py`.\n"
 
 
-def describe(path: Path) -> str:
-    """A device's rows in TOML."""
-    made = read_record(path, Benchmark)
-    lines = ["", "[[device]]", f"name = {json.dumps(made.device)}", f'backend = "{made.backend}"']
-    lines += [f'torch = "{made.versions["torch"]}"']
-    lines += [f'source = "{path.relative_to(ROOT).as_posix()}"', "rows = ["]
-    for row in made.rows:
-        if row.time_ratio is not None:
-            error = "" if row.rel_err is None else f", rel_err = {row.rel_err:.3g}"
-            way = f"subject = {json.dumps(row.subject)}, way = {json.dumps(row.way)}"
-            lines += [f"    {{ {way}, time_ratio = {row.time_ratio:.3g}{error} }},"]
-    return "\n".join([*lines, "]", ""])
+def describe(path: Path) -> Iterator[str]:
+    """Yield a device's rows in TOML, as `stopdown.bench.render` drew them."""
+    text = path.read_text(encoding="utf-8")
+    device = re.search(r"^(.+) \((\w+), [\d.]+ \w+\)\. .*?torch ([\w.+]+)", text, re.MULTILINE)
+    if device is None:
+        raise SystemExit(f"{path} is no report of stopdown bench: it names no device.")
+    yield "\n[[device]]"
+    yield f"name = {json.dumps(device[1])}"
+    yield f'backend = "{device[2]}"'
+    yield f'torch = "{device[3]}"'
+    yield f'source = "{(DEVICES / path.name).relative_to(ROOT).as_posix()}"'
+    yield "rows = ["
+    subject = ""
+    for line in text.splitlines():
+        subject = line[:-1] if line.endswith(":") else subject
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[1].endswith(" s"):
+            error = cells[5].partition(" %")
+            found = f", rel_err = {float(error[0]) / 100:.3g}" if error[1] else ""
+            named = f"subject = {json.dumps(subject)}, way = {json.dumps(cells[0])}"
+            yield f"    {{ {named}, time_ratio = {float(cells[2]):.3g}{found} }},"
+    yield "]\n"
 
 
 def write_known() -> str:
-    """The whole file, from what is stored."""
-    return HEAD + "".join(map(describe, sorted(DEVICES.glob("*.json"))))
+    """Return the whole file, from what is stored."""
+    return HEAD + "".join("\n".join(describe(path)) for path in sorted(DEVICES.glob("*.md")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
     for path in parser.parse_args().files:
-        made = read_record(path, Benchmark)
-        target = DEVICES / path.name.removeprefix("stopdown-bench-")
-        target.write_text(to_json(made), encoding="utf-8")
-        target.with_suffix(".md").write_text(render(made), encoding="utf-8")
+        (DEVICES / path.name).write_bytes(path.read_bytes())
     KNOWN.write_text(write_known(), encoding="utf-8")
 
 

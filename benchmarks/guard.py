@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown import load, testing
-from stopdown.bench.session import Counter
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.environment import describe_machine
 from stopdown.numerics import iterate_tensors
@@ -42,6 +42,45 @@ from stopdown.scaling.calls.call_interception import find_module
 RESULTS = Path(__file__).parent / "results"
 Work = Callable[[Any], object]
 Way = Callable[[Any], AbstractContextManager[object]]
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations, and values that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default or _leaves_device(args, output):
+            self.reads += 1
+        else:
+            self.operations += 1
+        return output
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Counter]:
+        """Also `tolist`, which asks no operation for the values of a tensor on the CPU."""
+        plain = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            self.reads += bool(tensor.dim() and tensor.device.type == "cpu")
+            return plain(tensor)
+
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield self
+        finally:
+            del torch.Tensor.tolist
+
+
+def _leaves_device(given: Any, made: Any) -> bool:
+    """Whether an operation copied from an accelerator to the host."""
+    if not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+        return False
+    return any(x.device.type not in ("cpu", "meta") for x in iterate_tensors(given))
 
 
 @contextlib.contextmanager

@@ -660,21 +660,21 @@ def results_table() -> str:
 def measured_devices() -> str:
     """Every device that `stopdown bench` was run on: times over fp32's, and errors."""
     tables = []
-    for path in sorted((RESULTS / "devices").glob("*.json")):
-        made = json.loads(path.read_text(encoding="utf-8"))
+    known = tomllib.loads(
+        (ROOT / "src/stopdown/knowledge/rules/measured.toml").read_text(encoding="utf-8")
+    )
+    for device in known["device"]:
         rows = [
-            [f"{row['subject']}, {row['way']}", f"{row['time_ratio']:.2f}", _name_error(row)]
-            for row in made["rows"]
-            if row["time_ratio"] is not None
+            [f"{row['subject']}, {row['way']}", f"{row['time_ratio']:.3g}", _name_error(row)]
+            for row in device["rows"]
         ]
-        page = f"../benchmarks/results/devices/{path.with_suffix('.md').name}"
-        title = f"[{made['device']}]({page}), {made['backend']}, torch {made['versions']['torch']}"
+        title = f"[{device['name']}](../{device['source']}), {device['backend']}, torch {device['torch']}"
         tables.append(f"{title}:\n\n{_make_table(['way', 'time over fp32', 'error'], rows)}")
     return "\n\n".join(tables)
 
 
 def _name_error(row: dict[str, Any]) -> str:
-    return "NaN" if row["rel_err"] is None else f"{row['rel_err']:.2g}"
+    return f"{100 * row['rel_err']:.2g} %" if "rel_err" in row else "NaN"
 
 
 @_figure

@@ -41,10 +41,8 @@ def test_a_clip_of_a_run_with_faults_is_not_only_healthy(
     find_record_path(clip).write_text(to_json(run))
     found = explain_file(clip)
     assert found.fault == "repaired"
-    assert found.title == (
-        "clip.png looks healthy. The run that made it had 1 fault, listed below."
-    )
+    assert found.title == ("clip.png looks fine. The run that made it had 1 fault, listed below.")
     assert found.evidence[0].text == "`transformer` gave 3 NaN."
     assert found.evidence[0].meaning == f"{meaning}, transformer:blocks.1"
     find_record_path(clip).unlink()
-    assert explain_file(clip).title == "clip.png looks healthy."
+    assert explain_file(clip).title == "clip.png looks fine."

@@ -88,8 +88,6 @@ TENSORLESS = (
     "batch.records",
     "comparison.records",
     "comparison.verdicts",
-    "bench.records",
-    "bench.table",
 )
 """What never sees a tensor: no torch, not even inside a function."""
 

@@ -55,7 +55,7 @@ UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
 
 NONE = "none"
-"""The fault of a picture or video that looks healthy."""
+"""The fault of a picture or video that looks fine."""
 
 MOST_CHARACTERS = 200_000
 """Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
@@ -710,7 +710,7 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
         return Diagnosis(
             fault=NONE,
             meaning=f"no fault that {noun} can show",
-            title=f"{make_printable(path.name)} looks healthy.",
+            title=f"{make_printable(path.name)} looks fine.",
             why=f"It is not {kinds}. The {noun} alone cannot show whether it matches the prompt, or how "
             "close it is to fp32.",
             remedy=("Compare it with the same seed in fp32.",),

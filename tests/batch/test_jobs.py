@@ -62,7 +62,7 @@ def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     """Three prompts: three videos with records; again: nothing is made; a line more: that one alone."""
     code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
     assert code == 0, err
-    assert out.startswith("3 items: 3 made, 0 skipped, 0 repaired, 0 failed; ")
+    assert re.match(r"3 of 3 done, [\d.]+ s each\.\n", out)
     assert out.endswith("Wrote out/batch.html\n")
     assert "2 of 3: a-blue-square-" in err
     first = read_summary()
@@ -79,11 +79,27 @@ def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     assert len(stamps) == 6
     Path("prompts.txt").write_text(f"a yellow circle\n\n{PROMPTS}")
     code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
-    assert (code, out.split(";")[0]) == (0, "4 items: 1 made, 3 skipped, 0 repaired, 0 failed")
+    assert code == 0
+    assert out.startswith("4 of 4 done, 3 finished before, ")
     assert "3 of 4 items are finished already." in err
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     assert [x.line for x in read_summary().items] == [1, 3, 4, 5]
     assert not list(Path("out").glob(".*"))
+
+
+def test_prompts_come_from_the_command_as_well(run: Run, tiny: str) -> None:
+    """Words and `--prompt` are items after those of the file; without any the command says how."""
+    folder = ("-o", "out", *SIZES)
+    file = ("--prompts", "prompts.txt")
+    code, out, err = run("batch", tiny, *file, "--prompt", "a cat", "--prompt", "a dog", *folder)
+    assert code == 0, err
+    assert out.startswith("5 of 5 done, ")
+    prompts = [*PROMPTS.splitlines(), "a cat", "a dog"]
+    assert [(x.line, x.prompt) for x in read_summary().items] == list(enumerate(prompts, 1))
+    assert run("batch", tiny, "a cat", *folder)[1].startswith("1 of 1 done, 1 finished before")
+    code, _, err = run("batch", tiny, *folder)
+    assert (code, "No prompts were given. " in err) == (2, True)
+    assert "Use --prompts prompts.txt, or --prompt once for each." in err
 
 
 @pytest.mark.usefixtures("each_device")
@@ -145,7 +161,7 @@ def test_a_fault_that_stays_is_a_result(
     words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
     code, out, err = run(*words)
     assert code == 1
-    assert "3 items: 2 made, 0 skipped, 0 repaired, 1 failed" in out
+    assert "2 of 3 done, 1 failed, " in out
     assert "failed: ValueError: it is blue" in err
     assert [x.status for x in read_summary().items] == ["made", "failed", "made"]
     assert "ValueError: it is blue" in Path("out/batch.html").read_text()
@@ -167,7 +183,7 @@ def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> No
     sizes = ("--height", "32", "--width", "32", "--steps", "2", "--precision", "fp32")
     code, out, err = run("batch", model, "--prompts", "items/rows.jsonl", "-o", "out", *sizes)
     assert code == 0, err
-    assert out.startswith("2 items: 2 made, ")
+    assert out.startswith("2 of 2 done, ")
     assert "Line 3 is the same item as line 1." in err
     one, other = read_outputs().values()
     assert one != other
@@ -291,7 +307,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert "the same command continues from there." in err
     assert len(read_outputs()) == 1
     code, out, _ = run(*words)
-    assert (code, "3 items: 2 made, 1 skipped" in out) == (0, True)
+    assert (code, "3 of 3 done, 1 finished before, " in out) == (0, True)
     assert seen == [*PROMPTS.splitlines()[:2], *PROMPTS.splitlines()[1:]]
 
 
@@ -340,8 +356,8 @@ def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
     (tmp_path / "p.txt").write_text("a red circle\n")
     options = BatchOptions(
         tiny,
-        str(tmp_path / "p.txt"),
         str(tmp_path / "out"),
+        str(tmp_path / "p.txt"),
         precision="fp32",
         **{"steps": 1, "frames": 9, "height": 32, "width": 32},
     )

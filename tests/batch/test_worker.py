@@ -52,7 +52,7 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     sizes: dict[str, Any] = {"frames": 9, "height": 32, "width": 32, "steps": 1}
     source, prompts = str(save_tiny("cogvideox", "fp32")), str(write_prompts(folder, 6))
-    batch(BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Display())
+    batch(BatchOptions(source, str(folder / "out"), prompts, precision="fp32", **sizes), Display())
     return {path.name: path.read_bytes() for path in (folder / "out").glob("*.mp4")}
 
 
@@ -116,8 +116,8 @@ def test_an_item_that_kills_its_workers_fails(
     prompts = write_prompts(tmp_path, 3)
     options = BatchOptions(
         tiny,
-        str(prompts),
         str(tmp_path / "out"),
+        str(prompts),
         precision="fp32",
         **{"steps": 1, "frames": 9, "height": 32, "width": 32, "tries": 2},
     )

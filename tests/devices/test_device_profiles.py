@@ -171,10 +171,12 @@ def test_an_unknown_device_names_those_that_are_known() -> None:
         find_target("v10")
     text = str(caught.value)
     assert text.startswith(
-        "The device 'v10' is unknown. A device of this machine is auto, cuda, cuda:1, mps or cpu. "
+        "The device 'v10' is unknown. Devices of this machine are auto, cuda, cuda:1, mps and cpu. "
     )
     assert "a100, a30, cpu-amx" in text
     assert text.endswith('Use device="v100".')
+    with pytest.raises(OptionError, match='Use device="mps-m1"'):
+        find_target("macbook")
 
 
 def test_a_device_of_this_machine_is_described() -> None:

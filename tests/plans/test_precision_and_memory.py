@@ -246,7 +246,7 @@ def test_the_table_is_shown_on_request(made: MemoryForecast) -> None:
     assert text.startswith("Yes, it fits: ")
     assert "rescaled fp16: 11 significant bits, error not measured." in text
     assert "fp32: 24 significant bits, error not measured." in text
-    assert f"→ stopdown generate {made.source} PROMPT --memory 1024KiB" in text
+    assert f"→ stopdown generate {made.source} PROMPT --memory 1MiB" in text
 
 
 def test_the_first_line_is_the_answer(folder: Path) -> None:
@@ -257,8 +257,8 @@ def test_the_first_line_is_the_answer(folder: Path) -> None:
     assert answer.startswith(
         f"Yes, it fits: {row.peak_bytes / 2**10:.0f} KiB of 1.0 MiB on the device, {made.chosen}"
     )
-    assert answer.endswith(", about 1 s")
-    assert command == f"→ stopdown generate {folder} PROMPT --memory 1024KiB --steps 4"
+    assert answer.endswith(", about 1 s per run")
+    assert command == f"→ stopdown generate {folder} PROMPT --memory 1MiB --steps 4"
     assert more == "Add -v to see the other strategies."
     assert list(made.bits) == ["rescaled fp16"]
 

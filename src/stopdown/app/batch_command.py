@@ -63,7 +63,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 
 @dataclass(frozen=True)
 class BatchOptions(RunOptions, ModelOptions):
-    """Make one video, picture or sound for each prompt of a file.
+    """Make one video, picture or sound for each prompt.
 
     Each worker loads the model once. If a batch was interrupted, the same command continues it.
 
@@ -73,13 +73,6 @@ class BatchOptions(RunOptions, ModelOptions):
     """
 
     source: SourceArgument
-    prompts: Annotated[
-        str,
-        typer.Option(
-            help="Text file with one prompt on each line, or .jsonl or .csv file with fields for "
-            "each item, or - for standard input.",
-        ),
-    ]
     output: Annotated[
         str,
         typer.Option(
@@ -88,6 +81,14 @@ class BatchOptions(RunOptions, ModelOptions):
             help="Folder. To continue a batch, name its folder again.",
         ),
     ]
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Text file with one prompt on each line, or .jsonl or .csv file with fields for "
+            "each item, or - for standard input.",
+        ),
+    ] = None
+    prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt. Repeat for several.")] = ()
     precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
     workers: Annotated[
@@ -162,7 +163,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     """
     begun = time.perf_counter()
     _check_options(options)
-    items = [_place_media(options, item) for item in read_items(options.prompts)]
+    items = [_place_media(options, x) for x in read_items(options.prompts, options.prompt)]
     asked = [(item, _read_request(options, item)) for item in items]
 
     folder = find_folder(options.output)
@@ -242,7 +243,7 @@ def _refuse_too_large(
     item, request = max(asked, key=count)
     if item.media:  # they are read by the process that makes the item
         return
-    with naming_line(item, options.prompts, OptionError):
+    with naming_line(item, options.prompts or "", OptionError):
         refuse_too_large(
             prepared.source,
             request,
@@ -267,7 +268,7 @@ def _read_settings(options: BatchOptions) -> Settings:
 
 _OF_THE_RUN = (
     *SHOWN,
-    *("prompts", "output", "workers", "journal", "tries", "strict"),
+    *("prompts", "prompt", "output", "workers", "journal", "tries", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
 
@@ -295,7 +296,7 @@ def _repeat(
     """Return the summary of a batch that had nothing to do."""
     return dataclasses.replace(
         earlier,
-        prompts=options.prompts,
+        prompts=options.prompts or "",
         output=options.output,
         command=describe_command("batch", options),
         workers={},
@@ -324,7 +325,7 @@ def _check_options(options: BatchOptions) -> None:
 
 def _place_media(options: BatchOptions, item: Item) -> Item:
     """The item with where its pictures and video are; a relative path begins at the prompts file."""
-    folder = Path() if options.prompts == "-" else Path(options.prompts).parent
+    folder = Path(options.prompts or "").parent  # of "-" and of none, the working folder
     own = {name: str(folder / place) for name, place in item.media.items()}
     shared = {name: str(place) for name in MEDIA if (place := getattr(options, name)) is not None}
     return dataclasses.replace(item, **{**shared, **own})
@@ -334,7 +335,7 @@ def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
     own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by the process that makes the item
     own |= {name: x for name, x in item.values.items() if name not in ("prompt", *MEDIA)}
-    with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
+    with naming_line(item, options.prompts or "", OptionError):  # a plan is no fault of the line
         return read_request(dataclasses.replace(options, **own), prompt=item.prompt)
 
 
@@ -456,7 +457,7 @@ class _Batch:
             source=self.options.source,
             fingerprint=self.prepared.job.fingerprint,
             pipeline=self.prepared.job.pipeline,
-            prompts=self.options.prompts,
+            prompts=self.options.prompts or "",
             output=self.options.output,
             command=describe_command("batch", self.options),
             workers=dict(self.workers),
@@ -480,10 +481,15 @@ def _print_summary(record: BatchRecord, options: BatchOptions, console: Any) -> 
     from stopdown.app.progress import print_prose
 
     total = len(record.items)
-    said = f"{total} item{'s' * (total != 1)}: {record.made} made, {record.skipped} skipped, "
-    said += f"{record.repaired} repaired, {record.failed} failed"
-    said += f"; {record.item_s:.1f} s per item" if record.item_s is not None else ""
-    print_prose(console, f"{said}.")
+    counts = (
+        (record.skipped, "finished before"),
+        (record.repaired, "repaired"),
+        (record.failed, "failed"),
+    )
+    said = [f"{record.made + record.skipped} of {total} done"]
+    said += [f"{count} {name}" for count, name in counts if count]
+    said += [f"{record.item_s:.1f} s each"] if record.item_s is not None else []
+    print_prose(console, f"{', '.join(said)}.")
     for item in record.items:
         if item.status == "failed":
             error = reword_text(item.error, options)

@@ -104,7 +104,8 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     _print_fits(device, console)
     for entry in device.formats:
         console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(entry.time_ratio)}".rstrip())
-        print_prose(console, f"        {entry.reason}")
+        if (entry.name, entry.state) != ("fp32", "native"):  # as everywhere
+            print_prose(console, f"        {entry.reason}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known faults of this device", device.faults, console)
@@ -157,11 +158,10 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
 def _print_switches(health: MachineHealth, console: Console) -> None:
     from stopdown.app.progress import print_prose
 
-    console.print("\nAccumulation settings", style="bold")
-    for switch in health.switches:
+    for number, switch in enumerate(health.switches):
+        if not number:
+            console.print("\nSettings that lower precision", style="bold")
         print_prose(console, f"  {switch.name} = {switch.value}. {switch.meaning}")
-    if not health.switches:
-        console.print("  none on these devices")
 
 
 def _print_list(title: str, entries: tuple[str, ...], console: Console) -> None:

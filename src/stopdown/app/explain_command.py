@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class ExplainOptions(CommandOptions):
     """Explain an error message, a log or a black picture.
 
-    Shows the cause, the line of the log that points to it, and what to type.
+    Shows the cause, the line of the log that points to it, and the fix.
 
     Examples:
       stopdown explain "expected scalar type Half but found Float"
@@ -120,9 +121,9 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
                 show((f"\n{heading}", "bold"))
             show("  ", *line)
 
-    show((diagnosis.fault, "bold"), f": {diagnosis.title}")
+    show((diagnosis.title, "bold"))
     for remedy in diagnosis.remedy[:1]:
-        show(remedy)
+        show(f"→ {remedy}")
     show_list("What else to do", [(f"- {x}",) for x in diagnosis.remedy[1:]])
     show(f"\n{diagnosis.why}")
     if diagnosis.run:
@@ -132,8 +133,11 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         for x in diagnosis.evidence
     ]
     show_list("Evidence", [*clues, *([(f"in {diagnosis.frame}",)] if diagnosis.frame else [])])
-    show_list("To find out more", [(f"$ {x}",) for x in diagnosis.run_next])
-    others = [(f"{x.fault} ({x.meaning}): {x.run_next}",) for x in diagnosis.alternatives]
+    said = "\n".join(diagnosis.remedy)
+    new = [x for x in diagnosis.run_next if not re.search(rf"{re.escape(x)}(?! --)", said)]
+    show_list("To find out more", [(f"$ {x}",) for x in new])
+    others = [(f"{x.meaning}: {x.run_next}",) for x in diagnosis.alternatives]
     show_list("Other possible causes", others)
     if diagnosis.reports:
         show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
+    show(("\nKind ", "bold"), diagnosis.fault)

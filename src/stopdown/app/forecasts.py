@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from stopdown.app.display import Display
 from stopdown.app.registration import describe_command
 from stopdown.devices.device_profiles import Profile, find_target, is_profile
 from stopdown.doctor import has_fused_attention
-from stopdown.number_formats import format_bytes, format_range
+from stopdown.number_formats import format_bytes, format_range, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.pipelines.requests import (
     MEDIA,
@@ -142,10 +141,9 @@ def _answer(
     Args:
         error: what runs took over estimates of their time.
     """
-    parts = [
-        f"{_compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)} on the device",
-        made.chosen.replace("+", " + "),
-    ]
+    taken = _compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)
+    strategy = made.chosen.replace("resident", "all weights there").replace("+", " + ")
+    parts = [f"{taken} on the device", strategy]
     if made.host_bytes:
         parts.append(f"{format_bytes(made.host_bytes)} of host memory")
     elif made.host_limit_bytes and prediction.stored_bytes:
@@ -153,7 +151,7 @@ def _answer(
     if made.download_bytes:
         parts.append(f"{format_bytes(made.download_bytes)} to download")
     if made.seconds is not None:
-        parts.append(f"about {format_range(*(made.seconds * x for x in error))}")
+        parts.append(f"about {format_range(*(made.seconds * x for x in error))} per run")
     from_disk = made.host_limit_bytes and not made.host_bytes and prediction.stored_bytes
     steps = made.request["steps"] or 1
     if from_disk and prediction.moved_bytes > 2 * prediction.stored_bytes:
@@ -182,9 +180,12 @@ def _name_command(
     asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
     names = {entry.name for entry in dataclasses.fields(options)}
     left_out = {"device": None, "host_memory": "auto", "prompt": None}
+    is_limit = options.memory not in (None, "auto", "none")
     own = dataclasses.replace(
         options,
-        memory=name_limit(made.limit_bytes),
+        memory=options.memory
+        if is_limit and parse_bytes(options.memory) == made.limit_bytes
+        else None,
         precision=made.flag,
         **asked,
         **{name: value for name, value in left_out.items() if name in names},
@@ -387,10 +388,3 @@ _SIZES = ("frames", "height", "width")
 def _describe(request: Request) -> dict[str, Any]:
     """Sizes and guidance that were asked for, or that were made smaller."""
     return {name: v for name in (*_SIZES, "guidance") if (v := getattr(request, name)) is not None}
-
-
-def name_limit(count: int) -> str:
-    """An amount that `--memory` takes: `16GiB` where that is it, and else no smaller."""
-    whole = count % 2**30 == 0
-    size, unit = (2**30, "GiB") if whole else (2**20, "MiB") if count >= 2**24 else (2**10, "KiB")
-    return f"{math.ceil(count / size)}{unit}"

@@ -62,7 +62,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
         said = [f"Stopped by {cause}."]
     elif command == "generate" and "--num" in given:
         said = [f"Stopped by {cause}; the output that was being made was not finished."]
-    if command in ("batch", "bench", "compare") or (command == "generate" and "--journal" in given):
+    if command in ("batch", "compare") or (command == "generate" and "--journal" in given):
         said.append("Run the same command again to continue.")
     elif command == "generate":
         said.append("To continue an interrupted run next time, use --journal FOLDER.")

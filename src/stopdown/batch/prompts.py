@@ -16,7 +16,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +92,28 @@ def naming_line(
         ) from error
 
 
-def read_items(given: str) -> list[Item]:
-    """The items of a prompts file, in its order; empty lines are passed over.
+def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
+    """Return the items of a prompts file, in its order, and after them those of the command.
 
     Args:
-        given: path, or `-` for standard input, which is read
-            as JSON lines when it begins with a brace.
+        given: path, or `-` for standard input, which is read as JSON lines when it begins with a brace;
+            None for no file.
+        prompts: what the command has, numbered after the lines of the file.
     """
+    items = [] if given is None else _read_file(given)
+    last = items[-1].line if items else 0
+    items += [_read_line("", n, {"prompt": x.strip()}) for n, x in enumerate(prompts, last + 1)]
+    if not items:
+        raise InputError(
+            "No prompts were given.",
+            expected="A batch takes them from a file, or one by one.",
+            remedy="Use --prompts prompts.txt, or --prompt once for each.",
+        )
+    return items
+
+
+def _read_file(given: str) -> list[Item]:
+    """Return the items of a prompts file; empty lines are passed over."""
     text = _read_text(given)
     kind = Path(given).suffix.lower()
     if kind == ".csv":
@@ -226,8 +241,10 @@ def _describe(error: msgspec.ValidationError) -> str:
 
 def _refuse(given: str, number: int, what: str) -> InputError:
     return InputError(
-        f"Line {number} of the prompts {given} is wrong: {what}",
-        expected=f"{_FORMS}.",
+        f"Line {number} of the prompts {given} is wrong: {what}"
+        if given
+        else f"Prompt {number} is wrong: {what}",
+        expected=f"{_FORMS}." if given else "A prompt is text.",
         remedy="Correct that line; no item has been made yet.",
     )
 

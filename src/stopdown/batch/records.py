@@ -59,7 +59,7 @@ class BatchRecord:
 
     Attributes:
         source: the model as it was named.
-        prompts: file or URL that the items came from.
+        prompts: file or URL that the items came from; "" where the command has them all.
         output: folder or URL of the outputs.
         command: what goes on with it, as it is typed.
         workers: what each worker computed on, by its name.

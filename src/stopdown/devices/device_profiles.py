@@ -283,11 +283,13 @@ def _find_by_name(name: str) -> Profile | None:
 
 def _unknown_profile(name: str) -> OptionError:
     known = list_profiles()
-    near = difflib.get_close_matches(name.strip().lower(), known, n=1)
+    asked = name.strip().lower()
+    is_mac = any(word in asked for word in ("mac", "apple", "metal"))
+    near = ["mps-m1"] if is_mac else difflib.get_close_matches(asked, known, n=1)
     return OptionError(
         f"The device {name!r} is unknown.",
-        expected="A device of this machine is auto, cuda, cuda:1, mps or cpu. Profiles are "
-        f"{', '.join(known)}, and one of your own is a .toml file.",
+        expected="Devices of this machine are auto, cuda, cuda:1, mps and cpu. Known cards are "
+        f"{', '.join(known)}, or your own profile (.toml).",
         remedy=f'Use device="{near[0] if near else "auto"}".',
     )
 

@@ -117,11 +117,11 @@ class Request:
     """
 
     prompt: str | None = field(
-        default=None, metadata=_say(str, "What the picture or video shows.", "prompt")
+        default=None, metadata=_say(str, "What to show.", "prompt")
     )
     negative: str | None = field(
         default=None,
-        metadata=_say(str, "What the picture or video should not show.", "negative_prompt"),
+        metadata=_say(str, "What not to show.", "negative_prompt"),
     )
     image: np.ndarray[Any, Any] | None = field(
         default=None, metadata=_say(Path, "Picture to start from.", "image", "images")

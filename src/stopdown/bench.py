@@ -1,0 +1,240 @@
+"""What a device makes of each precision: one report, which its owner pastes into an issue.
+
+Two models run in each precision: one that was named, and a denoiser of generated weights that overflows in
+plain fp16. The first run gives the error and warms up, the second the peak, and the third the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stopdown.component_calls.components import cast_component_, find_components
+from stopdown.devices.device_memory import free_memory, peak_memory
+from stopdown.devices.environment import Device, describe_machine
+from stopdown.doctor import try_attention
+from stopdown.errors import take_one_line
+from stopdown.memory.offloader import predict_run
+from stopdown.memory.speed import time_runs
+from stopdown.memory.strategies import Strategy
+from stopdown.number_formats import FORMATS, format_bytes
+from stopdown.numerics import count_non_finite, relative_l2
+from stopdown.pipelines.drawn_inputs import complete_request
+from stopdown.pipelines.loader import load_pipeline, move_program
+from stopdown.pipelines.requests import Request, build_arguments, find_steps
+from stopdown.pipelines.results import read_result
+from stopdown.pipelines.tiny_pipelines import build_wide, overflow_
+from stopdown.plans.certified import certify_program
+from stopdown.plans.planned_loader import put_for_good
+from stopdown.records import Plan
+from stopdown.runtime.guard import guard
+from stopdown.sources.hub import Progress
+from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.sources import Source
+
+WAYS = ("fp32", "bf16", "fp16-plain", "fp16", "fp16, guarded")
+"""As `--precision` names them: what others are compared with first."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure; `build` makes its pipeline in fp32 on the device, each time the same."""
+
+    name: str
+    build: Callable[[], Any]
+    request: Request
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one precision.
+
+    Attributes:
+        peak_bytes: most memory of a run, weights included.
+        rel_err: of the frames against those of fp32 (relative L2); None where they are not finite.
+        note: why nothing was measured.
+    """
+
+    subject: str
+    way: str
+    time_s: float | None = None
+    time_ratio: float | None = None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+    rel_err: float | None = None
+    non_finite: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured; of the machine only what makes figures comparable."""
+
+    device: str
+    backend: str
+    memory_bytes: int
+    versions: dict[str, str | None]
+    rows: tuple[Row, ...]
+
+
+def list_subjects(source: Source, device: Device, request: Request) -> list[Subject]:
+    """List the model that was named and generated weights; a folder of one's own is not named."""
+    name = source.name if source.kind == "bundled" else source.pipeline_class
+    small = device.type == "cpu" or device.memory_bytes < 6 * 2**30
+    heads, layers, side = (2, 2, 32) if small else (48, 4, 256)
+
+    def load() -> Any:
+        return move_program(load_pipeline(source, torch_dtypes=torch.float32), device)
+
+    def generate() -> Any:
+        pipe = build_wide(heads, layers, 512, device.torch_name)
+        overflow_(pipe.transformer)
+        return move_program(pipe, device)
+
+    drawn = Request("a", frames=9, height=side, width=side, steps=request.steps, guidance=1.0)
+    generated = Subject(f"CogVideoX, {layers} layers {64 * heads} wide", generate, drawn)
+    return [Subject(name, load, request), generated]
+
+
+def measure(device: Device, subjects: list[Subject], minutes: float, progress: Progress) -> Report:
+    """Measure each model in each precision; a row that would begin after some minutes is left out."""
+    begun, rows = time.monotonic(), list[Row]()
+    for subject in subjects:
+        bench = _Bench(device, subject, progress)
+        for way in WAYS:
+            progress("bench", f"{subject.name}, {way}", len(rows), len(subjects) * len(WAYS))
+            left_out = Row(subject.name, way, note=f"left out after {minutes:g} minutes")
+            rows += [left_out if time.monotonic() - begun > 60 * minutes else bench.measure(way)]
+    versions = {
+        **describe_machine()["versions"],
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    return Report(device.name, device.type, device.memory_bytes, versions, tuple(rows))
+
+
+class _Bench:
+    """One model's rows: they share its plan and what fp32 gave."""
+
+    def __init__(self, device: Device, subject: Subject, progress: Progress) -> None:
+        self.device, self.subject, self.progress = device, subject, progress
+        self.plan: Plan | None = None
+        self.fp32: tuple[torch.Tensor, float] | None = None
+
+    def measure(self, way: str) -> Row:
+        """Measure one precision; whatever a device refuses is the row's note."""
+        row = Row(self.subject.name, way)
+        try:
+            with quiet_libraries(), self._running(way) as pipe, torch.no_grad():
+                return self._measure(row, pipe)
+        except Exception as error:  # the other rows go on
+            return dataclasses.replace(row, note=hide_paths(take_one_line(error, 300)))
+        finally:
+            free_memory()
+
+    def _measure(self, row: Row, pipe: Any) -> Row:
+        arguments = build_arguments(pipe, complete_request(pipe, self.subject.request))
+        run = functools.partial(pipe, **arguments)
+        fit = predict_run(
+            pipe,
+            arguments,
+            steps=find_steps(pipe, arguments),
+            fused=any(
+                row.way[:4] in x for name, x in try_attention(self.device).items() if name != "math"
+            ),
+            device=self.device.torch_name,
+        )
+        predicted = next(x for x in fit.predictions if x.strategy == Strategy())
+        frames = _read_frames(pipe, run())
+        with peak_memory(self.device) as peak:
+            run()
+        seconds = time_runs(self.device, run, 1)
+        self.fp32 = self.fp32 or (frames, seconds)
+        error = relative_l2(frames, self.fp32[0])
+        return dataclasses.replace(
+            row,
+            time_s=seconds,
+            time_ratio=seconds / self.fp32[1],
+            peak_bytes=peak.peak_bytes + _count_weights(self.device, pipe),
+            predicted_bytes=predicted.peak_bytes,
+            rel_err=error if math.isfinite(error) else None,
+            non_finite=sum(count_non_finite(frames)),
+        )
+
+    @contextlib.contextmanager
+    def _running(self, way: str) -> Iterator[Any]:
+        """Yield the pipeline as it runs in one precision."""
+        pipe = self.subject.build()
+        pipe.set_progress_bar_config(disable=True)
+        if way.removesuffix(", guarded") == "fp16":
+            arguments = build_arguments(pipe, complete_request(pipe, self.subject.request))
+            self.plan = self.plan or certify_program(
+                pipe, arguments=arguments, progress=self.progress
+            )
+            put_for_good(pipe, self.plan)
+        else:
+            for module in find_components(pipe).values():
+                cast_component_(module, FORMATS[way.removesuffix("-plain")].torch_dtype)
+        free_memory()
+        is_guarded = "guarded" in way
+        with guard(pipe, announce=lambda x: None) if is_guarded else contextlib.nullcontext():
+            yield pipe
+
+
+def _count_weights(device: Device, pipe: Any) -> int:
+    """Count the bytes of weights that a peak does not have: on a CPU only growth is read."""
+    if device.type != "cpu":
+        return 0
+    tensors = [x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())]
+    return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
+
+
+def _read_frames(pipe: Any, output: Any) -> torch.Tensor:
+    result = read_result(pipe, {}, output)
+    return torch.as_tensor(result.samples if result.frames is None else result.frames).cpu()
+
+
+def hide_paths(text: str) -> str:
+    """Return a text without paths, which hold people's names."""
+    return re.sub(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*", "PATH", text)
+
+
+def render(report: Report) -> str:
+    """Draw the report in Markdown: its verdict first."""
+    rows = {row.way: row for row in report.rows[: len(WAYS)]}
+    versions = ", ".join(f"{name} {x}" for name, x in report.versions.items() if x)
+    with_plan, plain, bf16 = (_name_error(rows[x]) for x in ("fp16", "fp16-plain", "bf16"))
+    lines = [
+        f"**Error: {with_plan} in fp16 with a plan, {plain} in plain fp16, {bf16} in bf16.**",
+        "",
+    ]
+    lines += [
+        f"{report.device} ({report.backend}, {format_bytes(report.memory_bytes)}). {versions}."
+    ]
+    for name in dict.fromkeys(row.subject for row in report.rows):
+        lines += ["", f"{name}:", "", "| precision | time | × fp32 | peak | predicted | error |"]
+        lines += ["|---|--:|--:|--:|--:|--:|"]
+        lines += [_draw(row) for row in report.rows if row.subject == name]
+    return "\n".join(lines) + "\n"
+
+
+def _name_error(row: Row) -> str:
+    """Name an error in percent, how many values aren't finite, or why nothing was measured."""
+    if row.note:
+        return row.note
+    return f"{row.non_finite:,} NaN or Inf" if row.rel_err is None else f"{100 * row.rel_err:.2g} %"
+
+
+def _draw(row: Row) -> str:
+    times = "– | –" if row.time_s is None else f"{row.time_s:.3g} s | {row.time_ratio:.2f}"
+    sizes = " | ".join(format_bytes(x) if x else "–" for x in (row.peak_bytes, row.predicted_bytes))
+    return f"| {row.way} | {times} | {sizes} | {_name_error(row)} |"

@@ -1,1 +1,0 @@
-"""What a device makes of each precision, memory strategy and kernel."""
