@@ -116,9 +116,7 @@ class Request:
             stand above what the others say.
     """
 
-    prompt: str | None = field(
-        default=None, metadata=_say(str, "What to show.", "prompt")
-    )
+    prompt: str | None = field(default=None, metadata=_say(str, "What to show.", "prompt"))
     negative: str | None = field(
         default=None,
         metadata=_say(str, "What not to show.", "negative_prompt"),
