@@ -468,7 +468,7 @@ class RunRecord(GuardRecord):
         device_reason: why there.
         machine: versions and hardware.
         decisions: how each component call ran, with the reason; without exponents.
-        stages_s: seconds by stage: load, encode, denoise, decode, other, write.
+        stages_s: seconds by stage: load, encode, denoise, decode, repair, other, write.
         peak_bytes: highest memory during the run; how it was read is in `peak_source`.
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
@@ -578,7 +578,7 @@ class RunRecord(GuardRecord):
         ]
 
 
-_STAGES = ("prepare", "load", "place", "encode", "denoise", "decode", "other", "write")
+_STAGES = ("prepare", "load", "place", "encode", "denoise", "decode", "repair", "other", "write")
 
 
 @dataclass(frozen=True, repr=False)

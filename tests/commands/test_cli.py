@@ -167,7 +167,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16's maximum is 65504\)\. You asked for fp16\. Use "
         r"`--precision transformer=(?:bf16|fp32)`, or load the model with "
-        r"`--precision fp16`, which scales its values into range\. Or let the run repair it: "
+        r"`--precision fp16`, which scales its activations into range\. Or let the run repair it: "
         r"`--on-fault repair`\.",
         message,
     )
@@ -179,7 +179,7 @@ def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveT
     source = save_tiny("cogvideox", overflow="transformer")
     code, out, err = run("generate", source, "a", *SIZES, "--precision", "fp16-plain")
     assert code == 0
-    assert err.count("Rescaled `transformer` by powers of two: ") == 1
+    assert err.count("Rescaled `transformer` by powers of two. ") == 1
     assert re.search(
         r"Overflow in the transformer: its result is [\d,]+, and fp16 ends at 65,504\. Repaired; the "
         r"result is not affected\.",
@@ -633,7 +633,7 @@ def test_run_says_what_was_repaired(run: Any, save_tiny: SaveTiny, here: Path) -
     )
     code, out, err = run("run", "paint.py", folder)
     assert (code, out) == (0, "")
-    assert err.count("Rescaled `vae.decode` by powers of two: ") == 1
+    assert err.count("Rescaled `vae.decode` by powers of two. ") == 1
     assert re.search(
         r"^stopdown: run 1, CogView3PlusPipeline: .*vae.*: rescaled, 1 call", err, re.M
     )

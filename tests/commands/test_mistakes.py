@@ -54,7 +54,8 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes a --torch-dtype=torch.bfloat16", 2, "Use --precision bf16."),
     ("generate shapes --prompt a --num 0", 2, "--num 0 is less than 1."),
     ("compare shapes 'a cat' --prompt b --steps 0", 2, "--steps 0 is less than 1."),
-    ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, which was not given. Give a PROMPT that says"),
+    ("explain ''", 2, "There is nothing to explain."),
+    ("generate shapes", 2, "No PROMPT was given. Give a PROMPT that says"),
     ("generate shapes a -o ''", 2, "--output is empty. .* Leave --output out, or name a file."),
     ("generate shapes a --image ''", 2, "--image is empty. .* a shell variable that is not set."),
     ("convert shapes ''", 2, "OUTPUT is empty."),
@@ -119,7 +120,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes --precision fp16", 2, "is no list of precisions to compare: it has 1."),
     ("generate shapes a --keep-repairs", 2, "--keep-repairs was given .*" + RECORD),
     ("generate shapes a --device tpu", 2, "The device 'tpu' is unknown. .* Use --device auto."),
-    ("generate shapes a --device cuda:99", 2, "There is no device cuda:99 here. This machine, with this "),
+    ("generate shapes a --device cuda:99", 2, "There is no device cuda:99 here.* This machine, with this "),
     ("generate shapes a --device v100", 2, "--device v100 is a profile of .* check shapes --device v100"),
     ("check shapes --device v1000", 2, "The device 'v1000' is unknown. .* Use --device v100."),
     # memory

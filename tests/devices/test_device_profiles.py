@@ -177,6 +177,8 @@ def test_an_unknown_device_names_those_that_are_known() -> None:
     assert text.endswith('Use device="v100".')
     with pytest.raises(OptionError, match='Use device="mps-m1"'):
         find_target("macbook")
+    with pytest.raises(OptionError, match='Use device="t4"'):
+        find_target("t5")
 
 
 def test_a_device_of_this_machine_is_described() -> None:

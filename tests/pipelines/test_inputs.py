@@ -90,7 +90,7 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
     )
-    with pytest.raises(OptionError, match="needs `prompt`, which was not given"):
+    with pytest.raises(OptionError, match="No `prompt` was given"):
         measure_plan(pipe, prompts=[{"control_image": 3}])
 
 

@@ -123,7 +123,7 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox",
             Request(),
-            "CogVideoXPipeline needs `prompt`, which was not given. Give a `prompt` that says what to "
+            "No `prompt` was given. Give a `prompt` that says what to "
             'show, such as "a red circle".',
         ),
         (

@@ -22,7 +22,7 @@ from stopdown.scaling.calls.callee import Callee
 
 FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
 
-RESCALED = ', or load the model with `precision="fp16"`, which scales its values into range.'
+RESCALED = ', or load the model with `precision="fp16"`, which scales its activations into range.'
 
 
 def check_calls(pipe: Any, **options: Any) -> Guard:

@@ -70,7 +70,7 @@ def explain(subject: str | None) -> Diagnosis:
     """The diagnosis of a file, of standard input (`-`, or nothing), or of a message."""
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
         return _explain_input(sys.stdin.buffer)
-    if subject is None:
+    if subject is None or not subject.strip():
         raise OptionError(
             "There is nothing to explain.",
             expected="It takes a message, a log, a picture or a video.",

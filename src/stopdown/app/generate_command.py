@@ -316,6 +316,8 @@ def _generate(
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
+        if stage == "denoise" and done + 1 >= total > 0:  # what comes next may take minutes
+            display.progress("decode", "", 0, 0)
 
     runner = kept.runner
     assert runner is not None

@@ -273,8 +273,10 @@ def make_table(*headings: str, right: Collection[str] = (), **options: Any) -> T
 
 
 def _word(stage: str, what: str, done: int, total: int) -> str:
-    if stage == "import":
-        return f"{what}…"
+    if stage in ("import", "decode"):
+        return "the result" if stage == "decode" else what
+    if stage == "encode":
+        return "the prompt" if what.startswith("text_encoder") else "the input"
     return (
         f"step {done} of {total}" if stage == "denoise" and total else what.removeprefix("loading ")
     )

@@ -358,7 +358,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
     if not matches:
         here = ", ".join(str(device) for device in devices)
         raise OptionError(
-            f"There is no device {name} here."
+            f"There is no device {name} here{_explain_no_cuda(asked, devices)}."
             if is_device_name(asked)
             else f"The device {name!r} is unknown.",
             expected=f"This machine, with this build of PyTorch, has: {here}.",
@@ -370,6 +370,16 @@ def select_device(name: str, devices: list[Device]) -> Device:
         f"{chosen.torch_name} was requested." if asked != "auto" else _explain_auto(devices, chosen)
     )
     return dataclasses.replace(chosen, reason=reason)
+
+
+def _explain_no_cuda(asked: str, devices: list[Device]) -> str:
+    """Say that this PyTorch has no CUDA; "" where that isn't why."""
+    import torch
+
+    if not asked.startswith("cuda") or any(x.type == "cuda" for x in devices):
+        return ""
+    is_built = torch.version.cuda or torch.version.hip
+    return "" if is_built else f": this PyTorch ({torch.__version__}) is built without CUDA"
 
 
 def _explain_auto(devices: list[Device], chosen: Device) -> str:

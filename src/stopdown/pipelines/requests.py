@@ -531,6 +531,8 @@ def _describe_stage(pipeline_class: type) -> str:
 
 
 def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
+    if fields == "`prompt`":
+        return OptionError("No `prompt` was given.", remedy=remedy)
     return OptionError(f"{class_name} needs {fields}, which was not given.", remedy=remedy)
 
 

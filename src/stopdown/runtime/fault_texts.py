@@ -130,9 +130,7 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
     )
     if precision != "fp16":
         return f"{wider}."
-    return (
-        f'{wider}, or load the model with `precision="fp16"`, which scales its values into range.'
-    )
+    return f'{wider}, or load the model with `precision="fp16"`, which scales its activations into range.'
 
 
 def _describe_part(fault: Fault) -> str:

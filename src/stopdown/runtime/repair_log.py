@@ -109,7 +109,7 @@ def describe_repair(repair: Repair) -> str:
     }[repair.action]
     is_again = repair.action != "none" and repair.kind != "signature"
     again = " The call was run again, and the run continues." if is_again else ""
-    said = f"{repair.evidence} {done}: {repair.reason}{again}"
+    said = f"{repair.evidence} {done}. {repair.reason}{again}"
     if not repair.verdict:
         return said
     ended = "Repaired; the result is not affected." if is_again else "It was not repaired."

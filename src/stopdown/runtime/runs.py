@@ -143,7 +143,10 @@ class Runner:
             self.release()
             raise
         stages |= made.stages_s
-        stages["other"] = made.elapsed_s - sum(made.stages_s.values())
+        if made.seen.repairs:
+            stages["repair"] = sum(x.elapsed_s for x in made.seen.repairs)
+        named = sum(made.stages_s.values()) + stages.get("repair", 0.0)
+        stages["other"] = max(0.0, made.elapsed_s - named)
         begun, numbered = time.perf_counter(), wanted.numbered
         written, findings = write_result(wanted, made, announce)
         stages["write"] = time.perf_counter() - begun
