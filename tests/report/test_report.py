@@ -90,8 +90,8 @@ def test_the_text_has_a_row_for_each_precision(made: Comparison) -> None:
     assert [row[0] for row in rows] == list(NAMES)
     broken = dict(zip(headings, rows[2], strict=True))
     assert broken["verdict"] == "✕ broken"
-    assert broken["headroom"] == "not finite"
-    assert dict(zip(headings, rows[3], strict=True))["headroom"] == "3.0"
+    assert broken["headroom, bits"] == "not finite"
+    assert dict(zip(headings, rows[3], strict=True))["headroom, bits"] == "3.0"
 
 
 def test_lines_end_where_values_are_lost(made: Comparison) -> None:

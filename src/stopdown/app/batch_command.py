@@ -363,6 +363,7 @@ def _open_pool(
 ) -> Pool:
     """The workers: in processes of their own, or the one in this process."""
     from stopdown.batch.pools import InProcess, Processes
+    from stopdown.runtime.session import tell_calls
 
     chosen = choose_device(options.device)
     names = [chosen.torch_name]
@@ -371,7 +372,7 @@ def _open_pool(
     count = options.workers or len(names)
     devices = [names[number % len(names)] for number in range(count)]
     if len(devices) == 1:
-        return InProcess(prepared.job, devices[0], state.observe)
+        return InProcess(prepared.job, devices[0], tell_calls(state.display.progress))
     return Processes(prepared.job, devices)
 
 
@@ -401,10 +402,6 @@ class _Batch:
         if text not in self.notes:
             self.notes.append(text)
             self._announce(text)
-
-    def observe(self, component: str, stage: str, done: int, total: int) -> None:
-        """A step of the item that is being made, where that is in this process."""
-        self.display.progress(stage, component, done + (stage == "denoise"), total)
 
     def finish(self, result: ItemResult) -> None:
         self.results[result.item] = result

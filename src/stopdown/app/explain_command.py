@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from stopdown.app.flags import CommandOptions
-from stopdown.diagnosis import EXPLAINED, UNKNOWN, explain_file, explain_stream, explain_text
+from stopdown.diagnosis import EXPLAINED, NONE, UNKNOWN, explain_file, explain_stream, explain_text
 from stopdown.errors import InputError, OptionError
 from stopdown.records import Diagnosis
 
@@ -140,4 +140,5 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     show_list("Other possible causes", others)
     if diagnosis.reports:
         show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))
-    show(("\nKind ", "bold"), diagnosis.fault)
+    if diagnosis.fault != NONE:
+        show(("\nKind ", "bold"), diagnosis.fault)

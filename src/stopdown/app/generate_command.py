@@ -313,11 +313,7 @@ def _generate(
 ) -> RunRecord:
     """Make the file; what happened is the record."""
     from stopdown.runtime.guard import GuardOptions
-
-    def observe(component: str, stage: str, done: int, total: int) -> None:
-        display.progress(stage, component, done + (stage == "denoise"), total)
-        if stage == "denoise" and done + 1 >= total > 0:  # what comes next may take minutes
-            display.progress("decode", "", 0, 0)
+    from stopdown.runtime.session import tell_calls
 
     runner = kept.runner
     assert runner is not None
@@ -328,7 +324,7 @@ def _generate(
             output,
             GuardOptions(
                 on_fault=options.on_fault,
-                observer=observe,
+                observer=tell_calls(display.progress),
                 announce=display.announce,
                 journal=journal,
                 maxima=options.maxima,

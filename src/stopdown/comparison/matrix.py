@@ -61,6 +61,7 @@ from stopdown.pipelines.requests import MEDIA, Request, check_request
 from stopdown.plans.plan_files import read_class_versions, write_plan
 from stopdown.plans.precision import write_request
 from stopdown.records import Plan, convert_record, from_json, to_json
+from stopdown.runtime.session import tell_calls
 from stopdown.scaling.graph.operations import keeps_clamps
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
@@ -154,14 +155,13 @@ class _Matrix:
             )
         )
 
-        def observe(component: str, stage: str, done: int, total: int) -> None:
-            self.progress(stage, component, done + (stage == "denoise"), total)
-
         is_new = name not in self.looked  # where NaN begins is looked for once
         self.looked.add(name)
         device = self.subject.device
         run = self.runs[index] if self.runs else None
-        made = run_cell(opened, name, request, device, observe, names_culprit=is_new, run=run)
+        made = run_cell(
+            opened, name, request, device, tell_calls(self.progress), names_culprit=is_new, run=run
+        )
         offloader = opened.loaded.offloader
         if offloader is not None:  # as it ended: a call that ran out of memory steps down
             strategy = offloader.taken.strategy.name

@@ -334,9 +334,10 @@ class Comparison(Displayed):
 
     def summarise(self) -> Summary:
         """One row for each precision, and below it the verdict, its reasons and what was not run."""
-        headings = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
-        notes = [("", self.headline), ("", self.reference_reason)]
-        notes += [(one.name, " ".join(one.reasons)) for one in self.variants]
+        headings = ("precision", "verdict", "PSNR, dB", "SSIM", "FLIP", "time", "headroom, bits")
+        notes = [("", self.headline)]
+        notes += [("", self.reference_reason)] if self.reference != "fp32" else []
+        notes += [(x.name, " ".join(x.reasons)) for x in self.variants if x.verdict != "reference"]
         notes += [("", reason) for reason in self.reasons]
         notes += [
             ("", f"Line {x.line} of the prompts was not run: {x.reason}") for x in self.bad_lines

@@ -71,7 +71,7 @@ def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, li
 
 def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
     if cell.non_finite:
-        yield f"{cell.non_finite} values are NaN or Inf{_name_start(cell)}."
+        yield f"{cell.non_finite:,} values are NaN or Inf{_name_start(cell)}."
     known = {finding.kind for finding in reference.findings}
     own = cell.precision == reference.precision
     for finding in cell.findings:
@@ -86,7 +86,7 @@ def _name_start(cell: Cell) -> str:
     """Where the first of them came from, as far as the guard saw it."""
     for fault in cell.faults:
         step = "" if fault.step is None else f" at step {fault.step + 1}"
-        return f", the first in {fault.module_path}{step}"
+        return f", starting in {fault.module_path}{step}"
     return ""
 
 
@@ -216,10 +216,8 @@ def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
                 (one, other, nearer) if nearer >= further else (other, one, further)
             )
             if count and any(math.isfinite(a) and math.isfinite(b) for a, b in known):
-                yield (
-                    f"{best} is closer to the reference than {worse} on {count} of {len(known)} "
-                    "prompts."
-                )
+                where = f" on {count} of {len(known)} prompts" if len(known) > 1 else ""
+                yield f"{best} is closer to the reference than {worse}{where}."
 
 
 def _find_typical(rows: Sequence[Row], name: str) -> float:

@@ -55,6 +55,7 @@ from stopdown.scaling.calls.outermost_calls import (
 )
 from stopdown.scaling.watch.call_watch import find_watch, scale_ends
 from stopdown.scaling.watch.exponent_switch import ReplacedError
+from stopdown.sources.hub import Progress
 
 _PATIENCE_S = 0.01
 """How long a call waits at a time for a guard to be removed, which may wait for a call around it."""
@@ -68,6 +69,17 @@ Announce = Callable[[str], None]
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
+
+
+def tell_calls(progress: Progress) -> Observer:
+    """Make the observer that shows calls as progress; after the last step, what goes on is decoding."""
+
+    def observe(component: str, stage: str, done: int, total: int) -> None:
+        progress(stage, component, done + (stage == "denoise"), total)
+        if stage == "denoise" and done + 1 >= total > 0:
+            progress("decode", "", 0, 0)
+
+    return observe
 
 
 @dataclass(frozen=True)
