@@ -53,11 +53,12 @@ def test_the_tree_is_true() -> None:
     """Every path of the drawn tree exists, and every module of the package stands in it."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tree = page.split("## The tree")[1].split("```")[1]
-    named, parent = set(), ""
+    named, above = set(), dict[int, str]()
     for line in tree.strip().splitlines():
-        path = line.split()[0]
-        parent = path if not line.startswith(" ") else parent
-        named.add(path if path == parent else parent + path)
+        depth, path = len(line) - len(line.lstrip()), line.split()[0]
+        above = {at: folder for at, folder in above.items() if at < depth}
+        named.add(path := "".join([*list(above.values())[-1:], path]))
+        above[depth] = path
     missing = [path for path in named if not (ROOT / path).exists()]
     assert missing == []
     package = ROOT / "src" / "stopdown"

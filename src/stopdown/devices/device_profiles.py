@@ -285,7 +285,8 @@ def _unknown_profile(name: str) -> OptionError:
     known = list_profiles()
     asked = name.strip().lower()
     is_mac = any(word in asked for word in ("mac", "apple", "metal"))
-    near = ["mps-m1"] if is_mac else difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
+    one_off = [x for x in known if len(x) == len(asked) and sum(map(str.__ne__, x, asked)) == 1]
+    near = ["mps-m1"] if is_mac else difflib.get_close_matches(asked, known, n=1) or one_off
     return OptionError(
         f"The device {name!r} is unknown.",
         expected="Devices of this machine are auto, cuda, cuda:1, mps and cpu. Known cards are "
