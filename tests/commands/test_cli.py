@@ -405,7 +405,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
         ),
         (["generate", "shapes", "--journal=kept"], "Run the same command again to continue."),
         (["compare", "shapes"], "Run the same command again to continue."),
-        (["bench", "--steps", "2"], "Run the same command again to continue."),
+        (["bench"], "Stopped by Ctrl-C; no partial output was left."),
         (["plan", "shapes"], "Stopped by Ctrl-C; no partial output was left."),
         (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
     ],

@@ -143,7 +143,6 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a -o .", 2, r"The output \. is a folder .* inside of it with -o: out"),
     ("generate shapes a -o .. --num 2", 2, r"The output \.\. is a folder that cannot be replaced."),
     ("plan shapes -o /", 2, "The output / is a folder that cannot be replaced."),
-    ("bench -o /", 2, "The output / is a folder that cannot be replaced."),
     ("compare shapes -o /", 2, "The output / is a folder that cannot be replaced."),
     ("report run.mp4.json -o /", 2, "The output / is a folder that cannot be replaced."),
     ("check shapes --fix -o /", 2, "The output / is a folder that cannot be replaced."),

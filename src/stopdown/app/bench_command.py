@@ -30,7 +30,7 @@ class BenchOptions(SizeOptions):
 
     source: Annotated[
         str,
-        typer.Argument(metavar="[SOURCE]", help="Model to run besides the generated one."),
+        typer.Argument(metavar="SOURCE", help="Model to run besides the generated one."),
     ] = "shapes"
     device: DeviceOption = "auto"
     minutes: Annotated[float, typer.Option(help="Begin no row after so many minutes.")] = 5.0
