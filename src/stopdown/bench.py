@@ -1,7 +1,7 @@
 """What a device makes of each precision: one report, which its owner pastes into an issue.
 
 Two models run in each precision: one that was named, and a denoiser of generated weights that overflows in
-plain fp16. The first run gives the error and warms up, the second the peak, and the third the time.
+plain fp16. The first run gives the error and warms up, the second the peak; the fastest counts.
 """
 
 from __future__ import annotations
@@ -156,8 +156,9 @@ class _Bench:
         predicted = next(x for x in fit.predictions if x.strategy == Strategy())
         frames = _read_frames(pipe, run())
         with peak_memory(self.device) as peak:
-            run()
-        seconds = time_runs(self.device, run, 1)
+            seconds = time_runs(self.device, run, 1)
+        if seconds < 10:
+            seconds = min(seconds, time_runs(self.device, run, 3))
         self.fp32 = self.fp32 or (frames, seconds)
         error = relative_l2(frames, self.fp32[0])
         return dataclasses.replace(
