@@ -24,7 +24,7 @@ HEAD = "# What was measured on devices by `stopdown bench`; written by `python b
 def describe(path: Path) -> Iterator[str]:
     """Yield a device's rows in TOML, as `stopdown.bench.render` drew them."""
     text = path.read_text(encoding="utf-8")
-    device = re.search(r"^(.+) \((\w+), [\d.]+ \w+\)\. .*?torch ([\w.+]+)", text, re.MULTILINE)
+    device = re.search(r"^(.+) \((\w+), [\d.]+ \w+\)\. .*?torch ([\w.+]*\w)", text, re.MULTILINE)
     if device is None:
         raise SystemExit(f"{path} is no report of stopdown bench: it names no device.")
     yield "\n[[device]]"

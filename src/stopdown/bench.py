@@ -13,7 +13,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +134,8 @@ class _Bench:
         """Measure one precision; whatever a device refuses is the row's note."""
         row = Row(self.subject.name, way)
         try:
-            with quiet_libraries(), self._running(way) as pipe, torch.no_grad():
-                return self._measure(row, pipe)
+            with quiet_libraries(), torch.no_grad():
+                return self._measure(row, self._build(way))
         except Exception as error:  # the other rows go on
             return dataclasses.replace(row, note=hide_paths(take_one_line(error, 300)))
         finally:
@@ -154,11 +154,13 @@ class _Bench:
             device=self.device.torch_name,
         )
         predicted = next(x for x in fit.predictions if x.strategy == Strategy())
-        frames = _read_frames(pipe, run())
-        with peak_memory(self.device) as peak:
-            seconds = time_runs(self.device, run, 1)
-        if seconds < 10:
-            seconds = min(seconds, time_runs(self.device, run, 3))
+        is_guarded = "guarded" in row.way
+        with guard(pipe, announce=lambda x: None) if is_guarded else contextlib.nullcontext():
+            frames = _read_frames(pipe, run())
+            with peak_memory(self.device) as peak:
+                seconds = time_runs(self.device, run, 1)
+            if seconds < 10:
+                seconds = min(seconds, time_runs(self.device, run, 3))
         self.fp32 = self.fp32 or (frames, seconds)
         error = relative_l2(frames, self.fp32[0])
         return dataclasses.replace(
@@ -171,9 +173,8 @@ class _Bench:
             non_finite=sum(count_non_finite(frames)),
         )
 
-    @contextlib.contextmanager
-    def _running(self, way: str) -> Iterator[Any]:
-        """Yield the pipeline as it runs in one precision."""
+    def _build(self, way: str) -> Any:
+        """Build the pipeline as it runs in one precision."""
         pipe = self.subject.build()
         pipe.set_progress_bar_config(disable=True)
         if way.removesuffix(", guarded") == "fp16":
@@ -186,9 +187,7 @@ class _Bench:
             for module in find_components(pipe).values():
                 cast_component_(module, FORMATS[way.removesuffix("-plain")].torch_dtype)
         free_memory()
-        is_guarded = "guarded" in way
-        with guard(pipe, announce=lambda x: None) if is_guarded else contextlib.nullcontext():
-            yield pipe
+        return pipe
 
 
 def _count_weights(device: Device, pipe: Any) -> int:
