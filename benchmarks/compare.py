@@ -6,6 +6,7 @@ compresses worse than most videos), so that the pictures fill the room that they
 has opened when its first prompt is decoded and drawn; each opening has a browser of its own.
 
     python benchmarks/compare.py --record twenty.html.json
+    python benchmarks/compare.py --record one.html.json --picture docs/images/report.png
 """
 
 from __future__ import annotations
@@ -86,6 +87,21 @@ def time_opening(page: Path, times: int) -> list[float]:
     return found
 
 
+def draw_page(record: Comparison, picture: Path) -> None:
+    """Write the first screens of a record's page as a picture."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        page = Path(folder) / "report.html"
+        page.write_text(render_comparison(record), encoding="utf-8")
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        tab = browser.new_page(viewport={"width": 1200, "height": 1640})
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("body[data-ready='0']")
+        tab.screenshot(path=picture)
+        browser.close()
+
+
 def measure(record: Comparison, times: int) -> dict[str, Any]:
     """Size and opening of a record's page."""
     with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +154,12 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "compare.json")
+    parser.add_argument("--picture", type=Path, help="write the page as a picture, and end")
     options = parser.parse_args()
     record = from_json(options.record.read_bytes(), Comparison)
+    if options.picture is not None:
+        draw_page(record, options.picture)
+        return
     report = {
         "command": f"python benchmarks/compare.py --record {options.record.name}",
         "machine": describe_machine(),
