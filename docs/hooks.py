@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import re
 import shutil
@@ -89,9 +90,19 @@ def on_page_context(context: Any, page: Page, config: Any, nav: Any, **_: Any) -
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Give the Chinese pages a site map, for which the switch of languages asks."""
+    """Give Chinese pages a site map, for which the switch of languages asks, and a search by character."""
     site = Path(config.site_dir)
     shutil.copyfile(site / "sitemap.xml", site / "zh" / "sitemap.xml")
+    path = site / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for entry in index["docs"]:
+        if entry["location"].startswith("zh/"):
+            entry |= {name: BESIDE_HAN.sub("\u200b", entry[name]) for name in ("title", "text")}
+    path.write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+
+
+BESIDE_HAN = re.compile(r"(?<=[\u4e00-\u9fff])(?=\w)|(?<=\w)(?=[\u4e00-\u9fff])")
+"""Where the index of the search gets a break: there are no spaces between Chinese words."""
 
 
 OPTION = re.compile(r"(?<![\w-])--?[\w-]+|'\.\[\w+\]'")

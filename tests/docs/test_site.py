@@ -244,3 +244,23 @@ def test_a_browser_asks_for_nothing_else(site: Path, address: str) -> None:
         browser.close()
     assert said == []
     assert [url for url in asked if not url.startswith(address)] == []
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("word", ["黑屏", "黑图", "溢出"])
+def test_one_chinese_word_finds_the_page(site: Path, address: str, word: str) -> None:
+    """Chinese has no spaces: a word of two characters finds *My image is black* among the first pages."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as made:
+        browser = made.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{address}/zh/start.html")
+        page.fill("input.md-search__input", word)
+        page.wait_for_selector(".md-search-result__link", state="attached")
+        links = [
+            x.get_attribute("href") for x in page.query_selector_all(".md-search-result__link")
+        ]
+        browser.close()
+    pages = list(dict.fromkeys(re.sub(r"^.*/(zh/[\w/-]+\.html).*$", r"\1", x) for x in links))
+    assert "zh/black.html" in pages[:4]
