@@ -174,12 +174,22 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
 
 
 @pytest.mark.thorough
-def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveTiny) -> None:
-    """Without --on-fault an overflow is repaired: exit 0, one sentence on stderr, a line on the card."""
+def test_a_repair_is_said_once_and_stands_on_the_card(
+    run: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """Without --on-fault an overflow is repaired: exit 0, one sentence on stderr, a line on the card.
+
+    Its seconds are a stage of their own, and not among the others.
+    """
     source = save_tiny("cogvideox", overflow="transformer")
     code, out, err = run("generate", source, "a", *SIZES, "--precision", "fp16-plain")
     assert code == 0
     assert err.count("Rescaled `transformer` by powers of two. ") == 1
+    record = json.loads((here / "stopdown.mp4.json").read_text())
+    repairs = sum(x["elapsed_s"] for x in record["repairs"])
+    assert repairs > 0
+    assert record["stages_s"]["repair"] == pytest.approx(repairs)
+    assert "Decoding the result: elapsed" in err
     assert re.search(
         r"Overflow in the transformer: its result is [\d,]+, and fp16 ends at 65,504\. Repaired; the "
         r"result is not affected\.",
