@@ -189,7 +189,6 @@ def test_a_repair_is_said_once_and_stands_on_the_card(
     repairs = sum(x["elapsed_s"] for x in record["repairs"])
     assert repairs > 0
     assert record["stages_s"]["repair"] == pytest.approx(repairs)
-    assert "Decoding the result: elapsed" in err
     assert re.search(
         r"Overflow in the transformer: its result is [\d,]+, and fp16 ends at 65,504\. Repaired; the "
         r"result is not affected\.",
