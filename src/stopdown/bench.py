@@ -34,8 +34,8 @@ from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.requests import Request, build_arguments, find_steps
 from stopdown.pipelines.results import read_result
 from stopdown.pipelines.tiny_pipelines import build_wide, overflow_
+from stopdown.plans.applier import load_entry, put_plan
 from stopdown.plans.certified import certify_program
-from stopdown.plans.planned_loader import put_for_good
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 from stopdown.sources.hub import Progress
@@ -182,7 +182,7 @@ class _Bench:
             self.plan = self.plan or certify_program(
                 pipe, arguments=arguments, progress=self.progress
             )
-            put_for_good(pipe, self.plan)
+            put_plan(pipe, self.plan, load_entry)
         else:
             for module in find_components(pipe).values():
                 cast_component_(module, FORMATS[way.removesuffix("-plain")].torch_dtype)
