@@ -314,8 +314,7 @@ def test_ctrl_c_keeps_what_is_finished(
 @pytest.mark.thorough
 def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """By a plan that overflows the first item is repaired; the next ones are made by what that taught."""
-    from test_repaired_plans import write_bare_plan
-
+    from models.bare_plans import write_bare_plan
     from stopdown.plans.plan_files import read_plan
 
     folder = save_tiny("cogvideox", "fp32", "transformer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.bare_plans import write_bare_plan
+from models.pipeline_calls import CALLS
 from models.single_file_layout import save_single_file
 from models.snapshots import assert_untouched
 from stopdown import check, mend
@@ -22,11 +23,6 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline, save_pipeline
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-from test_repaired_plans import write_bare_plan
-
-from models.pipeline_calls import CALLS
 
 SaveTiny = Callable[..., Path]
 

@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from models.bare_plans import write_bare_plan
 from models.injected_faults import inject
 from models.pipeline_calls import call_pipeline, make_used_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
-from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
-from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.plans.plan_files import read_plan, seal_plan, write_plan
+from stopdown.records import Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
 from stopdown.scaling.calls.module_code import list_foreign_code
@@ -170,25 +169,6 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
     assert merged.multiplies == {}
     assert merged.fp32_modules == ("encoder.c",)
     assert (merged.headroom_bits, merged.kept_buffers) == (1.5, ("decoder.t", "encoder.t"))
-
-
-def write_bare_plan(folder: Path, path: Path) -> None:
-    """A plan that puts everything in fp16 as it is."""
-    from stopdown.pipelines.loader import load_pipeline
-    from stopdown.sources.sources import resolve_source
-
-    pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)
-    entries = tuple(
-        ComponentPlan(
-            name, type(module).__name__, sample_weights(module), "fp16", scaling=Scaling()
-        )
-        for name, module in find_components(pipe).items()
-    )
-    plan = Plan(
-        *(str(folder), "", type(pipe).__name__, "fp16", read_class_versions(), entries),
-        *((), 1, "cpu", 0.0),
-    )
-    write_plan(seal_plan(plan), path)
 
 
 class Heard(Display):

@@ -12,9 +12,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from test_repaired_plans import write_bare_plan
 from torch.utils._device import _device_constructors
 
+from models.bare_plans import write_bare_plan
 from models.programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.component_calls.pipeline_interception import redirect_devices
