@@ -50,7 +50,10 @@ def test_what_a_script_imports_is_there(path: Path) -> None:
 
 def test_what_is_missing_is_found() -> None:
     """A name that moved is named with its line; a submodule is no missing name."""
-    text = "def f():\n    from stopdown.frames.media import draw\nfrom stopdown.graph import nodes"
+    text = (
+        "def f():\n    from stopdown.frames.media import draw\n"
+        "from stopdown.scaling.graph import nodes"
+    )
     assert list(find_missing(ast.parse(text))) == ["line 2: stopdown.frames.media has no draw"]
     text = "import stopdown\nstopdown.load\nstopdown.paint('a')"
     assert list(find_missing(ast.parse(text))) == ["line 3: stopdown has no paint"]

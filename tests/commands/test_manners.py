@@ -127,7 +127,7 @@ def test_the_first_sign_comes_before_pytorch() -> None:
             [sys.executable, "-c", script, *words], capture_output=True, text=True
         )
         assert done.returncode == 7
-        assert re.fullmatch(r"Loading PyTorch…: elapsed \S+\nIMPORTED", done.stderr), done.stderr
+        assert re.fullmatch(r"Loading PyTorch: elapsed \S+\nIMPORTED", done.stderr), done.stderr
 
 
 class Log:
@@ -164,7 +164,7 @@ def test_a_log_has_a_line_a_stage_and_one_in_ten_seconds() -> None:
     for step in range(1, 41):
         log.progress(10 + step, "denoise", "transformer", step, 40)
     assert log.lines == [
-        "Loading PyTorch…: elapsed 0:00:01",
+        "Loading PyTorch: elapsed 0:00:01",
         "Loading vae: elapsed 0:00:04",
         "Certifying part 0: elapsed 0:00:05",
         "Denoising step 1 of 40: elapsed 0:00:11",
@@ -236,7 +236,7 @@ def test_bars_label_their_times() -> None:
         display.progress("import", "PyTorch", 0, 0)
         display.progress("denoise", "transformer", 1, 2)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(r"Loading.*PyTorch….*elapsed .*\d:\d\d:\d\d.*left", shown)
+    assert re.search(r"Loading.*PyTorch.*elapsed .*\d:\d\d:\d\d.*left", shown)
     assert re.search(r"Denoising.*step 1 of 2.*elapsed .*left", shown)
 
 

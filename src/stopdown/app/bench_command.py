@@ -25,7 +25,7 @@ class BenchOptions(SizeOptions):
 
     Examples:
       stopdown bench
-      stopdown bench > report.md
+      stopdown bench --minutes 3
     """
 
     source: Annotated[
