@@ -53,7 +53,7 @@ class ComponentCall:
 
     @property
     def key(self) -> str:
-        """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
+        """The signature that distinguishes calls with different graphs: method, shapes, dtypes, plain arguments."""
         return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
 
     def proceed(self) -> Any:
@@ -122,7 +122,7 @@ class ComponentCall:
         return self.callee.bind(owner)(*self.args, **self.kwargs)
 
     def keeps(self, name: str) -> bool:
-        """Whether the argument of this name keeps its dtype at a boundary: times and positions."""
+        """Return whether the argument of this name keeps its dtype at a boundary: times and positions do."""
         return is_kept(name, self.callee.keeps)
 
     def place(self, module: torch.nn.Module) -> PlainCall:
@@ -168,7 +168,7 @@ class HeldContainers:
 
     @property
     def is_filled(self) -> bool:
-        """Whether tensors are in them that were not."""
+        """Whether these objects hold tensors that they lacked before the call."""
         known = {id(x) for _, held in self._containers for x in _list_items(held)}
         return any(
             id(x) not in known and any(True for _ in iterate_tensors(x))
@@ -213,18 +213,18 @@ def _list_objects(value: Any) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value has attributes that code may set: no tensor, module, type or function."""
+    """Return whether a value has attributes that code may set: no tensor, module, type or function."""
     plain = (torch.Tensor, torch.nn.Module, type, torch.Generator, enum.Enum)
     return hasattr(value, "__dict__") and not (isinstance(value, plain) or callable(value))
 
 
 def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
-    """Whether an argument of this name keeps its dtype: times and positions."""
+    """Return whether an argument of this name keeps its dtype: times and positions do."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)
 
 
 def is_mask(name: str) -> bool:
-    """Whether an argument of this name is added to scores, or says which values count."""
+    """Return whether an argument of this name is added to scores or marks the values that count."""
     return "mask" in name or "bias" in name
 
 
@@ -233,7 +233,7 @@ _HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
 
 
 def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the finite values of a tensor are finite in a dtype; True where no value can be read.
+    """Return whether a cast to a dtype keeps all finite values finite; True if no value can be read.
 
     A tensor that holds Inf or NaN counts as held: it is not the cast that makes them.
 
@@ -307,7 +307,7 @@ def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nest with floating tensors in `dtype`.
+    """Return the same nest with floating tensors cast to `dtype`.
 
     Times and positions in dicts stay as they are, and so does what `dtype` cannot hold.
     """
@@ -324,7 +324,7 @@ def map_tensors(
     *,
     keeps: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """The same nest with every tensor changed, also inside what an autoencoder encodes to.
+    """Return the same nest with `change` applied to every tensor, also in an autoencoder's distribution.
 
     Args:
         keeps: whether what a dict has under a name stays as it is.
@@ -349,7 +349,7 @@ def map_tensors(
 
 
 def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    """Return a signature that distinguishes calls with different graphs: shapes, dtypes, plain arguments."""
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return "|".join([str(spec), *map(_sign, leaves)])
 

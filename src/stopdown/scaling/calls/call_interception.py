@@ -198,7 +198,7 @@ def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> Non
 
 
 def find_slot(callee: Callee) -> str:
-    """The attribute through which a component call go: the compiled code of a module that has it."""
+    """Return the attribute that a component call goes through: a compiled module's code, else the method."""
     is_compiled = callee.method == "forward" and find_code(callee.owner) is not None
     return _COMPILED if is_compiled else callee.method
 
@@ -232,7 +232,7 @@ _WHOLE = ("forward", "encode", "decode")
 
 
 def is_in_call(whole: torch.nn.Module) -> bool:
-    """Whether a module's own call is under way in this thread, compiled or repeated by a backward pass.
+    """Return whether this thread is in a module's own call, compiled or repeated by a backward pass.
 
     Cost: a look at each frame of the stack.
     """
@@ -267,14 +267,14 @@ def hide_parts(parts: list[PartCall]) -> None:
 
 
 def find_code(module: object) -> Any:
-    """What a module runs as compiled code; None where it runs as it is."""
+    """Return the code that `compile()` gave a module, without our layers; None if it is not compiled."""
     found = getattr(module, _COMPILED, None)
     return found.code if isinstance(found, PartCall) else found
 
 
 @contextlib.contextmanager
 def bared(module: torch.nn.Module) -> Iterator[None]:
-    """The module as it is beneath all layers, in this thread: a capture must find no trace of them."""
+    """Hide all layers of a module in this thread, for a capture that must find no trace of them."""
     stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
     with Patches() as patches:
         for name, stack in stacks.items():
@@ -333,7 +333,7 @@ def put_cast(
 
 
 def find_module(callee: Callee) -> torch.nn.Module:
-    """The module whose weights a component call uses: its owner, or another one that serves for it."""
+    """Return the module whose weights a component call uses: its owner, or the owner of a bound method."""
     method = getattr(callee.owner, callee.method)
     method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
     owner = getattr(method, "__self__", None)

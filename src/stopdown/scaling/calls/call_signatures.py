@@ -46,7 +46,7 @@ Sizes = tuple[tuple[int, ...], ...]
 def sign_call(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    """The signature of a call of a module's method: `forward(encoder_hidden_states[3d], sample[4d])`.
+    """Return the signature of a call of a module's method: `forward(encoder_hidden_states[3d], sample[4d])`.
 
     Cost: some microseconds; no device is asked.
     """
@@ -84,7 +84,7 @@ def _name_arguments(
 def list_sizes(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sizes:
-    """The sizes of a call of a module's method.
+    """Return the sizes of the arguments of a call of a module's method, in the order of their names.
 
     Cost: some microseconds.
     """
@@ -116,7 +116,7 @@ def resize_call(
     kwargs: Mapping[str, Any],
     sizes: Sizes,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The same arguments in other sizes, tensors on `meta`; None where those are of other arguments."""
+    """Return the same arguments in other sizes, tensors on `meta`; None if the sizes do not match them."""
     names = _read_parameters(type(module), method)[0]  # type: ignore[arg-type]
     given, left = _name_arguments(names, args, kwargs), iter(sizes)
 
@@ -140,7 +140,7 @@ def resize_call(
 
 
 def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:
-    """Arguments of the signatures' methods that lead code elsewhere and that no signature has."""
+    """List the arguments of the signatures' methods that can change the code path and that no signature has."""
     found: dict[str, None] = {}
     for method in sorted({x.partition("(")[0] for x in signatures}):
         mine = [x for x in signatures if x.startswith(f"{method}(")]
@@ -159,7 +159,7 @@ _PLAIN = (bool, int, float, str)
 def _read_parameters(
     owner: type, method: str
 ) -> tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]:
-    """Names of what a method takes by position, its defaults, and flags that a configuration decides."""
+    """Return a method's positional names, its defaults, and the flags that a configuration decides."""
     parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
     named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     defaults = {x.name: x.default for x in named if x.default is not x.empty}
@@ -202,7 +202,7 @@ def _describe_items(name: str, value: Any) -> Iterator[str]:
 
 
 def _has_zero(value: Any) -> bool:
-    """Whether a short list is of numbers, fractions among them, and one of them is 0."""
+    """Return whether a short sequence holds only integers and floats, one of them 0."""
     return (
         len(value) <= _MOST_NUMBERS and all(type(x) in (int, float) for x in value) and 0 in value
     )

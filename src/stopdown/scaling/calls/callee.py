@@ -47,7 +47,7 @@ class Callee:
 
     @property
     def component_name(self) -> str:
-        """Without the method: `transformer`, `vae`."""
+        """The component's name without the method: `transformer`, `vae`."""
         return self.name.removesuffix(f".{self.method}")
 
     @property

@@ -120,7 +120,7 @@ class _WideLayer:
 
 
 def _widen(call: ComponentCall, beyond: list[str]) -> ComponentCall:
-    """The call with these arguments in fp32; those in bf16 are cast."""
+    """Cast the arguments named in `beyond` to fp32, also from bf16, and return the new call."""
     names = (*call.callee.argument_names, *[""] * len(call.args))
     args = [
         cast_floats(x, torch.float32) if name in beyond else x

@@ -63,7 +63,7 @@ class KeptState:
         return [*changed, *(f"{path}.{_HOOKS}".removeprefix(".") for path in self._list_hooked())]
 
     def _list_hooked(self) -> list[str]:
-        """Paths of the parts that a call put hooks on; Stopdown's are of repairs, which no call keeps."""
+        """List the paths of parts that a call put hooks on; Stopdown's belong to repairs, which no call keeps."""
         return [path for path, part in self._parts.items() if self._list_new_hooks(path, part)]
 
     def _list_new_hooks(self, path: str, part: torch.nn.Module) -> list[int]:
@@ -144,7 +144,7 @@ def _refill(value: Any, held: Any) -> None:
 
 
 def _mark(found: tuple[Any, Any] | None) -> Any:
-    """What tells apart two values of an attribute: plain ones by value, others by identity."""
+    """Return a mark that tells values of an attribute apart: plain ones by value, others by identity."""
     if found is None:
         return None
     value, held = found

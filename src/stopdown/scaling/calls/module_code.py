@@ -45,7 +45,7 @@ CODE_WORDS = ("another ", "a hook on ")
 
 
 def is_code(part: torch.nn.Module, name: str) -> bool:
-    """Whether an attribute of a part is in the place of a method that its calls may run."""
+    """Return whether an attribute of a part replaces a method that its calls may run."""
     kind = type(part)
     if not callable(getattr(kind, name, None)):
         return False
@@ -57,7 +57,7 @@ def is_method(part: torch.nn.Module, name: str) -> bool:
 
 
 def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
-    """What runs in the place of a method, beneath what libraries put there; `MISSING` for the class's own.
+    """Return the code that replaces a method, beneath libraries' wrappers; `MISSING` for the class's own.
 
     Args:
         value: what the part has under that name.
@@ -111,7 +111,7 @@ class Functions:
 
 
 def _strip(value: Any) -> Any:
-    """What is beneath our own layers on a class."""
+    """Return the function beneath our own layers on a class."""
     while True:
         stack = getattr(value, "stopdown_stack", None)
         if stack is not None:
@@ -128,7 +128,7 @@ def _is_function(value: Any) -> bool:
 
 
 def list_functions(parts: Iterable[torch.nn.Module]) -> list[Functions]:
-    """The classes of parts and of what they hold to be called, and torch's functions."""
+    """List the classes of parts and of the callable objects they hold, then `torch.nn.functional`."""
     kinds: dict[type, None] = {}
     for part in parts:
         kinds[type(part)] = None
@@ -158,7 +158,7 @@ class Hooks:
         self._registered = RemovableHandle.next_id
 
     def list_new(self) -> list[str]:
-        """What was put on since this was made, in words.
+        """List the places of hooks that were registered since this was made, in words.
 
         Cost: a comparison of two numbers if no hook was put on any module of the process.
         """
@@ -175,7 +175,7 @@ class Hooks:
 
 
 def is_alike_code(before: Any, now: Any) -> bool:
-    """Whether the same function runs; a bound method is a new object each time."""
+    """Return whether two values are the same function; a bound method is a new object each time."""
     return before is now or (isinstance(before, Callable) and before == now)  # type: ignore[arg-type]
 
 
@@ -209,7 +209,7 @@ def _list_set_code(
 
 
 def _identify(value: Any) -> object:
-    """What a function is known by: a bound method is a new object each time."""
+    """Return a function's identity; a bound method is a new object each time."""
     return id(getattr(value, "__self__", None)), id(getattr(value, "__func__", value))
 
 
@@ -233,7 +233,7 @@ def list_foreign_code(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _is_elsewhere(functions: Functions, value: Any) -> bool:
-    """Whether a function comes from another package than the class, and from no library."""
+    """Return whether a function comes from another package than its class, and from no library."""
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType):
         return False
@@ -244,13 +244,13 @@ def _is_elsewhere(functions: Functions, value: Any) -> bool:
 
 
 def _list_hooks(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """Path and hook of each foreign forward hook, but for those of the module itself."""
+    """Yield the path and hook of each foreign forward hook, except those of the module itself."""
     for path, table in _list_hook_tables(parts[1:]):
         yield from ((path, x) for x in table.values() if not is_from(x, _LIBRARIES))
 
 
 def _list_hook_tables(parts: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
-    """Path and table of the forward hooks of parts, and of those on all modules."""
+    """List the path and table of the forward hooks of each part, and of those on all modules."""
     return [
         *((path, table) for path, x in parts for table in (x._forward_hooks, x._forward_pre_hooks)),
         ("", module_hooks._global_forward_hooks),

@@ -108,7 +108,7 @@ class _Part:
                 yield (self.path, name), before, value
 
     def list_code(self) -> Iterator[tuple[Place, Any, Any]]:
-        """The same of functions that are in the place of its class's, and of its class."""
+        """Yield the changes of functions that replace methods, and of the class: place, before, now."""
         now, kind = vars(self.module), type(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)
@@ -120,7 +120,7 @@ class _Part:
 
 
 def _copy_plain(value: Any, depth: int = 2) -> Any:
-    """A copy of a short container of numbers, flags and words; `MISSING` of anything else."""
+    """Copy a short container of numbers, flags and words; return `MISSING` for anything else."""
     if isinstance(value, _PLAIN):
         return value
     if depth == 0 or not isinstance(value, (*_CONTAINERS, tuple)) or len(value) > _MOST_ITEMS:
@@ -135,7 +135,7 @@ def _copy_plain(value: Any, depth: int = 2) -> Any:
 
 
 def _list_inner(part: Any) -> Iterator[Any]:
-    """What a part is around, from outside in, itself first."""
+    """Yield a part and each part that it wraps, from outside in."""
     while part is not None and part is not MISSING:
         yield part
         part = next((x for name in _INNER if (x := getattr(part, name, None)) is not None), None)
@@ -221,7 +221,7 @@ class ModuleSettings:
         )
 
     def describe(self) -> tuple[str, ...]:
-        """What differs, as parts of a signature: `mode=b`, `other blocks.0`."""
+        """Describe the differences as parts of a signature: `mode=b`, `another blocks.0`."""
         found = ["training=True"] if self._module.training > self._is_training else []
         for (path, name), value in self._set.items():
             full = f"{path}.{name}".removeprefix(".")
@@ -252,7 +252,7 @@ class ModuleSettings:
 
 
 def _is_alike(before: Any, now: Any) -> bool:
-    """Whether code that asks for an attribute goes the same way."""
+    """Return whether code that reads an attribute takes the same path."""
     if now is before:
         return True
     if isinstance(now, _CONTAINERS) or isinstance(before, _CONTAINERS):

@@ -40,12 +40,12 @@ _patches = Patches()
 
 
 def find_outermost() -> torch.nn.Module | None:
-    """The module whose call encloses everything that this thread does now; None outside of calls."""
+    """Return the module of this thread's outermost call in progress; None outside of calls."""
     return None if _thread.outermost is None else _thread.outermost[0]
 
 
 def is_enclosed(module: torch.nn.Module, method: str) -> bool:
-    """Whether another call than this one is this thread's outermost one."""
+    """Return whether this thread's outermost call is another one than this."""
     found = _thread.outermost
     return found is not None and (found[0] is not module or found[1] != method)
 
@@ -101,14 +101,14 @@ def _put_on() -> None:
 
 
 def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a module has no weights and calls one that it is given, as sgm's denoiser does."""
+    """Return whether a module has no weights and is given a module to call, as sgm's denoiser is."""
     is_given = any(isinstance(x, torch.nn.Module) for x in (*args, *kwargs.values()))
     return is_given and next(module.parameters(), None) is None
 
 
 @contextlib.contextmanager
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
-    """Around an outermost call, with every listener."""
+    """Run an outermost call inside the contexts of all listeners."""
     with entered(module, method), contextlib.ExitStack() as stack:
         for listener in [entry() for entry in _listeners] if is_plain() else ():
             if listener is not None:
@@ -163,7 +163,7 @@ _MARK = "stopdown_intercepted"
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """No call of this thread is an outermost one: somebody else guards them."""
+    """Treat no call of this thread as outermost: somebody else guards them."""
     with entered(_NOBODY, ""):
         yield
 
@@ -172,7 +172,7 @@ _NOBODY = torch.nn.Identity()
 
 
 def is_in_training(module: torch.nn.Module) -> bool:
-    """Whether a call of now is one of training: it is left alone.
+    """Return whether a call made now is part of training, which is left alone.
 
     Modules are in training mode until somebody says `eval()`, so that alone shows nothing.
 
@@ -189,7 +189,7 @@ _trained: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDict
 
 
 def wants_gradients(module: torch.nn.Module) -> bool:
-    """Whether gradients of a module's parameters are wanted: one has a gradient, or is in an optimizer.
+    """Return whether a module's parameters are being trained: one has a gradient or is in an optimizer.
 
     Cost: where parameters require gradients a look at every object of the process, up to a second.
     """
@@ -204,12 +204,12 @@ def wants_gradients(module: torch.nn.Module) -> bool:
 
 
 def is_plain() -> bool:
-    """Whether a call of now computes values that can be read: it is not traced or transformed."""
+    """Return whether a call made now computes readable values: it is not recorded, traced or transformed."""
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
     return not (is_recorded or is_transformed() or proxies or torch.jit.is_tracing())
 
 
 def is_transformed() -> bool:
-    """Whether a call of now is inside of `torch.func`: tensors stand for many calls there."""
+    """Return whether a call made now is inside `torch.func`, where a tensor represents many calls."""
     return torch._C._functorch.peek_interpreter_stack() is not None

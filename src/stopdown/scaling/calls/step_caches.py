@@ -56,7 +56,7 @@ GATHERING = "ContextParallelGatherHook"
 
 
 def is_spread(module: torch.nn.Module) -> bool:
-    """Whether Diffusers' context parallelism spreads calls of a module over processes."""
+    """Return whether Diffusers' context parallelism splits calls of a module over processes."""
     config = vars(module).get("_parallel_config")
     return getattr(config, "context_parallel_config", None) is not None
 
@@ -94,7 +94,7 @@ def _bypass(reference: Any, patches: Patches) -> None:
 
 
 def _keeps_states(hook: Any) -> bool:
-    """Whether a hook belongs to a step cache; followers of a stateful hook are not stateful themselves."""
+    """Return whether a hook belongs to a step cache; followers of a stateful hook are not stateful themselves."""
     managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
     return managed or bool(getattr(hook, "_is_stateful", False))
 
@@ -134,7 +134,7 @@ def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values, lists and mappings in copies of their own."""
+    """Copy a mapping with its lists, dicts and sets; other values are shared."""
     return {
         name: type(value)(value) if type(value) in (dict, list, set) else value
         for name, value in values.items()
