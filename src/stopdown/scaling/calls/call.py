@@ -53,7 +53,7 @@ class ComponentCall:
 
     @property
     def key(self) -> str:
-        """The signature that distinguishes calls with different graphs: method, shapes, dtypes, plain arguments."""
+        """The signature that calls with one graph share: method, shapes, dtypes and plain arguments."""
         return f"{self.callee.method}|{sign_arguments(self.args, self.kwargs)}"
 
     def proceed(self) -> Any:
@@ -122,7 +122,7 @@ class ComponentCall:
         return self.callee.bind(owner)(*self.args, **self.kwargs)
 
     def keeps(self, name: str) -> bool:
-        """Return whether the argument of this name keeps its dtype at a boundary: times and positions do."""
+        """Return whether the argument of this name keeps its dtype at a boundary: times and positions."""
         return is_kept(name, self.callee.keeps)
 
     def place(self, module: torch.nn.Module) -> PlainCall:
@@ -168,7 +168,7 @@ class HeldContainers:
 
     @property
     def is_filled(self) -> bool:
-        """Whether these objects hold tensors that they lacked before the call."""
+        """Whether the call put tensors into these containers."""
         known = {id(x) for _, held in self._containers for x in _list_items(held)}
         return any(
             id(x) not in known and any(True for _ in iterate_tensors(x))
@@ -189,7 +189,7 @@ def _list_items(container: Any) -> list[Any]:
 
 
 def _list_containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Lists, sets, dicts and objects' dicts of attributes inside of a call's arguments, each once."""
+    """List the lists, sets, dicts and objects' attribute dicts inside a call's arguments, each once."""
     for item in value.values() if isinstance(value, dict) else value:
         if id(item) in seen:
             continue
@@ -349,7 +349,7 @@ def map_tensors(
 
 
 def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return a signature that distinguishes calls with different graphs: shapes, dtypes, plain arguments."""
+    """Return the signature that calls with the same graph share: shapes, dtypes and plain arguments."""
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return "|".join([str(spec), *map(_sign, leaves)])
 

@@ -198,7 +198,7 @@ def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> Non
 
 
 def find_slot(callee: Callee) -> str:
-    """Return the attribute that a component call goes through: a compiled module's code, else the method."""
+    """Return the attribute that a component call goes through: the compiled code, else the method."""
     is_compiled = callee.method == "forward" and find_code(callee.owner) is not None
     return _COMPILED if is_compiled else callee.method
 

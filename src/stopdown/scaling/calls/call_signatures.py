@@ -46,7 +46,7 @@ Sizes = tuple[tuple[int, ...], ...]
 def sign_call(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return the signature of a call of a module's method: `forward(encoder_hidden_states[3d], sample[4d])`.
+    """Return the signature of a method call: `forward(encoder_hidden_states[3d], sample[4d])`.
 
     Cost: some microseconds; no device is asked.
     """
@@ -140,7 +140,7 @@ def resize_call(
 
 
 def list_other_arguments(owner: type, signatures: Collection[str]) -> tuple[str, ...]:
-    """List the arguments of the signatures' methods that can change the code path and that no signature has."""
+    """List the arguments of the signatures' methods that may change the code path and that none has."""
     found: dict[str, None] = {}
     for method in sorted({x.partition("(")[0] for x in signatures}):
         mine = [x for x in signatures if x.startswith(f"{method}(")]

@@ -63,7 +63,7 @@ class KeptState:
         return [*changed, *(f"{path}.{_HOOKS}".removeprefix(".") for path in self._list_hooked())]
 
     def _list_hooked(self) -> list[str]:
-        """List the paths of parts that a call put hooks on; Stopdown's belong to repairs, which no call keeps."""
+        """List the parts, by path, that a call put hooks on; hooks of Stopdown's repairs do not count."""
         return [path for path, part in self._parts.items() if self._list_new_hooks(path, part)]
 
     def _list_new_hooks(self, path: str, part: torch.nn.Module) -> list[int]:
@@ -103,7 +103,7 @@ def _list_hooks(part: torch.nn.Module) -> dict[int, Any]:
 
 
 def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    """Hooks, and how they are to be called, by their numbers."""
+    """Return the tables of a part's hooks and of their call options, keyed by hook number."""
     return (
         part._forward_hooks_with_kwargs,
         part._forward_hooks_always_called,

@@ -95,7 +95,7 @@ class Functions:
             return False
 
     def list_changes(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name, function before and function now of what was replaced."""
+        """Yield the name, the function before and the function now of each replaced function."""
         now = vars(self.owner)
         for name in {**self.known, **now}:
             before, value = self.known.get(name, MISSING), now.get(name, MISSING)

@@ -85,7 +85,7 @@ class _Part:
             return False
 
     def list_changes(self) -> Iterator[tuple[Place, Any, Any]]:
-        """Place, value before and value now of what was set."""
+        """Yield the place, the value before and the value now of each changed setting."""
         now = vars(self.module)
         for name in {**self.attributes, **now}:
             before, value = self.attributes.get(name, MISSING), now.get(name, MISSING)

@@ -52,7 +52,7 @@ def is_enclosed(module: torch.nn.Module, method: str) -> bool:
 
 @contextlib.contextmanager
 def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
-    """This call is the outermost one of its thread, unless another one is."""
+    """Mark this call as the outermost one of its thread, unless another one is."""
     before = _thread.outermost
     _thread.outermost = before if before is not None else (module, method)
     try:
@@ -204,7 +204,7 @@ def wants_gradients(module: torch.nn.Module) -> bool:
 
 
 def is_plain() -> bool:
-    """Return whether a call made now computes readable values: it is not recorded, traced or transformed."""
+    """Return whether a call made now computes readable values: not recorded, traced or transformed."""
     is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # `make_fx`
     return not (is_recorded or is_transformed() or proxies or torch.jit.is_tracing())

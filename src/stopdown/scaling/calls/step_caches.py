@@ -18,7 +18,7 @@ from stopdown.interception.patches import Patches
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:
-    """Brings back what the step caches of a component hold now; does nothing without one.
+    """Return a function that restores the present contents of a component's step caches, if it has any.
 
     Cost: nothing without a cache; with one a look at each module, and no copy of a tensor.
     """
@@ -94,7 +94,7 @@ def _bypass(reference: Any, patches: Patches) -> None:
 
 
 def _keeps_states(hook: Any) -> bool:
-    """Return whether a hook belongs to a step cache; followers of a stateful hook are not stateful themselves."""
+    """Return whether a hook belongs to a step cache; followers of a stateful hook are not stateful."""
     managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
     return managed or bool(getattr(hook, "_is_stateful", False))
 
