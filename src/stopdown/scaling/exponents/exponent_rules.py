@@ -71,19 +71,19 @@ class Operation:
         return self.around.unknown(self.node, self.block, self.node)
 
     def of(self, value: Any) -> int:
-        """Exponent of an argument: of a float tensor its own, of anything else 0."""
+        """Return the exponent of an argument: of a float tensor its own, of anything else 0."""
         return self.around.unknown(value, self.block, self.node) if is_float(value) else ZERO
 
     def floats(self) -> list[Node]:
-        """The float tensors among the arguments."""
+        """List the float tensors among the arguments."""
         return [x for x in self.node.all_input_nodes if is_float(x)]
 
     def tensors(self, *names: str) -> list[int]:
-        """Exponents of the named arguments that are there."""
+        """List the exponents of those of the named arguments that are given."""
         return [self.of(self.given[name]) for name in names if self.given.get(name) is not None]
 
     def pin(self) -> None:
-        """Inputs and result at exponent 0."""
+        """Set the exponents of the inputs and of the result to 0."""
         self.system.pin(*(self.of(x) for x in self.floats()))
         if is_float(self.node):
             self.system.pin(self.out)
@@ -93,7 +93,7 @@ Rule = Callable[[Operation], None]
 
 
 def keep_first(op: Operation) -> None:
-    """The result has the exponent of the first float input."""
+    """Give the result the exponent of the first float input."""
     floats = op.floats()
     if is_float(op.node) and floats:
         op.system.equate(op.out, op.of(floats[0]))
@@ -102,7 +102,7 @@ def keep_first(op: Operation) -> None:
 
 
 def length(op: Operation) -> None:
-    """`|x|` has the exponent of `x`, but for orders that count values, or whose powers are rounded."""
+    """Give a norm the exponent of its input; pin orders that count values or whose powers are rounded."""
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
         keep_first(op)
@@ -111,18 +111,18 @@ def length(op: Operation) -> None:
 
 
 def parts(op: Operation) -> None:
-    """One result is like the first float input; of several, `pick` says so of each."""
+    """Give a single result the exponent of the first float input; `pick` does so for each of several."""
     if is_float(op.node):
         keep_first(op)
 
 
 def keep_all(op: Operation) -> None:
-    """The result and every float input have one exponent."""
+    """Give the result and every float input the same exponent."""
     op.system.equate(op.out, *(op.of(x) for x in op.floats()))
 
 
 def scatter(op: Operation) -> None:
-    """As `keep_all`; a number that is written must be 0, and products want the values themselves."""
+    """Apply `keep_all` to a scatter; pin it if it writes a number other than 0 or multiplies."""
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:
@@ -130,17 +130,17 @@ def scatter(op: Operation) -> None:
 
 
 def free(op: Operation) -> None:
-    """Nothing is demanded: no float comes out, or only zeros."""
+    """Demand nothing: the result is no float, or only zeros."""
 
 
 def pinned_source(op: Operation) -> None:
-    """A value made here from numbers: its own exponent is 0."""
+    """Pin a value that is made here from numbers at exponent 0."""
     if is_float(op.node):
         op.system.pin(op.out)
 
 
 def product(*words: str) -> Rule:
-    """The exponents of the named inputs add; `+bias` has that of the result, `!angle` none."""
+    """Make the rule of a product: exponents of named inputs add; `+bias` has the result's, `!angle` 0."""
     named = {sign: [x.lstrip("+!") for x in words if x[0] == sign] for sign in "+!"}
     factors = [x for x in words if x[0] not in named]
 
@@ -154,12 +154,12 @@ def product(*words: str) -> Rule:
 
 
 def multiply_all(op: Operation) -> None:
-    """The exponents of all inputs add (einsum)."""
+    """Add the exponents of all inputs (einsum)."""
     op.system.relate((op.out, -1), *((op.of(x), 1) for x in op.given["tensors"]))
 
 
 def quotient(op: Operation) -> None:
-    """The exponents subtract; a rounding mode wants the values themselves."""
+    """Subtract the exponent of the divisor; pin a division with a rounding mode."""
     if op.given.get("rounding_mode") is not None:
         return op.pin()
     terms = (op.of(op.given["self"]), 1), (op.of(op.given["other"]), -1)
@@ -167,7 +167,7 @@ def quotient(op: Operation) -> None:
 
 
 def add(op: Operation) -> None:
-    """Sums have one exponent; a number is an eps that scales along, or pins the sum."""
+    """Give a sum and its terms the same exponent; an added number scales as an eps, or pins the sum."""
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
         return
@@ -188,7 +188,7 @@ def _add_number(op: Operation, first: Any, number: Any) -> None:
 
 
 def subtract_from(op: Operation) -> None:
-    """`number - x`: pinned but for 0."""
+    """Pin `number - x`, unless the number is 0."""
     if op.given["other"] == 0:
         op.system.equate(op.out, op.of(op.given["self"]))
     else:
@@ -196,7 +196,7 @@ def subtract_from(op: Operation) -> None:
 
 
 def power(op: Operation) -> None:
-    """`x ** n` has n times the exponent; halves ask for an even one."""
+    """Give `x ** n` n times the exponent of `x`, which must be even for half-integer n."""
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return op.pin()
@@ -207,7 +207,7 @@ def power(op: Operation) -> None:
 
 
 def fixed_power(halves: str) -> Rule:
-    """`x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
+    """Make the rule of `x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
     twice = int(halves)
 
     def rule(op: Operation) -> None:
@@ -219,7 +219,7 @@ def fixed_power(halves: str) -> Rule:
 
 
 def norm(op: Operation) -> None:
-    """Layer, group and RMS norm: the input is free when eps scales along by its square."""
+    """Leave the input of a layer, group or RMS norm free if its eps scales by the square; else pin it."""
     source = op.of(op.given["input"])
     eps = op.around.eps_unknown(op.node, op.given.get("eps"))
     if eps is None:
@@ -230,7 +230,7 @@ def norm(op: Operation) -> None:
 
 
 def batch_norm(op: Operation) -> None:
-    """Norm by stored statistics, which scale with the input."""
+    """Scale the stored statistics of a batch norm with its input."""
     if op.given.get("training") or op.given.get("running_mean") is None:
         return norm(op)
     norm(op)
@@ -247,7 +247,7 @@ def _affine(op: Operation) -> None:
 
 
 def attention(op: Operation) -> None:
-    """Scores want the values themselves, so query and key cancel; the result is like the values."""
+    """Cancel the exponents of query and key, as scores must not be scaled; the result has the value's."""
     query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
     op.system.relate((query, 1), (key, 1))
     op.system.equate(op.out, value)
@@ -256,7 +256,7 @@ def attention(op: Operation) -> None:
 
 
 def attend_by_kernel(op: Operation) -> None:
-    """Attention by a kernel: query, key and value come first; its other results are statistics.
+    """Treat an attention kernel as attention: query, key, value come first; other results are statistics.
 
     What else is given, as to the function that changes a score, counts with its own values.
     """
@@ -269,7 +269,7 @@ def attend_by_kernel(op: Operation) -> None:
 
 
 def cast(op: Operation) -> None:
-    """Between floats nothing changes; to and from whole numbers the values themselves count."""
+    """Keep the exponent in a cast between floats; pin a cast to or from integers."""
     source = op.given["self"]
     if is_float(op.node) and is_float(source):
         op.system.equate(op.out, op.of(source))
@@ -278,7 +278,7 @@ def cast(op: Operation) -> None:
 
 
 def choose(op: Operation) -> None:
-    """`where` and `masked_fill`: all parts alike; a number must be 0 or infinite."""
+    """Give all parts of `where` and `masked_fill` the same exponent; a number must be 0 or infinite."""
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
     parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
@@ -289,7 +289,7 @@ def choose(op: Operation) -> None:
 
 
 def compare(op: Operation) -> None:
-    """Both sides alike; with 0 only the sign counts; another number wants the values themselves."""
+    """Give both sides of a comparison the same exponent; 0 demands nothing, another number pins."""
     other = op.given.get("other")
     if isinstance(other, Node):
         op.system.equate(*(op.of(x) for x in (op.given["self"], other)))
@@ -298,7 +298,7 @@ def compare(op: Operation) -> None:
 
 
 def clamp(op: Operation) -> None:
-    """A clamp at fp16's maximum must not bite; at 0 it keeps signs; else it is pinned."""
+    """Keep the exponent of a clamp at fp16's maximum, which must not clip, or at 0; scale or pin others."""
     bounds = [op.given.get(name) for name in ("min", "max")]
     source = op.given["self"]
     if is_range_clamp(op.node):
@@ -312,7 +312,7 @@ def clamp(op: Operation) -> None:
 
 
 def clamp_infinities(op: Operation) -> None:
-    """`nan_to_num` at fp16's maximum must not bite; with other numbers it is pinned."""
+    """Treat `nan_to_num` at fp16's maximum as a clamp; with other numbers pin it."""
     if is_range_clamp(op.node):
         clamp(op)
     else:
@@ -320,7 +320,7 @@ def clamp_infinities(op: Operation) -> None:
 
 
 def _clamp_below(op: Operation, source: Node, bound: float) -> None:
-    """`max(norm, eps)`: the number scales along, or the norm is pinned."""
+    """Scale the number in `max(norm, eps)` with the norm, or pin the norm."""
     if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
     else:
@@ -332,7 +332,7 @@ def _equate_with(op: Operation, source: Node) -> None:
 
 
 def pad(op: Operation) -> None:
-    """Padding with zeros or with the value's own edge keeps the exponent."""
+    """Keep the exponent if the padding is zeros or the value's own edge; else pin it."""
     own_edge = op.given.get("mode", "constant") != "constant"
     if own_edge or not op.given.get("value"):
         _equate_with(op, op.given["self"])
@@ -341,7 +341,7 @@ def pad(op: Operation) -> None:
 
 
 def pad_all(op: Operation) -> None:
-    """Sequences padded with zeros to one length: all alike."""
+    """Give sequences that are padded with zeros to one length the same exponent."""
     if op.given.get("padding_value"):
         op.pin()
     else:
@@ -349,14 +349,14 @@ def pad_all(op: Operation) -> None:
 
 
 def fill(op: Operation) -> None:
-    """Zero has every exponent, another number only 0."""
+    """Leave the exponent of a fill with zero free; pin a fill with another value."""
     value = op.given.get("value", op.given.get("fill_value"))
     if is_float(op.node) and (isinstance(value, Node) or value != 0):
         op.system.pin(op.out)
 
 
 def pick(op: Operation) -> None:
-    """One part of an operation with several results."""
+    """State the exponent of one result of an operation with several."""
     parent = op.node.args[0]
     assert isinstance(parent, Node)
     sources = [x for x in parent.all_input_nodes if is_float(x)]
@@ -384,12 +384,12 @@ def pick(op: Operation) -> None:
 
 
 def pin(op: Operation) -> None:
-    """Only the values themselves will do."""
+    """Pin the inputs and the result: only unscaled values are right."""
     op.pin()
 
 
 def extremum(op: Operation) -> None:
-    """`max(x)` is like x; `max(x, other)` wants both alike."""
+    """Give `max(x)` the exponent of `x`; `max(x, other)` demands the same one of both."""
     if is_float(op.node):
         keep_all(op)
 
@@ -435,13 +435,13 @@ _MAKERS: dict[str, Callable[..., Rule]] = {"product": product, "halves": fixed_p
 
 @functools.cache
 def read_rule(cell: str) -> Rule:
-    """The rule that a row of the table names: `add`, `product self vec2`."""
+    """Return the rule that a row of the table names: `add`, `product self vec2`."""
     name, *words = cell.split()
     return _MAKERS[name](*words) if name in _MAKERS else RULES[name]
 
 
 def find_rule(node: Node) -> tuple[Rule | None, bool]:
-    """The rule of a node's operation and whether it works in place; None when there is none."""
+    """Return the rule of a node's operation, None if there is none, and whether it works in place."""
     if node.target is operator.getitem:
         return pick, False
     name = operation(node)
@@ -459,7 +459,7 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
 
 
 def _tells_no_value(target: Any) -> bool:
-    """True when an operation returns sizes, strides and the like: numbers that no value decides."""
+    """Return whether an operation returns sizes, strides and the like: numbers that depend on no value."""
     returns = target._schema.returns
     is_number = all(str(entry.type) in ("int", "bool", "List[int]") for entry in returns)
     return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags

@@ -24,18 +24,18 @@ class System:
     _parents: list[int] = field(default_factory=lambda: [ZERO])
 
     def copy(self) -> System:
-        """The same unknowns and equations, to be changed apart."""
+        """Return an independent copy of the unknowns and equations."""
         return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
 
     def unknown(self, key: Hashable) -> int:
-        """The unknown that is under a key, made when it is new."""
+        """Return the unknown with a key, made if the key is new."""
         if key not in self.keys:
             self.keys[key] = len(self._parents)
             self._parents.append(self.keys[key])
         return self.keys[key]
 
     def find(self, unknown: int) -> int:
-        """The representative of everything that is equal to this unknown."""
+        """Return the representative of all unknowns that equal this one."""
         root = unknown
         while self._parents[root] != root:
             root = self._parents[root]
@@ -61,7 +61,7 @@ class System:
         self.equations.append(row)
 
     def reduced(self) -> list[dict[int, int]]:
-        """The equations between representatives, without zeros, empty ones and repetitions."""
+        """Return the equations between representatives, without zero terms, empty rows and repetitions."""
         rows: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         while self._merge_simple():
             pass

@@ -132,24 +132,24 @@ class Problem:
     apart: System | None = None
 
     def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
-        """The limits of what is fp16 while these modules stay in fp32."""
+        """List the limits of values that are fp16 while these modules stay in fp32."""
         wide = {*fp32_modules}
         return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
-    """The values of a capture that carry several exponents."""
+    """Find the values of a capture that carry several exponents."""
     return find_blocks(capture.graph.graph, capture.parameters)
 
 
 def list_outputs(node: Node) -> list[Any]:
-    """What a graph's output node returns, in order."""
+    """List the values that a graph's output node returns, in order."""
     leaves: list[Any] = pytree.tree_leaves(node.args[0])
     return leaves
 
 
 def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
-    """Numbers of the fp16 outputs of a module's own calls that fp16 cannot hold."""
+    """Return the numbers of a module's fp16 outputs, in its own calls, whose values fp16 cannot hold."""
     if any(call.capture.method for call in calls):
         return frozenset()
     return frozenset(
@@ -164,7 +164,7 @@ def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Clamps at fp16's maximum that are part of what the model computes."""
+    """Find the clamps at fp16's maximum that are part of what the model computes."""
     return frozenset(
         node
         for node in capture.graph.graph.nodes
@@ -188,7 +188,7 @@ def state_problem(
     narrow: Collection[str] = (),
     has_free_ends: bool = False,
 ) -> Problem:
-    """The problem of scaling a module for the given calls.
+    """State the problem of scaling a module for the given calls.
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
@@ -226,7 +226,7 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """As `state_problem`, whose options these are."""
+        """Return the problem that `state_problem` states with these options; reuse one stated before."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -240,7 +240,7 @@ class Statements:
 
 
 def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
-    """Whether the problems of calls differ in the sizes of their limits alone."""
+    """Return whether the problems of two sets of calls differ only in the sizes of their limits."""
     return len(calls) == len(others) and all(
         one.capture is other.capture
         and one.blocks is other.blocks
@@ -255,7 +255,7 @@ def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCa
 
 
 def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
-    """The values that may be Inf before a saturating function; what no rule bounds may be NaN as well."""
+    """Find the values that may be Inf before a saturating function; unbounded ones could be NaN as well."""
     found = find_saturating(call.capture.graph.graph, call.ranges)
     return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
@@ -273,7 +273,7 @@ def _free_ends(problem: Problem, call: MeasuredCall) -> None:
 
 
 def _unite_blocks(problem: Problem) -> None:
-    """One exponent for a parameter that calls split differently, or that only some of them split."""
+    """Give one exponent to a parameter that calls split differently, or that only some of them split."""
     named: dict[str, list[str]] = {}
     for fold in problem.parameters:
         named.setdefault(split_name(fold)[0], []).append(fold)
@@ -290,7 +290,7 @@ def _unite_blocks(problem: Problem) -> None:
 def _find_guests(
     module: torch.nn.Module, calls: Sequence[MeasuredCall]
 ) -> dict[str, frozenset[str]]:
-    """Parameters that belong to one module by name, and to another by where they are used.
+    """Find the parameters that belong to one module by name and to another by use.
 
     SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
     """
@@ -350,7 +350,7 @@ class CallStatement:
         self._add_flops()
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """The exponent of a value as its user sees it."""
+        """Return the exponent of a value as its user sees it."""
         split = self.call.blocks.get(node)
         if split is None:
             inner = self.system.unknown(self._key(node, 0))
@@ -362,7 +362,7 @@ class CallStatement:
         return every[0]
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """The exponent of an eps that stands as an attribute of the module at this place."""
+        """Return the exponent of an eps attribute of the module at this place; None without one."""
         path = module_path(node)
         found = find_eps(self.module, path, value)
         if found is None:
@@ -372,7 +372,7 @@ class CallStatement:
         return unknown
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """The exponent of a number that this place clamps from below; None where nothing can scale it.
+        """Return the exponent of a number that this place clamps from below; None if nothing can scale it.
 
         A number in code is scaled while its module is called. One that depends on the dtype is another
         in fp32, and a method's own code is no module's call.
@@ -391,7 +391,7 @@ class CallStatement:
         return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
-        """True when a clamp is part of what the model computes."""
+        """Return whether a clamp is part of what the model computes."""
         return _is_kept(node, self.call.capture)
 
     def keep_from_zero(self, node: Node) -> None:
@@ -477,13 +477,13 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """The blocks that an operation is stated for: of its result, or of its weight's columns."""
+        """Return the blocks that an operation is stated for: of its result, or of its weight's columns."""
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
         return self.call.blocks.get(node, columns)
 
     def _find_columns(self, weight: Node) -> Blocks | None:
-        """The columns of a matrix that have exponents of their own."""
+        """Return the columns of a matrix that have exponents of their own."""
         split = self.call.blocks.get(weight)
         is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
         return split if split is not None and split.dim == 1 and is_read_so else None
@@ -503,7 +503,7 @@ class CallStatement:
         self.problem.layers.setdefault(path, []).append(ends)
 
     def _state_part(self, node: Node) -> None:
-        """A part of a split value is like the blocks that it covers."""
+        """Give a part of a split value the exponents of the blocks that it covers."""
         if not is_float(node):
             return None
         source, place, dim = find_part(node)
@@ -512,14 +512,14 @@ class CallStatement:
         return self._tie(node, source, place, dim, node)
 
     def _state_joint(self, node: Node) -> None:
-        """What is joined is like the blocks that it fills."""
+        """Give joined values the exponents of the blocks that they fill."""
         dim, places = list_joined(node)
         for part, place in places:
             if is_float(part):
                 self._tie(part, node, place, dim, node)
 
     def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
-        """Blocks of a part have the exponents of the blocks of the whole at their place."""
+        """Give the blocks of a part the exponents of the whole's blocks at their place."""
         split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
         if split is None or split.dim != dim:
             self.system.equate(self.unknown(part, None, user), self.unknown(whole, None, user))
@@ -544,7 +544,7 @@ class CallStatement:
                 self._state_limit(node, block, part, interiors)
 
     def _find_interiors(self, node: Node) -> tuple[str, ...]:
-        """The modules in which a value is fp32 when they are: for a parameter those that hold it."""
+        """List the modules that keep a value in fp32 if they are: for a parameter, those that hold it."""
         name = self.call.capture.parameters.get(node.name)
         if name is None:
             return find_interiors(node)
@@ -570,14 +570,14 @@ class CallStatement:
         return torch.float16 if is_narrow else dtype
 
     def _is_unread(self, node: Node) -> bool:
-        """Whether a parameter is not read in this call: one of another size may read it beside others."""
+        """Return whether this call does not read a parameter; a call of another size may."""
         return self._is_parameter(node) and not node.users
 
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters
 
     def _clamped(self) -> frozenset[Node]:
-        """What goes into a kept clamp may overflow, and what comes out is at most its bound, 65504."""
+        """Find the inputs of kept clamps, which may overflow, and their outputs, at most 65504."""
         kept = find_kept_clamps(self.call.capture)
         return kept.union(x for node in kept for x in node.all_input_nodes)
 
@@ -598,7 +598,7 @@ class CallStatement:
 
 
 def _is_narrowing(node: Node) -> bool:
-    """True for a cast from fp32 to fp16."""
+    """Return whether a node is a cast from fp32 to fp16."""
     source = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
     is_wide = isinstance(source, torch.Tensor) and source.dtype == torch.float32
     return is_wide and is_kind(node, "cast")
@@ -623,7 +623,7 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
 
 
 def list_running(node: Node) -> tuple[str, ...]:
-    """Paths of the modules that were running when this value was made, outermost first."""
+    """List the paths of the modules that were running when this value was made, outermost first."""
     known: tuple[str, ...] | None = node.meta.get(_PATHS)
     if known is None:
         stack = node.meta.get("nn_module_stack") or {}
@@ -634,7 +634,7 @@ def list_running(node: Node) -> tuple[str, ...]:
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
-    """The running modules that a value does not leave, outermost first."""
+    """List the running modules that a value does not leave, outermost first."""
     if any(user.op == "output" for user in node.users) or node.op == "placeholder":
         return ()
     inside = list_running(node)
@@ -646,7 +646,7 @@ def find_interiors(node: Node) -> tuple[str, ...]:
 
 
 def find_exits(call: MeasuredCall) -> dict[Node, str]:
-    """Values that are the one tensor that a module returns, in every call of it."""
+    """Map each value that is the only tensor a module returns, in all its calls, to the module's path."""
     leaving: dict[tuple[str, str], list[Node]] = {}
     for node in call.capture.graph.graph.nodes:
         path = module_path(node)
@@ -663,7 +663,7 @@ def find_exits(call: MeasuredCall) -> dict[Node, str]:
 
 
 def _runs_in(node: Node, path: str) -> bool:
-    """True for a value that is made while a module runs, also by a module from elsewhere."""
+    """Return whether a value is made while a module runs, also by a module from elsewhere."""
     return path in list_running(node) or is_inside(module_path(node), path)
 
 
@@ -673,7 +673,7 @@ def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:
 
 
 def count_flops(node: Node) -> float:
-    """FLOPs of a matrix product or convolution; 0 for anything else."""
+    """Count the FLOPs of a matrix product or convolution; 0 for anything else."""
     if not is_kind(node, *PRODUCTS):
         return 0.0
     given = arguments(node)

@@ -97,7 +97,7 @@ class Solution:
 
 
 def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
-    """Whether no exponents, whole or not, keep the values in range with hardly any headroom.
+    """Return whether no exponents, integer or not, keep the values in range with hardly any headroom.
 
     Args:
         fp32_modules: allow modules to stay in fp32.
@@ -109,7 +109,7 @@ def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
 
 
 def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
-    """The cheapest exponents, None when there are none.
+    """Find the cheapest exponents; None if there are none.
 
     Args:
         hard_top_bits: headroom that every 16-bit value must keep.
@@ -130,7 +130,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
 def _state_program(
     problem: Problem, hard_top_bits: float, fp32_modules: bool
 ) -> tuple[_Program, list[int], dict[str, int]]:
-    """What exponents have to be, without what they cost; the unknowns, and the columns of fp32 modules."""
+    """State the constraints on exponents without their costs; return also the unknowns and fp32 columns."""
     program = _Program()
     representatives = _add_unknowns(program, problem)
     for row in problem.system.equations:
@@ -145,7 +145,7 @@ def _state_program(
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Why there are no exponents: values that nothing may scale."""
+    """Explain the lack of exponents by the values that are too large and that nothing may scale."""
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
@@ -169,7 +169,7 @@ class _Program:
     rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
 
     def add(self, low: float, high: float, *, cost: float = 0.0, whole: bool = False) -> int:
-        """A new column."""
+        """Add a column and return its index."""
         self.costs.append(cost)
         self.lows.append(low)
         self.highs.append(high)
@@ -177,7 +177,7 @@ class _Program:
         return len(self.costs) - 1
 
     def column(self, root: int) -> int:
-        """The column of an unknown's representative; that of zero is column 0, always 0."""
+        """Return the column of an unknown's representative; that of zero is column 0, always 0."""
         return self.columns[root]
 
     def demand(
@@ -188,14 +188,14 @@ class _Program:
         high: float = math.inf,
         extra: Mapping[int, float] | None = None,
     ) -> None:
-        """A row over representatives, and over other columns given as `extra`."""
+        """Add a row over representatives, and over other columns given as `extra`."""
         row = {self.columns[root]: factor for root, factor in terms.items()}
         for column, factor in (extra or {}).items():
             row[column] = row.get(column, 0.0) + factor
         self.rows.append((row, low, high))
 
     def solve(self, search: str) -> tuple[np.ndarray, float] | None:
-        """Values of all columns and the cost, None when no solution was found in time.
+        """Return the values of all columns and the cost; None if no solution was found in time.
 
         Args:
             search: a key of `MOST_NODES`.
@@ -211,7 +211,7 @@ class _Program:
         return (result.x, float(result.fun)) if result.x is not None else None
 
     def is_infeasible(self) -> bool:
-        """True when no numbers, whole or not, satisfy all rows."""
+        """Return whether no values, integer or not, satisfy all rows."""
         nothing = np.zeros(len(self.costs))
         bounds = Bounds(self.lows, self.highs)
         result = milp(nothing, bounds=bounds, constraints=self._list_limits())
@@ -238,7 +238,7 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
 
 
 def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
-    """A column for each module that could stay in fp32."""
+    """Add a column for each module that could stay in fp32."""
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
     return {
@@ -259,7 +259,7 @@ def _add_limit(
     hard_top_bits: float,
     lifts: Mapping[str, int],
 ) -> None:
-    """`log2(amax) + exponent` stays below the maximum of the value's dtype."""
+    """Demand that `log2(amax) + exponent` stays below the maximum of the value's dtype."""
     if limit.range.amax == 0:
         return
     root = problem.system.find(limit.unknown)
@@ -275,14 +275,14 @@ def _add_limit(
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
-    """Representative to how many unknowns it represents since unknowns of like modules were merged."""
+    """Count the unknowns that each representative has represented since like modules were merged."""
     apart = problem.apart or problem.system
     pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
     return Counter(root for root, _ in pairs)
 
 
 def _price_folds(program: _Program, problem: Problem) -> None:
-    """Bits of a fold cost, the more the further it goes; a multiply costs by being there."""
+    """Set the price of each bit of a fold, higher further from 0, and of the presence of a multiply."""
     prices, weights = Prices(), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -341,7 +341,7 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
 
 
 def _round_size(size: float) -> float:
-    """log2 of a size, by which a price is set, on a grid that a sum's last digits do not reach."""
+    """Round the log2 of a size, which sets a price, to a grid coarser than a sum's rounding errors."""
     return round(SIZE_STEPS * log2_of(size)) / SIZE_STEPS
 
 

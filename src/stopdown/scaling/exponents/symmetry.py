@@ -19,7 +19,7 @@ from stopdown.scaling.fold_names import split_name
 
 
 def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
-    """Path of each module to that of the first one like it: `blocks.7.attn` to `blocks.0.attn`.
+    """Map the path of each module to that of the first one like it: `blocks.7.attn` to `blocks.0.attn`.
 
     Alike are the members of one list (children with numbers for names) whose classes and
     parameter shapes are the same.
@@ -34,7 +34,7 @@ def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
 
 
 def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """The same problem with one exponent for what is alike; its prices count each of them.
+    """Return the same problem with one exponent for like modules; its prices count each of them.
 
     Args:
         names: of `name_likenesses`.
@@ -69,7 +69,7 @@ def tie_columns(problem: Problem) -> Problem | None:
 
 
 def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
-    """The same problem with multiplies at these modules only."""
+    """Return the same problem with multiplies at these modules only."""
     system = problem.system.copy()
     left = {path: unknown for path, unknown in problem.multiplies.items() if path in kept}
     system.pin(*(problem.multiplies[path] for path in problem.multiplies if path not in left))
@@ -77,7 +77,7 @@ def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
 
 
 def find_used(problem: Problem, exponents: Mapping[int, int]) -> frozenset[str]:
-    """The modules whose multiply is not by 1, given the exponents of representatives."""
+    """Find the modules whose multiply is not by 1, given the exponents of representatives."""
     used = problem.multiplies.items()
     return frozenset(path for path, unknown in used if exponents[problem.system.find(unknown)])
 

@@ -169,7 +169,7 @@ def _capture_streamed(
     """A call captured with its residual stream in fp32.
 
     Args:
-        operands: what makes the operands of the call one as it is; None finds it.
+        operands: the casts that give the operands of the call one dtype as it is; None finds them.
     """
     answers: Answers = ()
     if operands is None:  # of the stream none are found: what it mixes is refused

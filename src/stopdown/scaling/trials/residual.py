@@ -106,8 +106,8 @@ def open_fp32_modules(
 ) -> ResidualStream | None:
     """The casts under which the products inside fp32 modules are done in 16 bits, all else in fp32.
 
-    What the linears and convolutions inside them return is widened, and multiplied there if it must
-    be: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
+    The outputs of the linears and convolutions inside them are cast to fp32, and multiplied there if
+    needed: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
     fp32 module has such modules inside.
 
     Args:

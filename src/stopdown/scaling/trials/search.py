@@ -143,7 +143,7 @@ def take_first(
     """What the first strategy finds that does; else the cheapest that was found, the first of equals.
 
     Args:
-        left: gets why each strategy found nothing, while they are tried.
+        left: receives the error of each strategy that found nothing, as they are tried.
     """
     left, found = [] if left is None else left, dict[int, Found]()
     late = dict[int, Callable[[], Found]]()
@@ -557,8 +557,8 @@ def scale_calls(
 ) -> Scaling:
     """Exponents, tried: with the stream asked for, else the other, else what hooks show of the matrices.
 
-    What hooks find is what fp16 can hold of a module without a graph, or whose code does not run with
-    its exponents in place.
+    Hooks find the matrices that fp16 can hold, of a module without a graph or whose code does not run
+    with its exponents in place.
 
     Args:
         kinds: calls by kind: those of one kind share a graph.
