@@ -75,7 +75,7 @@ def scale_by_hooks(
     failure: Failure,
     reference: Callable[[], Reference] | None = None,
 ) -> Scaling:
-    """Which matrices of a module run in fp16, all else in fp32; nothing is folded.
+    """Select the matrices of a module that run in fp16, all else in fp32; nothing is folded.
 
     Args:
         module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
@@ -137,7 +137,7 @@ def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: tor
 
 
 def _reach(value: torch.Tensor) -> float:
-    """Largest magnitude, Inf when a value is not finite."""
+    """Return the largest magnitude; Inf if a value is not finite."""
     return measure_amax(value) if bool(value.isfinite().all()) else math.inf
 
 
@@ -176,7 +176,7 @@ def _describe(
 
 
 def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
-    """The modules with parameters of their own that stay in fp32: what reaches them must be too.
+    """List the modules with parameters of their own that stay in fp32; their inputs must be fp32, too.
 
     The component's own hook does not do for all: a layer at its component call may cast its arguments back.
     """

@@ -39,7 +39,7 @@ class Captures:
         self._clamping: dict[int, tuple[PlainCall, bool]] = {}
 
     def take(self, call: PlainCall, stream: ResidualStream | None = None) -> Capture:
-        """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
+        """Capture a call of the unchanged module, with its residual stream in fp32 or as it is.
 
         Cost: a capture (seconds), the first time.
         """
@@ -57,7 +57,7 @@ class Captures:
         return self._made[key][2]
 
     def take_short(self, call: PlainCall) -> Capture:
-        """The capture of a call as it is, of a few frames and tiles alone if a video is decoded.
+        """Capture a call as it is; if it decodes a video, only a few frames and tiles of it.
 
         It has every module of the whole call, at their dtypes; sizes and the number of operations differ.
 
@@ -73,7 +73,7 @@ class Captures:
         return _capture_streamed(*call, stream, plain and plain[2].operands)
 
     def keeps_clamps(self, call: PlainCall, made: Capture) -> bool:
-        """Whether a clamp at fp16's maximum belongs to the model: its call in fp32 has one as well.
+        """Return whether a clamp at fp16's maximum belongs to the model: its fp32 call has one as well.
 
         Cost: a capture, the first time, if the call has such a clamp.
         """
@@ -123,7 +123,7 @@ def measure_kinds(
     captures: Captures,
     stream: ResidualStream | None,
 ) -> list[MeasuredCall]:
-    """What calls reach, with a residual stream as it is given.
+    """Measure the ranges of calls with the given residual stream.
 
     A kind has one capture with the merged ranges of its calls; more where its path depends on values.
 
@@ -166,7 +166,7 @@ def _capture_streamed(
     stream: ResidualStream,
     operands: Operands | None,
 ) -> Capture:
-    """A call captured with its residual stream in fp32.
+    """Capture a call with its residual stream in fp32.
 
     Args:
         operands: the casts that give the operands of the call one dtype as it is; None finds them.
@@ -188,7 +188,7 @@ def _capture_streamed(
 
 
 def capture_answered(call: PlainCall, stream: ResidualStream | None, answers: Answers) -> Capture:
-    """A capture of a call whose code asked tensors for values, with the answers that it got."""
+    """Capture a call whose code read tensors' values, with the given answers to it."""
     function, args, kwargs = call
     if stream is None:
         return capture_call(function, args, kwargs, dtype=torch.float16, answers=answers)
@@ -204,7 +204,7 @@ def _measure(capture: Capture, one: PlainCall) -> MeasuredCall:
 
 
 def _clamps_anyway(one: PlainCall) -> bool:
-    """Whether a call clamps at fp16's maximum in fp32 as well: it is then part of the model."""
+    """Return whether a call clamps at fp16's maximum in fp32 as well, as part of the model."""
     call, args, kwargs = one
     try:
         wide = capture_call(call, args, kwargs, dtype=torch.float32)
@@ -216,7 +216,7 @@ def _clamps_anyway(one: PlainCall) -> bool:
 def measure_again(
     known: MeasuredCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> MeasuredCall:
-    """Another call of a kind that is captured already, its ranges merged with those before.
+    """Measure another call of a kind that is captured already, and merge its ranges with the earlier ones.
 
     Cost: one forward in fp32.
     """

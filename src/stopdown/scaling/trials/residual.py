@@ -59,7 +59,7 @@ def find_stream(
     attention: bool = False,
     rows: bool = False,
 ) -> ResidualStream:
-    """The modules at which a component's residual stream is widened and narrowed.
+    """Find the modules at which a component's residual stream is cast to fp32 and back.
 
     Args:
         captures: its calls, captured in the dtype that its matrices are to have.
@@ -104,7 +104,7 @@ def open_fp32_modules(
     fp32_modules: Sequence[str],
     captures: Sequence[Capture],
 ) -> ResidualStream | None:
-    """The casts under which the products inside fp32 modules are done in 16 bits, all else in fp32.
+    """Find the casts that keep the products inside fp32 modules in 16 bits, all else in fp32.
 
     The outputs of the linears and convolutions inside them are cast to fp32, and multiplied there if
     needed: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
@@ -140,7 +140,7 @@ def open_fp32_modules(
 def with_stream(
     module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
 ) -> Iterator[frozenset[str]]:
-    """A module under the hooks of a stream while it is captured; gives what is fp32 in it."""
+    """Put a stream's hooks on a module during a capture; yield the names of its fp32 parameters."""
     with Patches() as patches:
         if stream is not None:
             put_stream(module, stream, dtype, patches)
@@ -196,7 +196,7 @@ class _Reader:
         }
 
     def norms(self, kept: set[str]) -> set[str]:
-        """Paths of the modules that normalise with parameters that are kept in fp32."""
+        """List the paths of the modules that normalise with parameters kept in fp32."""
         found = set()
         for node in self.nodes:
             if is_kind(node, *NORMS) and node not in self.interior:
@@ -211,7 +211,7 @@ class _Reader:
                 yield node, name
 
     def _is_weighted(self, node: Node) -> bool:
-        """True for a product with a parameter, or a look-up in one."""
+        """Return whether an operation is a product with a parameter, or a look-up in one."""
         if not is_kind(node, *_WEIGHTED) or not is_float(node):
             return False
         given = arguments(node)
@@ -219,7 +219,7 @@ class _Reader:
         return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
 
     def _find_interior(self) -> set[Node]:
-        """Everything that products of two values read, back to the modules that wrote it."""
+        """Find all values that products of two values read, back to the modules that wrote them."""
         found: set[Node] = set()
         waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
         while waiting:
@@ -232,14 +232,14 @@ class _Reader:
         return found
 
     def _is_functional(self, node: Node) -> bool:
-        """True for a product of two values in the narrow dtype."""
+        """Return whether an operation is a product of two values in the narrow dtype."""
         if node in self.weighted or not is_float(node):
             return False
         is_product = count_flops(node) > 0 or is_kind(node, "einsum")
         return is_product and node.meta["val"].dtype == self.capture.dtype
 
     def _is_writer(self, node: Node) -> bool:
-        """True when what a module returns reaches a sum of two values, or a norm."""
+        """Return whether a module's result reaches a sum of two values, or a norm."""
         path, seen, waiting = module_path(node), {node}, [node]
         if not path or node in self.interior:
             return False
@@ -255,14 +255,14 @@ class _Reader:
         return False
 
     def _stays_narrow(self, node: Node) -> bool:
-        """True for a matrix, its bias, and whatever the inside of attention reads."""
+        """Return whether a parameter is a matrix, its bias, or read inside attention."""
         if node in self.interior or any(user in self.weighted for user in node.users):
             return True
         return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
 
 
 def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[str]:
-    """Linears outside of lists of blocks that multiply one row for each picture in every call."""
+    """Find linears outside of lists of blocks that multiply one row for each picture in every call."""
     lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
     single, many = set[str](), set[str]()
     for reader in readers:
@@ -275,7 +275,7 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
 
 
 def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
-    """Layers whose input is the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
+    """Find layers that read the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
     found: set[str] = set()
     for reader in readers:
         flops = {node: count_flops(node) for node in reader.nodes}
@@ -292,7 +292,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
 
 
 def _is_bare(layer: Node) -> bool:
-    """Whether a layer is given a sum of two values of which none is a norm's, moved and joined or not."""
+    """Return whether a layer reads a sum of two values, neither from a norm, moved and joined or not."""
     read = _trace(arguments(layer).get("input"))
     return any(
         _sums(node) and not is_kind(node, *_SUMMING) and not _shifts_norm(node) for node in read
@@ -300,12 +300,12 @@ def _is_bare(layer: Node) -> bool:
 
 
 def _shifts_norm(total: Node) -> bool:
-    """Whether a sum is a norm's output that is scaled and shifted."""
+    """Return whether a sum is a norm's output that is scaled and shifted."""
     return any(is_kind(x, *_SUMMING) for y in total.all_input_nodes for x in _trace(y, "multiply"))
 
 
 def _trace(value: object, *kinds: str) -> set[Node]:
-    """What a value was before its elements were moved or joined, and before operations of these kinds."""
+    """Find the sources of a value, back through rearrangements and through operations of these kinds."""
     found: set[Node] = set()
     waiting = [value]
     while waiting:
@@ -320,7 +320,7 @@ def _trace(value: object, *kinds: str) -> set[Node]:
 
 
 def _has_floats(node: Node) -> bool:
-    """Whether a value is floating, or has parts that are: query, key and value of one projection."""
+    """Return whether a value or one of its parts is floating: query, key and value of one projection."""
     parts = node.meta.get("val")
     if not isinstance(parts, (tuple, list)):
         return is_float(node)
@@ -328,7 +328,7 @@ def _has_floats(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """What a value was before views and casts."""
+    """Return the source of a value before views and casts."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
@@ -347,7 +347,7 @@ def _is_pinned(node: Node) -> bool:
 
 
 def _first(module: torch.nn.Module) -> set[str]:
-    """The parameter whose dtype a model's class reports as its own."""
+    """Return the name of the first floating parameter, whose dtype a model's class reports as its own."""
     floats = (n for n, x in name_parameters(module).items() if x.is_floating_point())
     return {next(floats, "")}
 

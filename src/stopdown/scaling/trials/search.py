@@ -140,7 +140,7 @@ def take_first(
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
 ) -> Found:
-    """What the first strategy finds that does; else the cheapest that was found, the first of equals.
+    """Return the first strategy's result that is good enough; else the cheapest one, the first of equals.
 
     Args:
         left: receives the error of each strategy that found nothing, as they are tried.
@@ -199,7 +199,7 @@ work in fp32 are better, all of it is not."""
 
 
 def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
-    """With many modules, multiplies only where they pay when like modules are scaled alike."""
+    """Keep multiplies, in a module with many of them, only where they pay if like modules scale alike."""
     if len(wider.multiplies) <= FEW_MODULES:
         return wider
     merged = merge_alike(wider, name_likenesses(module))
@@ -222,7 +222,7 @@ def find_scaling(
     statements: Statements | None = None,
     postpones: bool = False,
 ) -> Scaling:
-    """The cheapest exponents that keep the measured calls in range.
+    """Find the cheapest exponents that keep the measured calls in range.
 
     Args:
         stream: under which the calls were measured.
@@ -276,7 +276,7 @@ def find_scaling(
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
-    """Exponents by folding alone when that is cheap, else with multiplies when that is cheaper."""
+    """Find exponents by folding alone if that is cheap, else with multiplies if that is cheaper."""
     plain = state()
     for problem in _list_foldings(plain):
         best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
@@ -290,7 +290,7 @@ def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: 
 
 
 def _list_foldings(problem: Problem) -> list[Problem]:
-    """A problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
+    """List a problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
     tied = tie_columns(problem)
     return [problem] if tied is None else [tied, problem]
 
@@ -303,7 +303,7 @@ def find_folds(
     free: Collection[str] | None = (),
     narrow: Collection[str] = (),
 ) -> Scaling | None:
-    """Exponents by folding alone, as files can hold them; None when there are none.
+    """Find exponents by folding alone, which files can hold; None if there are none.
 
     Args:
         groups: `module.path.attribute` of eps that only change together.
@@ -324,7 +324,7 @@ def find_folds(
 
 
 def _is_stored(place: str) -> bool:
-    """False for a number to clamp at that fp16 rounds to 0: nothing that is stored in fp16 is below it."""
+    """Return False for a clamp's bound that fp16 rounds to 0: nothing stored in fp16 lies below it."""
     number = read_clamp(place.rpartition(".")[2])
     return number is None or number > FP16.smallest / 2
 
@@ -339,7 +339,7 @@ def scale_by_bounds(
     find: Find = find_scaling,
     find_in_fp16: Find | None = None,
 ) -> Scaling:
-    """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
+    """Find exponents that rest on bounds: wherever bounds exist, or where they cost nothing.
 
     Args:
         kinds: what was captured and measured.
@@ -374,7 +374,7 @@ def scale_unmeasured(
     find: Callable[..., Scaling] = find_scaling,
     encoded: float = EMBEDDINGS,
 ) -> Scaling:
-    """Exponents from the weights alone: no value was measured, typical sizes are guessed.
+    """Find exponents from the weights alone: no value was measured, typical sizes are guessed.
 
     Those with the most bounds that leave the least in fp32.
 
@@ -401,7 +401,7 @@ def scale_unmeasured(
 def _give_room(
     bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
 ) -> tuple[BoundedCalls, Scaling]:
-    """Bounds and what is found; with more room for weights that are stored low, if that certifies more.
+    """Bound values and find exponents; give weights stored low more room if that certifies more.
 
     How low a weight is stored is known when its exponent is, and that rests on the bounds.
 
@@ -444,14 +444,14 @@ def _list_bounds(
 
 
 def _find_wide(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """As `find_visible`, of mixed ranges, in which what was measured has `CALIBRATED_BITS` more."""
+    """Apply `find_visible` to mixed ranges; measured values get `CALIBRATED_BITS` more headroom."""
     scaling = find_visible(find, module, calls)
     bits = scaling.measured_bits
     return replace(scaling, measured_bits=None if bits is None else bits + CALIBRATED_BITS)
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCall]) -> Scaling:
-    """As `find`, refused where bounds are so loose that parameters or activations would vanish in fp16."""
+    """Apply `find`; refuse bounds so loose that parameters or activations would vanish in fp16."""
     scaling = find(module, calls)
     lowest, path = min(
         ((min(pair), path) for path, pair in scaling.layers.items()), default=(0, "")
@@ -473,7 +473,7 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[MeasuredCa
 def _list_stored(
     scaling: Scaling, calls: Sequence[MeasuredCall]
 ) -> Iterator[tuple[str, float, int]]:
-    """Each parameter with the log2 of its largest value as it is stored, and its lowest exponent."""
+    """Yield each parameter, the log2 of its largest value as stored, and its lowest exponent."""
     for call in calls:
         for node, name in call.capture.parameters.items():
             largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
@@ -487,13 +487,13 @@ def _list_folds(scaling: Scaling, name: str) -> list[int]:
 
 
 def is_visible(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """No more in fp32, and weights keep most of their bits."""
+    """Return whether a scaling has no more fp32 than the best, and weights keep most of their bits."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
 
 
 def is_free(found: Scaling, best: Scaling, calls: Sequence[MeasuredCall]) -> bool:
-    """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
+    """Return whether a scaling costs next to nothing: no more fp32, one more multiply, few lost bits."""
     more = _measure_strain(found, calls) - _measure_strain(best, calls)
     of_tables = _measure_tables(found, calls) - _measure_tables(best, calls)
     return (
@@ -511,7 +511,7 @@ def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
 
 
 def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Bits by which the typical sizes of folded weights lie too low, in the mean.
+    """Return the mean number of bits by which the typical sizes of folded weights are too low.
 
     Biases are left out: what they lose is below the last place of the sum that they are added to.
     """
@@ -525,7 +525,7 @@ def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
 
 
 def _measure_tables(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
-    """Bits by which the typical sizes of a table of embeddings lie too low, at most."""
+    """Return the most bits by which the typical sizes of an embedding table are too low."""
     tables = [
         (call, strip_casts(arguments(node)["weight"]).name)
         for call in calls
@@ -555,7 +555,7 @@ def scale_calls(
     *,
     verify: bool = True,
 ) -> Scaling:
-    """Exponents, tried: with the stream asked for, else the other, else what hooks show of the matrices.
+    """Find exponents and try them: with the stream asked for, then the other, then by hooks on matrices.
 
     Hooks find the matrices that fp16 can hold, of a module without a graph or whose code does not run
     with its exponents in place.
@@ -590,7 +590,7 @@ class _CallSearch:
     unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
-        """Each only where the reasons before it leave it a chance."""
+        """Yield the strategies that the failures before them leave a chance."""
         if residual == "fp32":
             yield Strategy(self._find_streamed)
         if not self._failed(CaptureError):
@@ -630,7 +630,7 @@ class _CallSearch:
         return replace(scaling, trial=try_scaling(self.module, scaling, self._reference))
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
-        """Modules in fp32 as a whole, or, where that leaves less in fp32, but for their products."""
+        """Find exponents with whole modules in fp32, or without their products if that leaves less fp32."""
         kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
         whole = self._solve(kinds, stream)
         strategies = [
@@ -674,7 +674,7 @@ class _CallSearch:
 def plan_stream(
     module: torch.nn.Module, calls: Sequence[PlainCall], captures: Captures
 ) -> ResidualStream:
-    """Where a module's residual stream becomes fp32 in these calls.
+    """Plan where a module's residual stream becomes fp32 in these calls.
 
     Args:
         captures: gets those of the calls as they are, and with the stream.

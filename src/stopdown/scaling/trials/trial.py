@@ -169,7 +169,7 @@ def run_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Any, bool]:
-    """What a call returns, and whether it drew random numbers; those of today are put back.
+    """Run a call; return its output and whether it drew random numbers. The generators are restored.
 
     It gets copies of its tensors and containers, so that the same call can be made again.
     """
@@ -189,7 +189,7 @@ def run_call(
 
 
 def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
-    """Floating-point operations of one call of a linear or convolution, bias aside."""
+    """Count the floating-point operations of one call of a linear or convolution, without the bias."""
     shapes = {"input": given.shape, "weight": layer.weight.shape}
     is_transposed = getattr(layer, "transposed", False)
     return count_flops("linear", shapes, output.shape, transposed=is_transposed)
@@ -197,7 +197,7 @@ def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> 
 
 @contextmanager
 def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
-    """FLOPs of every linear and convolution that is called meanwhile."""
+    """Count the FLOPs of every linear and convolution called inside the block."""
     counts: list[float] = []
 
     def count(part: Any, args: Any, output: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
 def _add_bf16(
     module: torch.nn.Module, calls: Sequence[PlainCall], runs: Sequence[Run]
 ) -> list[Run]:
-    """The same runs with what bf16 makes of them, where they will be tried and compared."""
+    """Add the error of bf16 to the runs, if any of them will be tried and compared."""
     if not any(_may_run(module, run) and not run.draws for run in runs):
         return list(runs)
     with cast_(module, torch.bfloat16):
@@ -241,7 +241,7 @@ def _may_run(module: torch.nn.Module, run: Run) -> bool:
 
 
 def _run_cast(module: torch.nn.Module, call: PlainCall, dtype: torch.dtype) -> Any:
-    """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
+    """Run a call with floating arguments in `dtype`; times stay in fp32, unless it fails with them."""
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
     with WideProducts():
@@ -303,7 +303,7 @@ def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
 
 
 def _find_shared_memory(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names of two parameters that have some memory in common and are two objects; none for none."""
+    """Find two parameters that are separate objects and share memory; return their names, or ()."""
     ends: dict[int, list[tuple[int, int, str]]] = {}
     for name, weight in module.named_parameters():
         if weight.numel() and not is_away(weight):
@@ -366,12 +366,12 @@ def _try_calls(module: torch.nn.Module, reference: Reference) -> Trial:
 
 
 def _lacks_kernel(error: Exception) -> bool:
-    """Whether the device has no kernel for a dtype; a plain RuntimeError in torch 2.6.0."""
+    """Return whether an error says that the device lacks a kernel; a plain RuntimeError in torch 2.6.0."""
     return isinstance(error, NotImplementedError) or "not implemented for '" in str(error)
 
 
 def _demand_alike(output: Any, run: Run) -> None:
-    """The same containers, shapes and kinds of values as in fp32, all of them finite."""
+    """Check that a call returns the same containers, shapes and kinds of values as in fp32, all finite."""
     leaves, spec = pytree.tree_flatten(output)
     before, known = pytree.tree_flatten(run.output)
     tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))
