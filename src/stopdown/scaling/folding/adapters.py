@@ -440,7 +440,7 @@ def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], objec
     """Adapters that are merged while values are replaced stay merged when `patches` brings those back.
 
     Returns:
-        What `patches` has to run first of all, so to be deferred last: it takes them out.
+        A function that unmerges them. `patches` must run it first, so it is deferred last.
     """
     then = {x: list(x.merged_adapters) for x in _list_layers(module)}
     out: list[tuple[Any, list[str]]] = []
