@@ -51,7 +51,7 @@ PEAK = 8.0
 
 
 def check_ranges(ranges: str | None) -> str:
-    """`measured`, `bound` or `auto`."""
+    """Return a valid mode of ranges, `measured`, `bound` or `auto`; None means `measured`."""
     if ranges is None or ranges in RANGES:
         return ranges or "measured"
     raise OptionError(
@@ -75,21 +75,21 @@ class BoundedCalls:
     guessed: bool = False
 
     def state(self) -> list[MeasuredCall]:
-        """The calls as they were measured, with bounds beside."""
+        """List the calls with their measured ranges, and bounds beside them."""
         return [
             replace(kind, ranges=state_bounds(kind.ranges, found.ranges))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def mix(self, bits: float) -> list[MeasuredCall]:
-        """The calls with bounds where those are at most so many bits looser than what was measured."""
+        """List the calls with bounds in place of measured ranges that they exceed by at most `bits`."""
         return [
             replace(kind, ranges=mix_ranges(kind.ranges, found.ranges, bits))
             for kind, found in zip(self.kinds, self.bounds, strict=True)
         ]
 
     def describe(self, scaling: Scaling) -> Scaling:
-        """Exponents of such calls with what they promise, and for which inputs."""
+        """Return a scaling of such calls with its promise and the inputs that the promise covers."""
         if self.guessed:
             scaling = replace(scaling, measured_bits=None)
         rest = _GUESSED if self.guessed else describe_measured(scaling)
@@ -104,7 +104,7 @@ class BoundedCalls:
 def leave_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
 ) -> list[MeasuredCall]:
-    """Captured calls and the arguments that they were captured with, without a range."""
+    """Make calls without ranges from captures and their arguments."""
     return [MeasuredCall(x, split_values(x), {}, args, kwargs) for x, args, kwargs in calls]
 
 
@@ -116,7 +116,7 @@ def bound_kinds(
     before: BoundedCalls | None = None,
     encoded: float = EMBEDDINGS,
 ) -> BoundedCalls:
-    """Bounds of calls; of those that were not measured guesses where there are none.
+    """Bound the values of calls; guess ranges where no call was measured.
 
     Args:
         module: where `load` is given only its modules and their attributes are looked at.
@@ -141,7 +141,7 @@ def bound_kinds(
 
 
 def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A module's own tensor; one that waits in its file as it is stored there."""
+    """Return a module's own tensor; one that waits in its file is read as it is stored there."""
     stored = find_stored(tensors[name])
     if stored is None:
         return tensors[name]
@@ -149,7 +149,7 @@ def _load_own(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
-    """A call with stand-ins for its ranges: a few times the typical size; 0 for what is unknown."""
+    """Guess the ranges of a call: a few times the typical size; 0 if that is unknown."""
     capture, blocks = kind.capture, kind.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
@@ -165,7 +165,7 @@ def _guess(kind: MeasuredCall, found: Bounds) -> MeasuredCall:
 
 
 def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...]]:
-    """What was measured, with the bound of each value beside, where there is one."""
+    """Return the measured ranges with the bound of each value beside it, where there is one."""
     return {
         name: tuple(map(_state, parts, bounds[name]))
         if len(bounds.get(name, ())) == len(parts)
@@ -177,7 +177,7 @@ def state_bounds(measured: Ranges, bounds: Ranges) -> dict[str, tuple[Range, ...
 def mix_ranges(
     measured: Ranges, bounds: Ranges, loosest_bits: float
 ) -> dict[str, tuple[Range, ...]]:
-    """Bounds where they are there and no looser than this, else what was measured with room.
+    """Take bounds that are at most this much looser than the measured ranges, else the latter with room.
 
     Typical sizes are those that were measured.
     """
@@ -201,7 +201,7 @@ def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
 
 
 def _state(seen: Range, bound: Range) -> Range:
-    """What was measured, with the bound beside it."""
+    """Return the measured range with the bound beside it."""
     if seen.amax > bound.amax:
         return seen
     return replace(seen, bound=bound.amax, least_stored=bound.least_stored)
@@ -212,16 +212,16 @@ def _widen(seen: Range) -> Range:
 
 
 def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> list[Limit]:
-    """Those fp16 values and weights that no bound keeps in range with these exponents.
+    """List the fp16 values and weights that no bound keeps in range with these exponents.
 
-    A bound has room for what is subnormal only where the value's largest is not tiny as it is
-    stored; it counts as uncertain otherwise, and so does a weight. What only moves values rounds none.
+    A bound has room for subnormals only if the value's largest magnitude is not tiny as stored; otherwise
+    the value counts as uncertain, and so does a weight. Operations that only move values round none.
     """
     return [limit for limit in limits if not _is_certain(limit, exponent(limit.unknown))]
 
 
 def _is_certain(limit: Limit, exponent: int) -> bool:
-    """Whether the bound times `2**exponent`, which is exact, stays in range with room for roundings."""
+    """Return whether the bound times `2**exponent`, exactly, stays in range with room for roundings."""
     seen = limit.range
     largest = seen.amax if limit.weight else seen.largest
     if not largest <= FP16.largest * 2.0**-exponent:
@@ -232,7 +232,7 @@ def _is_certain(limit: Limit, exponent: int) -> bool:
 
 
 def find_least_headroom(limits: Iterable[Limit], exponent: Callable[[int], int]) -> float | None:
-    """Bits between the largest of these values and fp16's maximum; None where there are none."""
+    """Return the bits between the largest of these values and fp16's maximum; None without values."""
     rooms = (headroom_bits(x.range.amax, x.dtype) - exponent(x.unknown) for x in limits)
     found = min(rooms, default=math.inf)
     return found if math.isfinite(found) else None
@@ -242,14 +242,14 @@ _MEASURED = "the rest were measured"
 
 
 def describe_measured(scaling: Scaling) -> str:
-    """What values without a bound that fits rest on, with the headroom that they had."""
+    """Describe the evidence for values without a fitting bound, and their headroom."""
     if scaling.measured_bits is None:
         return _MEASURED
     return f"{_MEASURED} and have {describe_least(scaling.measured_bits)}"
 
 
 def describe_least(bits: float) -> str:
-    """`at least 1.3 bits of headroom`, rounded down."""
+    """Describe headroom, rounded down: `at least 1.3 bits of headroom`."""
     return f"at least {math.floor(10 * bits) / 10:g} bits of headroom"
 
 
@@ -267,7 +267,7 @@ def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
-    """`100 % of 253 fp16 values certified.`, or what share and what the rest rests on.
+    """Describe the certified share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
 
     Args:
         limits: `, for latents up to 64`: what the certificate assumes.
@@ -279,7 +279,7 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
 
 
 def describe_count(values: int, bounded: int) -> str:
-    """`97.6 % of 423 fp16 values`, rounded down."""
+    """Describe a share of the fp16 values, rounded down: `97.6 % of 423 fp16 values`."""
     return f"{math.floor(1000 * bounded / values) / 10:g} % of {values} fp16 values"
 
 
@@ -287,7 +287,7 @@ Of = TypeVar("Of", int, tuple[int, int])
 
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
-    """A solution as plain data, by names instead of unknowns."""
+    """Return a solution as plain data, by names instead of unknowns."""
 
     def at(unknown: int) -> int:
         return solution.exponents[problem.system.find(unknown)]
@@ -322,7 +322,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
 
 
 def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """Layers whose input or output is scaled, and alike in every call."""
+    """Find the layers whose input or output is scaled alike in every call, with both exponents."""
     calls = {
         path: {(at(source), at(result)) for source, result in ends}
         for path, ends in problem.layers.items()
@@ -332,13 +332,13 @@ def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[
 
 
 def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
-    """What makes operands one, where modules from elsewhere run inside of fp32 modules."""
+    """Merge the casts of operands with those for foreign modules that run inside fp32 modules."""
     guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
     return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
-    """The same by name, with one entry where all columns of a tensor, or inputs of a layer, are alike."""
+    """Join the entries of a tensor's columns, or of a layer's inputs, that all have the same value."""
     values: dict[str, set[Of]] = {}
     for name, value in named.items():
         values.setdefault(split_name(name)[0], set()).add(value)

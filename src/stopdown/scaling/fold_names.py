@@ -21,12 +21,12 @@ Folds = Sequence[tuple[Place, int]]
 
 
 def name_block(name: str, dim: int, start: int, stop: int) -> str:
-    """The name of a block of rows, or of columns for dimension 1."""
+    """Return the name of a block of rows, or of columns for dimension 1."""
     return f"{name}[{':,' * dim}{start}:{stop}]"
 
 
 def split_name(name: str) -> tuple[str, Place]:
-    """A parameter's name and the place in it; all of it without brackets."""
+    """Split a fold's name into the parameter's name and the place in it; () for all of it."""
     bare, bracket, blocks = name.partition("[")
     if not bracket:
         return name, ()
@@ -39,19 +39,19 @@ def _read_slice(text: str) -> slice:
 
 
 def name_clamp(value: float) -> str:
-    """The name of a number that code clamps from below: `clamp_1e_3` for 0.001. It has no dot."""
+    """Return the name of a number that code clamps from below, without dots: `clamp_1e_3` for 0.001."""
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     return f"{_CLAMP}{''.join(map(str, digits))}e{exponent}".replace("-", "_")
 
 
 def read_clamp(name: str) -> float | None:
-    """The number that code clamps from below; None for the name of an attribute."""
+    """Return the number in a clamp's name; None for the name of an attribute."""
     is_clamp = name.startswith(_CLAMP) and name[len(_CLAMP) :][:1].isdigit()
     return float(name.removeprefix(_CLAMP).replace("_", "-")) if is_clamp else None
 
 
 def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]]]:
-    """Each folded tensor to its folds."""
+    """Map each folded tensor's name to its folds."""
     found: dict[str, list[tuple[Place, int]]] = {}
     for name, exponent in exponents.items():
         bare, place = split_name(name)
@@ -60,12 +60,12 @@ def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]
 
 
 def spread_rows(folds: Folds, count: int) -> torch.Tensor:
-    """The exponent of each row of a tensor, `[count]` integers."""
+    """Return the exponent of each row of a tensor, `[count]` in int32."""
     return _spread(((x[0] if x else slice(None), y) for x, y in folds if len(x) < 2), count)
 
 
 def spread_columns(folds: Folds, count: int) -> torch.Tensor:
-    """The exponent of each column of a tensor, `[count]` integers."""
+    """Return the exponent of each column of a tensor, `[count]` in int32."""
     return _spread(((x[1], y) for x, y in folds if len(x) > 1), count)
 
 
@@ -77,7 +77,7 @@ def _spread(blocks: Iterator[tuple[slice, int]], count: int) -> torch.Tensor:
 
 
 def list_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """First index, one past the last, and exponent of equal neighbours."""
+    """List the runs of equal neighbours: first index, one past the last, and exponent."""
     values, counts = exponents.unique_consecutive(return_counts=True)
     stops = counts.cumsum(0)
     return list(zip((stops - counts).tolist(), stops.tolist(), values.tolist(), strict=True))
@@ -86,7 +86,7 @@ def list_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
 def name_exponents(
     rows: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, int]:
-    """Exponents of tensors by the names of folds, in blocks where they differ; without zeros."""
+    """Name the exponents of tensors as folds do, in blocks where they differ; without zeros."""
     named: dict[str, int] = {}
     for dim, spread in enumerate((rows, columns or {})):
         for name, exponents in spread.items():

@@ -181,7 +181,7 @@ def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
-    """Where weights of this size are mapped; None where they are small, or the disk has no room.
+    """Choose the folder for mapped weights; None if they are small or the disk has no room.
 
     Warns:
         StopdownWarning: they are large, and the disk has no room for them.
@@ -201,7 +201,7 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie in a file."""
+    """Return whether a tensor's values lie in a file."""
     return find_folder(tensor) is not None
 
 
@@ -209,7 +209,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, WaitingParameter)
 
 
 def find_folder(tensor: torch.Tensor) -> Path | None:
-    """Folder of the file that a tensor's values lie in; None for memory."""
+    """Return the folder of the file that holds a tensor's values; None for memory."""
     if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
         return None
     name = tensor.untyped_storage().filename
@@ -217,7 +217,7 @@ def find_folder(tensor: torch.Tensor) -> Path | None:
 
 
 def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in another dtype, mapped if it is; itself where it has that dtype."""
+    """Cast a tensor, mapped if it is mapped; return it unchanged if it has that dtype."""
     folder = find_folder(tensor)
     if folder is None or tensor.dtype == dtype:
         return tensor.to(dtype)
@@ -225,7 +225,7 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_copy(tensor: torch.Tensor, folder: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A mapped copy of a tensor.
+    """Return a mapped copy of a tensor.
 
     The file is gone when it is no longer mapped, also after a kill. Windows refuses to remove a file that
     is mapped: there the first copy that finds it free removes it, of this process or another one.

@@ -177,12 +177,12 @@ def explain_call(function: str, call: Callable[[], Any], error: Exception) -> No
 
 
 def _narrow(value: torch.Tensor) -> torch.Tensor:
-    """An argument as autocast would have brought it to a product; times stay as they are."""
+    """Cast an argument as autocast would for a product; times stay as they are."""
     return value.half() if value.dtype == torch.float32 and value.dim() > 1 else value
 
 
 def check_residual(residual: str | None) -> str:
-    """`native` or `fp32`."""
+    """Return a valid precision of the residual stream, `native` or `fp32`; None means `native`."""
     if residual is None or residual in RESIDUALS:
         return residual or "native"
     raise OptionError(
