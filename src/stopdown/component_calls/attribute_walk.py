@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 def find_parts(program: Any) -> Parts:
-    """The modules of a program, and the methods that a dict names."""
+    """Find the modules of a program, and the methods that a dict names."""
     held = dict(program) if isinstance(program, Mapping) else {"": program}
     methods = {
         str(name): value
@@ -62,7 +62,7 @@ def find_parts(program: Any) -> Parts:
 
 
 def find_modules(program: Any) -> dict[str, torch.nn.Module]:
-    """The outermost modules that an object holds, by attribute path, the nearest first.
+    """Find the outermost modules that an object holds, by attribute path, the nearest first.
 
     Args:
         program: a module holds itself, by the name "".
@@ -85,7 +85,7 @@ def find_modules(program: Any) -> dict[str, torch.nn.Module]:
 
 
 def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
-    """Every module below a value; each object once, by its shortest path."""
+    """Map names to every module below a value; each object once, by its shortest path."""
     outermost = find_modules(value)
     if not outermost:
         if isinstance(value, (str, Path)):

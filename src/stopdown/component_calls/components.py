@@ -88,7 +88,7 @@ def find_device(program: Any) -> str:
 
 
 def runs_by_call(program: Any) -> bool:
-    """Whether one call of a program, with a request's arguments, is a run."""
+    """Return whether one call of a program, with a request's arguments, is a run."""
     return find_adapter(program).find_scheduled(program) is not None
 
 
@@ -98,7 +98,7 @@ def _find_weights_device(program: Any) -> str:
 
 
 def find_named_callees(program: Any, names: Iterable[str]) -> tuple[Callee, ...]:
-    """The calls of these names, those among them that are found as they happen."""
+    """Find the callees of these names, also those that are only discovered as they happen."""
     known = {callee.name: callee for callee in find_callees(program)}
     found = {name: known.get(name) or _find_plain(program, name) for name in names}
     return tuple(callee for callee in found.values() if callee is not None)
@@ -110,12 +110,12 @@ def _find_plain(program: Any, name: str) -> Callee | None:
 
 
 def find_callees(program: Any) -> tuple[Callee, ...]:
-    """Every call of a program that is known before it runs, in the order of its components."""
+    """List every call of a program that is known before it runs, in the order of its components."""
     return find_adapter(program).find_callees(program)
 
 
 def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
-    """Whether a program is run by `run`, and not by its own call.
+    """Return whether a program is run by `run` rather than by its own call.
 
     Args:
         run: what runs it; None without.
@@ -153,7 +153,7 @@ def refuse_run(run: Any, what: object) -> None:
 
 
 def explain_run(what: str, name: str) -> InputError:
-    """For a program whose calls are not known."""
+    """Make the error for a program whose calls are not known."""
     given = "lambda: ..." if name == "compare" else "run=lambda: ..."
     return InputError(
         what,
@@ -163,12 +163,12 @@ def explain_run(what: str, name: str) -> InputError:
 
 
 def is_autoencoder(module: Any) -> bool:
-    """Whether a module, or a module class, is used through `encode` and `decode`."""
+    """Return whether a module, or a module class, is used through `encode` and `decode`."""
     return callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None))
 
 
 def list_calls(name: str, module: Any) -> tuple[str, ...]:
-    """What a component is called as: its name, or `vae.encode` and `vae.decode`.
+    """List the names of a component's calls: its own name, or `vae.encode` and `vae.decode`.
 
     Args:
         module: it, or its class.
@@ -187,7 +187,7 @@ def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
-    """The calls of components by their names, of an autoencoder those of its methods."""
+    """List the calls of components by their names, of an autoencoder those of its methods."""
     callees: list[Callee] = []
     for name, module in modules.items():
         if is_autoencoder(module):
@@ -198,7 +198,7 @@ def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee
 
 
 def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
-    """The calls through which an autoencoder is used."""
+    """List the calls through which an autoencoder is used."""
     return tuple(
         Callee(name_call(name, method), module, method, method) for method in ("encode", "decode")
     )
@@ -249,7 +249,7 @@ def _list_network_calls(program: Any) -> tuple[Callee, ...]:
 
 
 def _read_sigmas(kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """ComfyUI's samplers name the noise levels of a run, and that of a call.
+    """Read a call's step and the number of steps from the noise levels that ComfyUI's samplers pass to it.
 
     Cost: a host read.
     """
@@ -272,7 +272,7 @@ COMFYUI = Adapter(
 
 
 def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
-    """The outermost modules of any program, and the owners of the methods that it names."""
+    """Find the outermost modules of any program, and the owners of the methods that it names."""
     parts = find_parts(program)
     owners = {name.rpartition(".")[0] or name: owner for name, (owner, _) in parts.methods.items()}
     inner = {id(x) for module in parts.modules.values() for x in list(module.modules())[1:]}
@@ -280,7 +280,7 @@ def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
 
 
 def _list_named_calls(program: Any) -> tuple[Callee, ...]:
-    """Methods that a program is known to call: those that it names, and those of autoencoders."""
+    """List the methods that a program is known to call: those that it names, and those of autoencoders."""
     parts = find_parts(program)
     callees = [
         callee
@@ -307,14 +307,14 @@ _ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
 
 
 def find_stage(component: str) -> str:
-    """Which stage of a run a component belongs to: `encode`, `denoise` or `decode`."""
+    """Return the stage of a run that a component belongs to: `encode`, `denoise` or `decode`."""
     if component.startswith(_ENCODERS):
         return "encode"
     return "decode" if component in _LAST else "denoise"
 
 
 def is_of_transformers(module_class: type) -> bool:
-    """Whether a class is one of Transformers' models, also if a pipeline of Diffusers defines it."""
+    """Return whether a class is one of Transformers' models, also if a pipeline of Diffusers defines it."""
     return any(base.__module__.startswith("transformers") for base in module_class.__mro__)
 
 
@@ -349,7 +349,7 @@ def read_config(module_class: Any, folder: Path) -> Any:
 
 
 def holds_models(module_class: type) -> bool:
-    """Whether a class of Diffusers holds several models, each from its own folder, and nothing itself.
+    """Return whether a class of Diffusers only holds several models, each from its own folder.
 
     `MultiControlNetModel` does: `controlnet`, `controlnet_1`…
     """
@@ -380,7 +380,7 @@ def load_held(
 
 
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
-    """A component from its configuration alone, under whatever mode the caller has set."""
+    """Build a component from its configuration alone, in the tensor modes that the caller has set."""
     if holds_models(module_class):
         return load_held(module_class, folder, build_module)
     if is_of_transformers(module_class):
@@ -407,7 +407,7 @@ def turn_on_tiling(module: Any) -> Any:
 
 
 def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
-    """Parts of a class that its authors keep in fp32 when it is loaded in a precision.
+    """List the parts of a class that its authors keep in fp32 when it is loaded in a precision.
 
     Transformers keeps `_keep_in_fp32_modules` in fp16 only, and `_keep_in_fp32_modules_strict` in
     bf16 too; Diffusers knows the first name alone, for both.
@@ -421,7 +421,7 @@ def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
 
 
 def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
-    """Floating dtypes of a module's parameters, the one with most values first."""
+    """List the floating dtypes of a module's parameters, the one with most values first."""
     sizes: dict[torch.dtype, int] = {}
     parameters = {id(x): x for part in list_parts(module) for x in part._parameters.values()}
     for parameter in parameters.values():
@@ -456,7 +456,7 @@ def cast_component_(
 
 
 def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
-    """As `cast_component_`, until `patches` is undone; the old weights are held until then."""
+    """Cast a module like `cast_component_`, until `patches` is undone; old weights are held until then."""
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
@@ -467,7 +467,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
 def find_blocks(
     module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
 ) -> tuple[str, ...]:
-    """Paths of the members of a component's outermost lists of modules."""
+    """List the paths of the members of a component's outermost lists of modules."""
     lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
     return tuple(
         f"{path}.{name}" if path else name

@@ -168,7 +168,7 @@ def stop_without_kernels(patches: Patches) -> None:
 
 
 def _list_device_takers() -> list[tuple[Any, str]]:
-    """Owners and names of what takes a device: what moves, loads or makes tensors, or sets the default.
+    """List the functions that take a device, which move, load or make tensors or set the default device.
 
     What makes tensors is torch's own list, which torch keeps from the first time that it is asked for. It
     is made anew here, before any of these functions is replaced: Transformers may have had a

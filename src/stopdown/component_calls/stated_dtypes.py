@@ -105,7 +105,7 @@ def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torc
 
 
 def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
-    """Whether what holds a module, in code that runs, holds a wide one too."""
+    """Return whether the object that holds a module, in running code, holds a wide module as well."""
     while frame is not None:
         for value in list(frame.f_locals.values()):
             if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):

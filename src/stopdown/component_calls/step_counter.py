@@ -85,12 +85,12 @@ class StepCounter:
         self.forget()
 
     def forget(self) -> None:
-        """A new run: what an earlier one's scheduler gave says nothing about it."""
+        """Forget the last results of an earlier run's scheduler: they say nothing about a new run."""
         self.last_result, self.last_inputs = None, ()
 
     @property
     def is_told(self) -> bool:
-        """Whether the call of now is one that its loop has told the step of."""
+        """Whether the loop passed the step to the present call."""
         return self._told.get("step_index") is not None
 
     @property
@@ -105,13 +105,13 @@ class StepCounter:
         return len(timesteps) if timesteps is not None else 0
 
     def find_step(self, callee: Callee) -> int | None:
-        """The step that a call of now belongs to, from 0; None outside of denoising."""
+        """Return the step, from 0, that a call made now belongs to; None outside of denoising."""
         if self.is_told:
             return int(self._told["step_index"])
         return self.done if callee.stage == "denoise" else None
 
     def name_step(self, callee: Callee) -> str:
-        """` at step 2 of 2 (sigma 0.9)`, for a call of now; "" outside of denoising."""
+        """Name the step of a call made now: ` at step 2 of 2 (sigma 0.9)`; "" outside of denoising."""
         step, total = self.find_step(callee), self.total
         if step is None or not total:
             return ""
@@ -119,7 +119,7 @@ class StepCounter:
         return f" at step {step + 1} of {total}" + (f" ({', '.join(told)})" if told else "")
 
     def name_last_step(self) -> str:
-        """` at step 2 of 2`: the scheduler's last one; "" before the first."""
+        """Name the scheduler's last step: ` at step 2 of 2`; "" before the first."""
         return f" at step {self.done} of {self.total}" if self.done and self.total else ""
 
     def _step(self, call: ComponentCall) -> Any:

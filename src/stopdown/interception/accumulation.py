@@ -54,7 +54,7 @@ SWITCH = "allow_fp16_accumulation"
 
 @contextlib.contextmanager
 def accumulating(in_fp16: bool | None) -> Iterator[None]:
-    """Torch's switch for sums in fp16 as wanted inside the block, and as it was after it.
+    """Set PyTorch's switch for sums in fp16 inside the block, and restore it afterwards.
 
     Args:
         in_fp16: None leaves it; so does a version of torch that has none.
@@ -69,7 +69,7 @@ def accumulating(in_fp16: bool | None) -> Iterator[None]:
 
 
 def bound_rounded_sum(largest: float, terms: int) -> float:
-    """What no sum in fp16 exceeds on its way, roundings included.
+    """Return a bound on every intermediate of a sum in fp16, roundings included.
 
     With `|s_k| <= B` for each exact partial sum, m roundings of `(1 + d)`, `|d| <= u`, and at most `e`
     where a sum is subnormal, an error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is
@@ -109,7 +109,7 @@ class Sum:
         return self.largest <= FP16.largest
 
     def merged(self, other: Sum) -> Sum:
-        """The larger of two sums of one operation."""
+        """Merge two sums of one operation into the larger sizes."""
         return Sum(
             self.path,
             self.operation,
@@ -121,7 +121,7 @@ class Sum:
 
     @property
     def piece(self) -> int:
-        """How many products may be summed in fp16 at a time, roundings included; 0 for none.
+        """The number of products that may be summed in fp16 at a time, roundings included; 0 for none.
 
         All of them where the sum fits. Else so many groups that even sums of one sign would fit.
         """
@@ -134,7 +134,7 @@ class Sum:
 
 
 def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
-    """The largest sums inside a call of a module, largest first: those that do not fit would be Inf.
+    """Find the largest sums inside a call of a module, largest first; those that do not fit would be Inf.
 
     Args:
         call: makes the call; in fp32, so that nothing overflows while it is looked at.
@@ -185,7 +185,7 @@ def _multiply_noting(
     right: torch.Tensor,
     what: str,
 ) -> torch.Tensor:
-    """The product; how large its sums become, on their way and at the end, goes into `found`."""
+    """Multiply, and note in `found` how large the product's sums become, on their way and at the end."""
     sizes: list[torch.Tensor] = []
 
     def note(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _multiply_noting(
 
 
 def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """As `sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
+    """Apply `sum_groups` to a few rows at a time; only the result is a large tensor."""
     rows = _count_rows(left, right.shape[-1])
     if left.dim() < 2 or rows >= left.shape[-2]:
         return sum_groups(left, right, each)
@@ -218,12 +218,12 @@ def _sum_in_pieces(left: torch.Tensor, right: torch.Tensor, each: After) -> torc
 
 
 def _count_rows(left: torch.Tensor, columns: int) -> int:
-    """Rows of a product that make a piece."""
+    """Return the number of a product's rows that make a piece."""
     return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
 
 
 def sum_groups(left: torch.Tensor, right: torch.Tensor, each: After) -> torch.Tensor:
-    """A product as a sum over groups, `each` done to the sum after every group. fp32."""
+    """Compute a product in fp32 as a sum over groups; apply `each` to the sum after every group."""
     left, right = left.float(), right.float()
     total: torch.Tensor | None = None
     for start in range(0, left.shape[-1], GROUP):
@@ -258,7 +258,7 @@ def _convolve(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> torch.Tensor:
-    """A convolution as products of the windows that its kernel covers, a few of them at a time."""
+    """Compute a convolution as products of the windows that its kernel covers, a few of them at a time."""
     rank = weight.dim() - 2
     batched = given if given.dim() == rank + 2 else given[None]
     strides, dilations = (_repeat(x, rank) for x in (stride, dilation))
@@ -315,7 +315,7 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention with its scores summed first and scaled then, as fused kernels do.
+    """Compute attention with scores summed first and scaled afterwards, as fused kernels do.
 
     `options` are `scale` and `enable_gqa`, as of PyTorch's own function.
 

@@ -38,7 +38,7 @@ def replace_tensors(
     names: Iterable[str] = (),
     keeps: Keeps = lambda name: False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Replaced]]:
-    """Arguments of a call with its tensors changed, and what `put_back` is given after it.
+    """Return a call's arguments with changed tensors, and the replacements for `put_back` to undo.
 
     Args:
         names: of the positional arguments, in order.
@@ -58,7 +58,7 @@ def replace_tensors(
 
 
 def put_back(replaced: list[Replaced]) -> None:
-    """What a caller's lists and mappings held before a call, where the call did not write."""
+    """Restore the items of a caller's lists and mappings, except those that the call wrote."""
     for container, key, before, during in reversed(replaced):
         try:
             is_ours = container[key] is during

@@ -22,12 +22,12 @@ _TYPES = ("cpu", "cuda", "mps", "xpu")
 
 
 def list_autocast() -> tuple[str, ...]:
-    """Device types whose autocast is on."""
+    """List the device types whose autocast is on."""
     return tuple(filter(torch.is_autocast_enabled, _TYPES))
 
 
 def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
-    """What autocast brings a module's products to; None where it is off, or its weights are no wider."""
+    """Return autocast's dtype for a module's products; None if it is off or the weights are no wider."""
     weight = next((x for x in module.parameters() if x.is_floating_point()), None)
     if weight is None or weight.device.type not in list_autocast():
         return None
@@ -37,7 +37,7 @@ def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Every autocast that is on is off inside."""
+    """Turn off every active autocast inside the block."""
     with contextlib.ExitStack() as stack:
         for kind in list_autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -58,7 +58,7 @@ _WATCHERS: list[_Watcher] = []
 
 @contextlib.contextmanager
 def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
-    """The dtypes of autocast that code enters by itself meanwhile, in this thread.
+    """Collect the dtypes of autocasts that code of this thread enters by itself inside the block.
 
     Args:
         is_off: it has no effect there: what is fp32 stays fp32.

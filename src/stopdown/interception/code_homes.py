@@ -9,7 +9,7 @@ OWN = "stopdown."
 
 
 def find_home(value: Any) -> str:
-    """The module of Python that holds the code of a function, property or callable object, with a dot."""
+    """Return the Python module with the code of a function, property or callable object, and a dot."""
     value = _unwrap(value.fget if isinstance(value, property) else value)
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
@@ -18,7 +18,7 @@ def find_home(value: Any) -> str:
 
 
 def is_from(value: Any, homes: tuple[str, ...]) -> bool:
-    """Whether the code of a hook is from these modules, and the class of what it is bound to as well.
+    """Return whether a hook's code, and the class that it is bound to if any, are from these modules.
 
     A method that a library wrote may call what a user's class has in the place of another.
     """
@@ -28,7 +28,7 @@ def is_from(value: Any, homes: tuple[str, ...]) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Whether a hook is one of Stopdown's."""
+    """Return whether a hook is one of Stopdown's."""
     return is_from(value, (OWN,))
 
 

@@ -37,7 +37,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Around a call of the module by this thread.
+        """Hold a place among the module's calls during a call of this thread.
 
         The thread that changes a module does not wait for one that will change another after it.
         """
@@ -62,7 +62,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """While no other thread calls the module.
+        """Own the module inside the block: no other thread calls it.
 
         Inside of a call of this thread the call rests meanwhile: others that wait in theirs come first.
         """
@@ -88,7 +88,7 @@ class ComponentLock:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Around a change of the module: no other thread calls it, and none changes any."""
+        """Change the module inside the block: no other thread calls it, and none changes any."""
         with self.owned(), _ONE_CHANGE:
             before, _thread.is_changing = _thread.is_changing, True
             try:

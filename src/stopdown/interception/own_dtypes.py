@@ -8,7 +8,7 @@ from stopdown.interception.patches import Patches
 
 
 def list_own_dtypes(module: torch.nn.Module) -> frozenset[torch.dtype]:
-    """The dtypes of a module's floating parameters: code keeps some in fp32 beside others in 16 bits."""
+    """Return the dtypes of a module's floating parameters: some may be fp32 beside others in 16 bits."""
     return frozenset(x.dtype for x in module.parameters() if x.is_floating_point())
 
 

@@ -132,7 +132,7 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 
 def _run_once(hook: Hook, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """What a hook gives, unless it ran beneath the layers; code that is compiled goes past those."""
+    """Run a hook, unless it ran beneath the layers already; compiled code bypasses those."""
     if is_traced() or module not in _done.modules:
         return hook(module, args, output)
     return None

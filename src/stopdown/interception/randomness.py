@@ -25,7 +25,7 @@ class RandomSource(NamedTuple):
 
 
 def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSource]:
-    """What a call may draw from: the CPU, the device, and the generators that it is given, in order."""
+    """List the generators a call may draw from: the CPU's, the device's, and given ones in order."""
     sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -44,7 +44,7 @@ def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSo
 
 
 def save_random(device: torch.device, arguments: Mapping[Any, Any]) -> Restore:
-    """Brings back the numbers of today: those of the CPU, of the device, and of given generators.
+    """Return a function that restores the present state of the CPU's, device's and given generators.
 
     Cost: a copy of about 5 KB on the host; no operation on the device.
     """

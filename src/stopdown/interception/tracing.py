@@ -12,7 +12,7 @@ CALLS_REPLACED = threading.RLock()
 
 
 def is_traced() -> bool:
-    """Whether what this thread calls is being traced.
+    """Return whether the code that this thread runs is being traced.
 
     `torch.compiler.is_compiling` alone is true in every thread of a process while one of them exports.
     """
