@@ -189,7 +189,7 @@ def _run(
     plain: Any,
     begun: float,
 ) -> BatchRecord:
-    """Sign the items, give out those that are not finished, and return what came of all."""
+    """Sign the items, hand out those that are not finished, and return the results of all."""
     from stopdown.batch.dispatch import Dispatch, PlanVersions, read_versions
     from stopdown.batch.jobs import prepare
     from stopdown.batch.worker import describe_result, find_finished
@@ -324,7 +324,13 @@ def _check_options(options: BatchOptions) -> None:
 
 
 def _place_media(options: BatchOptions, item: Item) -> Item:
-    """The item with where its pictures and video are; a relative path begins at the prompts file."""
+    """Return the item with the paths of its pictures and video; its own come before those of the command.
+
+    Relative paths begin at the folder of the prompts file.
+
+    Relative paths begin at the folder of the prompts file. Paths of the command apply where the item has
+    none.
+    """
     folder = Path(options.prompts or "").parent  # of "-" and of none, the working folder
     own = {name: str(folder / place) for name, place in item.media.items()}
     shared = {name: str(place) for name in MEDIA if (place := getattr(options, name)) is not None}
@@ -332,7 +338,7 @@ def _place_media(options: BatchOptions, item: Item) -> Item:
 
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
-    """What an item asks for, with what the command says where it says nothing."""
+    """Return the request of an item; the command's options fill in the fields that the item leaves out."""
     own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by the process that makes the item
     own |= {name: x for name, x in item.values.items() if name not in ("prompt", *MEDIA)}
     with naming_line(item, options.prompts or "", OptionError):  # a plan is no fault of the line
@@ -361,7 +367,7 @@ def _open_pool(
     prepared: PreparedBatch,
     state: _Batch,
 ) -> Pool:
-    """The workers: in processes of their own, or the one in this process."""
+    """Start the workers, in processes of their own; a single worker runs in this process."""
     from stopdown.batch.pools import InProcess, Processes
     from stopdown.runtime.session import tell_calls
 
@@ -392,7 +398,7 @@ class _Batch:
     notes: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Some items are finished already."""
+        """Announce the number of items that were finished by an earlier run."""
         if self.results:
             self._announce(f"{self._describe_progress()} items are finished already.")
         self._show()
@@ -413,7 +419,7 @@ class _Batch:
             self.plain.flush()
 
     def _describe_end(self, result: ItemResult) -> str:
-        """A line about an item that came to its end: how far all are, and how long the others take."""
+        """Return a line about a finished item: the progress of the batch and the estimated time left."""
         tried = self._list("made", "failed")
         failed, left = len(self._list("failed")), len(self.tasks) - len(self.results)
         left_s = sum(x.elapsed_s for x in tried) / len(tried) * left / max(1, len(self.workers))

@@ -25,7 +25,9 @@ _NAME = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
 
 @functools.lru_cache(maxsize=8)
 def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments by name: values of JSON, pictures and videos as PIL images, sound as a tensor, texts.
+    """Return extra arguments of a pipeline's call, by name.
+
+    JSON becomes its value, a picture or video PIL images, sound a tensor, and other text stays text.
 
     Args:
         given: texts such as `class_labels=[207]` and `pose_video=pose.mp4`. The suffix of a file decides; a

@@ -71,7 +71,7 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
 
 
 def strip_pictures(record: Comparison | RunRecord) -> Comparison | RunRecord:
-    """A comparison without its frames, which the file keeps."""
+    """Return a comparison without its frames, which remain in the file; other records are unchanged."""
     if isinstance(record, RunRecord):
         return record
     rows = tuple(

@@ -135,7 +135,11 @@ def main(options: CheckOptions) -> int:
 
 
 def is_weight_file(options: CheckOptions) -> bool:
-    """Whether a weight file is named, and nothing that only a model has is asked."""
+    """Return whether the source is a weight file and no option applies to models only.
+
+    Raises:
+        OptionError: an option for models was given for a GGUF file.
+    """
     kind, suffix = find_kind(options.source), Path(options.source).suffix.lower()
     if kind != "file" or suffix not in WEIGHT_FILES:
         return False
@@ -154,7 +158,7 @@ def is_weight_file(options: CheckOptions) -> bool:
 
 
 def check_file(options: CheckOptions, display: Display | None = None) -> FileCheck:
-    """What a weight file holds, and what of it would go wrong."""
+    """Check a weight file: return its contents and the problems that would arise from them."""
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     shown = display or Display()
@@ -240,7 +244,7 @@ def _refuse(options: CheckOptions) -> None:
 
 
 def _fix(options: CheckOptions, checked: CheckResult) -> tuple[list[Finding], tuple[str, ...]]:
-    """What remains of the findings, and what was done."""
+    """Repair a model and write it to `output`; return the remaining findings and a list of the repairs."""
     from stopdown.checkpoints.component_folders import told_as_oserror
     from stopdown.dtype_rules.mend import mend
     from stopdown.pipelines.loader import load_pipeline
@@ -286,14 +290,14 @@ def print_check(record: CheckRecord, console: Console, *, precision: str = "auto
 
 
 def _find_remedy(findings: tuple[Finding, ...]) -> str:
-    """What helps against the worst problem; "" without one."""
+    """Return the remedy for the worst problem; "" if there is none."""
     from stopdown.dtype_rules.findings import is_fault
 
     return next((found.remedy for found in findings if is_fault(found.kind)), "")
 
 
 def _describe_verdict(findings: tuple[Finding, ...]) -> str:
-    """`3 problems and 1 note`, or `No problems`."""
+    """Return the number of problems and notes: `3 problems and 1 note`, or `No problems`."""
     from stopdown.dtype_rules.findings import is_fault
 
     faults = sum(is_fault(found.kind) for found in findings)

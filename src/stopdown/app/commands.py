@@ -77,7 +77,7 @@ add_command(app, "bench", bench_command.main)
 
 
 def run(words: list[str]) -> int:
-    """Run the command that the words of a command line name: its exit code."""
+    """Run the command that a command line names, and return its exit code."""
     streams.fill_streams()
     _refuse_bytes(words)
     if find_command(words) and not {"-h", "--help", "--version"} & set(words):

@@ -118,7 +118,7 @@ def main(options: CompareOptions) -> int:
 
 
 def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
-    """Run the comparison, and write its page and its record: the record, and where the page is.
+    """Run the comparison and write its page and its record; return the record and the path of the page.
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
     """
@@ -191,7 +191,10 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The folder of finished cells for this process alone; one without files is removed at the end."""
+    """Reserve the folder of finished cells for this process within the block.
+
+    Empty folders are removed at the end.
+    """
     busy = InputError(
         f"Another comparison is keeping its cells in {folder} just now.",
         expected="It removes this folder when it is done.",
@@ -212,7 +215,7 @@ describe_no_comparison = functools.partial(describe_other, "comparison")
 
 
 def find_cells(output: Path) -> Path:
-    """Where the cells of a comparison are kept until it is done."""
+    """Return the folder that keeps the finished cells of a comparison until the comparison is complete."""
     return output.with_name(f".{output.name}.cells")
 
 
@@ -221,7 +224,7 @@ _MOST_BYTES = 4 * LONGEST * 1_000
 
 
 def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
-    """Line numbers with their prompts, and the lines that are none."""
+    """Return the prompts of a file with their line numbers, and the lines that are not valid prompts."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:

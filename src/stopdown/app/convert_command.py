@@ -223,7 +223,7 @@ def print_conversion(made: Conversion, console: Console, *, is_whole: bool = Fal
 
 
 def _describe_safety(made: Conversion) -> str:
-    """Which activations are not proven to stay in range, as nothing watches them without Stopdown."""
+    """Describe the activations that are not proven to stay in range and that nothing watches."""
     narrow = [x for x in made.components if x.precision == "fp16"]
     if not narrow:
         return "nothing was converted to fp16; -v shows why."

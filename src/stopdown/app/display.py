@@ -22,20 +22,23 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing: this display holds no resources."""
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage (`load`, `encode`, `denoise`, `decode`) has come this far; `total` 0 when its end is
-        unknown."""
+        """Show the progress of a stage (`load`, `encode`, `denoise`, `decode`).
+
+        Args:
+            total: 0 if the number of steps is unknown.
+        """
 
     def announce(self, text: str) -> None:
-        """Something that a person must hear now: a repair."""
+        """Show an urgent message, such as a repair."""
 
     def inform(self, text: str) -> None:
-        """What a person wants to know before something long begins."""
+        """Show information before a long operation begins."""
 
     def detail(self, text: str) -> None:
-        """Details, for verbose output."""
+        """Show a detail; only verbose output includes it."""
 
 
 def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:

@@ -62,7 +62,7 @@ def main(options: DoctorOptions) -> int:
 
 
 def write_profile(device: str | None) -> str:
-    """A device as a profile in TOML, to start a file of one's own from."""
+    """Return a device's profile as TOML, a starting point for a custom profile."""
     if device is None:
         raise OptionError(
             "A profile is written for one device, and none was named.",
@@ -114,7 +114,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
 
 
 def word_ratio(ratio: float | None) -> str:
-    """`8.3× faster than fp32` for a time ratio of 0.12; "" where nothing was timed."""
+    """Return a time ratio in words: `8.3× faster than fp32` for 0.12; "" if nothing was timed."""
     if ratio is None:
         return ""
     if 0.95 < ratio < 1.05:
@@ -141,7 +141,7 @@ def _print_fits(device: DeviceHealth, console: Console) -> None:
 
 
 def _print_outlook(device: DeviceHealth, console: Console) -> None:
-    """What `auto` would choose, components with one reason together."""
+    """Print the precisions that `auto` would choose; components with the same reason share a line."""
     from stopdown.app.progress import print_prose
 
     console.print("\nWhat --precision auto would choose", style="bold")

@@ -55,7 +55,14 @@ def main(options: ExplainOptions) -> int:
 
 
 def _join(words: tuple[str, ...]) -> str | None:
-    """One subject: a file, or a message whose quotes were forgotten."""
+    """Join the words of a message that was given without quotes; None if there are no words.
+
+    Raises:
+        OptionError: several subjects were given, and one of them is a file.
+
+    Raises:
+        OptionError: several subjects were given, and one of them is a file.
+    """
     files = [word for word in words if len(words) > 1 and _find_path(word)]
     if files:
         raise OptionError(
@@ -67,7 +74,7 @@ def _join(words: tuple[str, ...]) -> str | None:
 
 
 def explain(subject: str | None) -> Diagnosis:
-    """The diagnosis of a file, of standard input (`-`, or nothing), or of a message."""
+    """Return the diagnosis of a file, of standard input (`-` or None), or of a message."""
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
         return _explain_input(sys.stdin.buffer)
     if subject is None or not subject.strip():
@@ -92,7 +99,7 @@ def _explain_input(stream: BinaryIO) -> Diagnosis:
 
 
 def _find_path(subject: str) -> Path | None:
-    """The file that is meant; None when it is a message."""
+    """Return the path of the file to explain; None if the subject is a message."""
     if "\n" in subject or len(subject) > 1000:
         return None
     path = Path(subject)

@@ -105,7 +105,7 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
 
 
 def _read_limit(text: str, profile: Profile, display: Display) -> int:
-    """Bytes that a run may take: what was given, and no more than the device has."""
+    """Return the memory limit of a run in bytes: the given amount, but no more than the device has."""
     if text != "auto":
         given, there = parse_bytes(text), profile.memory_bytes
         if profile.kind == "cpu" or not there or given <= there:
@@ -172,7 +172,10 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Consol
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:
-    """Those that take less than all before them, which take less time; and the chosen one."""
+    """Return the strategies worth showing, from rows in the order of their time.
+
+    They are those that need less memory than every faster strategy, and the chosen one.
+    """
     shown: list[MemoryRow] = []
     for row in rows:
         is_less = not shown or _need(row) < min(map(_need, shown))

@@ -127,7 +127,7 @@ def fit_source(
 
 
 def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int) -> int:
-    """Bytes of weights that wait in host memory; 0 if they wait in files, or if the device is the CPU."""
+    """Return the bytes of weights in host memory; 0 if they stay in files or the device is the CPU."""
     if prediction is None or profile.kind == "cpu" or prediction.stored_bytes > host_limit:
         return 0
     return prediction.stored_bytes
@@ -136,10 +136,12 @@ def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int
 def _answer(
     made: MemoryForecast, prediction: Prediction, error: tuple[float, float] = (1.0, 1.0)
 ) -> str:
-    """`Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`.
+    """Return the answer for a run that fits.
+
+    Example: `Yes, it fits: 13.0 of 15 GiB on the device, component + tiling, …`.
 
     Args:
-        error: what runs took over estimates of their time.
+        error: the lowest and highest ratio of measured to estimated times.
     """
     taken = _compare_bytes(max(made.peak_bytes, made.reserved_bytes), made.limit_bytes)
     strategy = made.chosen.replace("resident", "all weights there").replace("+", " + ")
@@ -161,7 +163,7 @@ def _answer(
 
 
 def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
-    """`No, it does not fit. The smallest strategy, …`, with the nearest size that fits."""
+    """Return the answer for a run that does not fit, with the nearest size that does."""
     way, least = _find_smallest(tried)
     no = (
         f"No, it does not fit. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in "
@@ -176,7 +178,7 @@ def _refuse(made: MemoryForecast, tried: Sequence[Fit]) -> str:
 def _name_command(
     made: MemoryForecast, options: Any, needed: Sequence[str], sizes: Mapping[str, Any]
 ) -> str:
-    """What to type for the run that was chosen, with the inputs that it needs in capitals."""
+    """Return the command line for the chosen run; inputs that are still needed are in capitals."""
     asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
     names = {entry.name for entry in dataclasses.fields(options)}
     left_out = {"device": None, "host_memory": "auto", "prompt": None}
@@ -202,7 +204,7 @@ def _name_command(
 
 
 def _compare_bytes(count: int, limit: int) -> str:
-    """`13.0 of 15.0 GiB`; each with its unit when they differ."""
+    """Return two sizes for comparison: `13.0 of 15.0 GiB`, or each with its unit if the units differ."""
     first, second = format_bytes(count).split(), format_bytes(limit).split()
     return " ".join([first[0], *first[1:] * (first[1] != second[1]), "of", *second])
 
@@ -225,10 +227,10 @@ def _try_way(
     answers: Answers,
     limit: int = 0,
 ) -> Fit:
-    """What every strategy takes in one precision, those that cost the least time first.
+    """Predict the memory of every strategy in one precision; the fastest come first.
 
     Args:
-        limit: where everything fits into it as it is, no other strategy is tried.
+        limit: no further strategy is tried if the model fits into these bytes without one.
     """
     from stopdown.memory.caching_allocator import find_workspace
     from stopdown.memory.forecast import Room, predict_all, sort_by_time
@@ -269,7 +271,7 @@ def _count_disk(fit: Fit, host_limit: int) -> Fit:
 
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:
-    """Timed on a device of this machine, else what its profile says."""
+    """Return the measured speed of a device of this machine, or the speed that its profile states."""
     from stopdown.memory.speed import find_speed, measure_speed
 
     device, profile = find_target(name)
@@ -326,7 +328,7 @@ def _explain_choice(
 
 
 def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
-    """What another way would have come to."""
+    """Describe the best strategy of a plan that was not chosen."""
     from stopdown.memory.forecast import choose
     from stopdown.plans.precision_and_memory import list_rows
 
@@ -352,7 +354,7 @@ def _shrink(
     display: Display,
     limit: int,
 ) -> tuple[Reduction, Request] | None:
-    """The largest smaller size that fits in the first way to compute; None when none does."""
+    """Find the largest smaller size that fits with the first plan; None if none does."""
     from stopdown.memory.smaller_requests import Size, find_largest, list_smaller, shrink_request
     from stopdown.plans.precision_and_memory import build_way
 
@@ -386,5 +388,5 @@ _SIZES = ("frames", "height", "width")
 
 
 def _describe(request: Request) -> dict[str, Any]:
-    """Sizes and guidance that were asked for, or that were made smaller."""
+    """Return the sizes and the guidance of a request, without those that are not set."""
     return {name: v for name in (*_SIZES, "guidance") if (v := getattr(request, name)) is not None}

@@ -153,7 +153,7 @@ def _refuse_several_processes() -> None:
 
 
 def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
-    """The options of each run: one, or `--num` with the seeds that follow and numbered outputs."""
+    """Return the options of each run; `--num` makes several, with consecutive seeds and output numbers."""
     if options.num < 1:
         raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
     if options.num == 1:
@@ -236,7 +236,10 @@ def generate(
 def _find_source(
     options: GenerateOptions, request: Request, display: Display, kept: ModelCache
 ) -> Source:
-    """The model, downloaded if need be: what the run will take is shown before its weights come."""
+    """Find the model, and download it if necessary.
+
+    The forecast of the run is shown before the weights are downloaded.
+    """
     if find_kind(options.source) == "hub":
         found = find_source(options, display, with_weights=False)
         refuse_missing_prompt(found.pipeline_class, found.components, request)
@@ -346,7 +349,11 @@ def _generate(
 def _open_journal(
     options: GenerateOptions, source: Source, display: Display
 ) -> Iterator[Journal | None]:
-    """The journal that was asked for, refused before anything is loaded when it is another run's."""
+    """Open the journal that `--journal` names, before anything is loaded; yield None without one.
+
+    Raises:
+        StopdownError: the journal belongs to another run.
+    """
     if options.journal is None:
         yield None
         return
@@ -363,7 +370,7 @@ _RUN_IDENTITY = (*(x.name for x in FIELDS), "lora", "arg")
 
 
 def _read_request(options: GenerateOptions) -> Request:
-    """The request with its files read, before anything heavy is done."""
+    """Validate the options and return the request with its input files read, before any costly work."""
     check_rate(options.fps)
     if options.prompt == "":
         raise OptionError(
@@ -398,7 +405,7 @@ def _check_output_early(options: GenerateOptions) -> None:
 
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
-    """What was asked for, as JSON has it: paths as text, lists, and nothing that was left away."""
+    """Return the options as JSON types; paths become text, and options that are not set are left out."""
     given = {
         name: x for name, x in asdict(options).items() if x not in (None, ()) and name not in SHOWN
     }

@@ -41,7 +41,7 @@ def find_start(target: str, *, is_module: bool) -> Start:
 
 
 def _find_module(name: str) -> ModuleSpec:
-    """The spec of a module with code; of a package its `__main__`."""
+    """Return the spec of a module; for a package, the spec of its `__main__`."""
     try:
         found = importlib.util.find_spec(name)
         if found is not None and found.submodule_search_locations is not None:
@@ -78,7 +78,7 @@ def _run_file(path: str) -> None:
 
 
 def _compile(path: str) -> CodeType | None:
-    """The code of a file; None where it is no source."""
+    """Compile a source file; return None for a folder, an archive or a `.pyc` file."""
     if Path(path).is_dir() or path.endswith(".pyc"):
         return None
     text = Path(path).read_bytes()
@@ -95,7 +95,7 @@ def _run(code: CodeType, **more: Any) -> None:
 
 @contextlib.contextmanager
 def as_main(target: str, words: tuple[str, ...], *, is_module: bool) -> Iterator[None]:
-    """With a `__main__`, arguments and a search path like those that Python would give the program."""
+    """Install the `__main__`, arguments and search path that Python gives a program, within the block."""
     from stopdown.interception.patches import Patches
 
     main = ModuleType("__main__")
@@ -110,7 +110,7 @@ def as_main(target: str, words: tuple[str, ...], *, is_module: bool) -> Iterator
 
 
 def execute(start: Start) -> tuple[int, BaseException | None]:
-    """Run a program: its exit code, and what it raised, which is printed as Python would."""
+    """Run a program; return its exit code and its exception, which is printed as Python prints it."""
     try:
         start()
     except Stopped:  # a signal, and not the script

@@ -15,12 +15,12 @@ from stopdown.errors import StopdownError, make_printable
 
 
 def find_command(words: list[str]) -> str:
-    """The command among the words of a command line; "" without one."""
+    """Return the name of the command in a command line; "" if there is none."""
     return next((word for word in words if not word.startswith("-")), "")
 
 
 def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) -> int:
-    """Print why a command failed, without a traceback for a user's mistake: the exit code.
+    """Print the reason that a command failed and return the exit code; a user's mistake has no traceback.
 
     Args:
         words: of the command line, after `stopdown`.
@@ -48,7 +48,7 @@ def report_interrupt(words: list[str], name: str) -> None:
 
 
 def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
-    """What Ctrl-C or another signal left, and how to go on, as whole sentences.
+    """Describe the effect of Ctrl-C or another signal, and how to continue, in whole sentences.
 
     Args:
         cause: `Ctrl-C`, or the name of the signal.
@@ -70,7 +70,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
 
 
 def _report(kind: str, parts: list[str], wants_json: bool) -> None:
-    """One line where a program reads; in a terminal each part on lines of its own, not cut in words.
+    """Write a message to standard error: each part on its own lines in a terminal, else one line.
 
     A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
     """
@@ -97,7 +97,7 @@ _WIDEST = 100
 
 
 def _wrap(text: str, width: int) -> str:
-    """A text in lines; paths and options stay whole."""
+    """Wrap a text into lines without breaking paths and options."""
     return textwrap.fill(
         text,
         width - len("stopdown: "),

@@ -154,7 +154,7 @@ def print_plan(made: Plan, output: Path, options: PlanOptions, console: Console)
 
 
 def describe_proof(made: Plan) -> str:
-    """What of a plan is proven, what is not, and the least headroom, in one line."""
+    """Summarise the proof of a plan in a line: proven and unproven parts, and the least headroom."""
     planned = [x for x in made.components if x.precision == "fp16"]
     if not planned:
         return "No component can run in fp16; -v shows why."

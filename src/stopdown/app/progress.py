@@ -65,7 +65,7 @@ class _PlainConsole(Console):
 
 
 def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
-    """A console on stdout or stderr, for text of any origin."""
+    """Return a console on stdout or stderr that is safe for text of any origin."""
     return _PlainConsole(stderr=stderr, highlight=highlight, markup=False, emoji=False)
 
 
@@ -89,7 +89,7 @@ def print_prose(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def print_parts(console: Console, *parts: str | tuple[str, str]) -> None:
-    """As `print_prose`, of texts and pairs of a text and its style."""
+    """Print a paragraph as `print_prose` does, from texts and pairs of a text and its style."""
     print_prose(console, Text.assemble(*parts))
 
 
@@ -145,7 +145,7 @@ class Lines(Display):
             self._print(self._shown, now)
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage has come this far; `total` 0 when its end is unknown."""
+        """Show the progress of a stage; `total` is 0 if it is unknown."""
         now, key = self._clock(), what if stage == "import" else stage
         if key != self._current:
             self._current, self._since = key, now
@@ -223,7 +223,7 @@ class Bars(Lines):
 
 
 def open_display(options: CommandOptions, *, is_short: bool = False) -> Display:
-    """What shows the progress of a command on standard error: bars in a terminal, else lines.
+    """Return the display of a command's progress on standard error: bars in a terminal, else lines.
 
     Nothing is shown with `--quiet`, and with `--json` only in a terminal: a program reads there.
 
@@ -245,11 +245,11 @@ def print_result(
     name: object = None,
     highlight: bool = True,
 ) -> None:
-    """What a command ends with on standard output: its record as JSON, a file's name, or a text.
+    """Print the result of a command on standard output: its record as JSON, a file's name, or a text.
 
     Args:
-        record: without pictures.
-        name: of the file that was written, which is all that `--quiet` leaves; None for none.
+        record: the record without its pictures.
+        name: name of the file that was written; `--quiet` prints nothing else. None if there is no file.
     """
     if options.json:
         sys.stdout.write(to_json(record))
@@ -260,7 +260,7 @@ def print_result(
 
 
 def make_table(*headings: str, right: Collection[str] = (), **options: Any) -> Table:
-    """A table without lines.
+    """Return a table without lines.
 
     Args:
         right: headings of columns of numbers.
@@ -283,5 +283,5 @@ def _word(stage: str, what: str, done: int, total: int) -> str:
 
 
 def _show_time(seconds: float) -> str:
-    """`0:01:48`"""
+    """Format seconds as hours, minutes and seconds: `0:01:48`."""
     return str(datetime.timedelta(seconds=int(seconds)))

@@ -106,7 +106,7 @@ def _refuse_dtype(args: Sequence[str]) -> None:
 
 
 def _move_prompt(args: Sequence[str]) -> list[str]:
-    """The words of a command with what --prompt gives at their end, where the argument is."""
+    """Move the values of `--prompt` to the end of a command's words, the place of the argument."""
     rest, prompts = list[str](), list[str]()
     words = iter(args)
     for word in words:
@@ -120,17 +120,17 @@ def _move_prompt(args: Sequence[str]) -> list[str]:
 
 
 def list_options(record: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a command's record, its own first, those of all commands last."""
+    """Return the fields of a command's record: its own come first, those that all commands share last."""
     levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
     places = list(dict.fromkeys(name for level in levels for name in level))
     return sorted(dataclasses.fields(record), key=lambda entry: places.index(entry.name))
 
 
 def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> str:
-    """What repeats a command, as it is typed.
+    """Return the command line that repeats a command.
 
     Args:
-        always: options that are written also where they are as by default.
+        always: options to include even if they have their default values.
     """
     words = ["stopdown", name, options.source]
     for entry in list_options(type(options)):
@@ -152,7 +152,7 @@ _METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
 
 def _describe_value(entry: dataclasses.Field[Any], hint: Any) -> Any:
-    """The hint of a field with a name for its value, instead of the name of its type, and its reader."""
+    """Return the type hint of an option with a readable name for its value and a strict parser."""
     values, *described = get_args(hint)
     info = copy.copy(described[0])
     parts = (values,) if get_origin(values) is list else get_args(values) or (values,)
@@ -173,7 +173,7 @@ _DECIMAL = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECA
 
 
 def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int | float:
-    """A number in plain digits: Python's own reader takes `1_000`, `١٠`, ` 10 ` and `nan` as well."""
+    """Parse a number in plain digits; Python's own parser also takes `1_000`, `١٠`, ` 10 ` and `nan`."""
     if isinstance(given, (int, kind)) and not isinstance(given, bool) and math.isfinite(given):
         return kind(given)
     text = str(given)
@@ -194,7 +194,7 @@ _EXAMPLES = {int: "20", float: "6.5"}
 
 
 def _read_path(flag: str, kind: type, given: object) -> object:
-    """A path that is not empty, which would be the working folder."""
+    """Return a path, and refuse an empty one, which would mean the working folder."""
     if given == "":
         raise OptionError(
             f"{flag} is empty.",
@@ -232,7 +232,7 @@ def reword(error: StopdownError, options: Any) -> None:
 
 
 def reword_text(text: str, options: Any) -> str:
-    """A text in which `frames` and frames=9 are flags, or PROMPT where the command takes an argument."""
+    """Replace option names in a message, such as `frames` and frames=9, with flags or argument names."""
     for said, flag in _FLAGS.items():
         text = text.replace(said, flag)
     pattern, arguments = _read_options(options.__class__)
@@ -258,7 +258,7 @@ _NAMED = re.compile(r'"(\w+)": \.\.\.')
 
 @functools.cache
 def _read_options(command: type) -> tuple[re.Pattern[str], frozenset[str]]:
-    """How messages name the options of a command, and those of them that are arguments."""
+    """Return a pattern that matches a command's options in messages, and the names of its arguments."""
     names = [entry.name for entry in dataclasses.fields(command)]
     names += [alias for name in names for alias in _ALIASES.get(name, ())]
     either = "|".join(names)
@@ -271,5 +271,5 @@ def _read_options(command: type) -> tuple[re.Pattern[str], frozenset[str]]:
 
 
 def name_source(text: str, source: str) -> str:
-    """A text in which the name of the model stands for SOURCE, as it is typed in a shell."""
+    """Replace SOURCE in a text with the name of the model, quoted for a shell."""
     return re.sub(r"\bSOURCE\b", lambda _: shlex.quote(source), text)

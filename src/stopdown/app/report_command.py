@@ -75,7 +75,7 @@ def main(options: ReportOptions) -> int:
 def report(
     record: Path, output: Path | None, *, force: bool = False
 ) -> tuple[Comparison | RunRecord, Path]:
-    """The record, and the page that was written of it.
+    """Write the page of a record; return the record and the path of the page.
 
     Args:
         record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
@@ -95,7 +95,7 @@ def report(
 
 
 def find_record(path: Path) -> Path:
-    """The record that is meant: the file itself, or the one beside an output or page that was named."""
+    """Return the path of a record: the path itself, or the record beside an output or page."""
     if not path.name or path.suffix == ".json":
         return path
     beside = find_record_path(path)
@@ -103,7 +103,10 @@ def find_record(path: Path) -> Path:
 
 
 def name_page(record: Path) -> Path:
-    """`circle.html` for `circle.mp4.json`, `report.html` for `report.html.json`."""
+    """Return the default page of a record: `circle.html` for `circle.mp4.json`.
+
+    `report.html.json` becomes `report.html`.
+    """
     stem = record.with_suffix("") if record.suffix == ".json" else record
     return stem.with_suffix(".html")
 
@@ -117,7 +120,7 @@ _TYPES = {
 
 
 def _read_media(record: Path) -> tuple[str, str] | None:
-    """The output that a run's record is beside, when a page can hold it."""
+    """Return the type and base64 of the output beside a run's record; None if a page cannot hold it."""
     output = record.with_suffix("")
     kind = _TYPES.get(output.suffix.lower())
     if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:

@@ -24,7 +24,7 @@ from stopdown.sources.sources import Source, refuse_ignored
 def read_request(
     options: Any, *, prompt: str | None = None, takes_profile: bool = False
 ) -> Request:
-    """Return what a command asks of a pipeline, refused before anything heavy is done.
+    """Return the request that a command's options describe; errors are raised before any costly work.
 
     Args:
         options: of a command that has `RunOptions`.
@@ -108,7 +108,7 @@ def _name_flag(name: str, value: object = None) -> str:
 
 
 def find_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
-    """The model that a command names, with its variant, LoRAs and scheduler; nothing is loaded."""
+    """Find the model that a command names, with its variant, LoRAs and scheduler; nothing is loaded."""
     found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own
     grid = find_grid(read_configs(found.path))
@@ -117,7 +117,7 @@ def find_source(options: Any, display: Display, *, with_weights: bool = True) ->
 
 
 def read_limit(memory: str | None) -> int | None:
-    """The bytes that `--memory` names; None for `none`, `auto` and no limit."""
+    """Return the bytes that `--memory` names; None for `none`, `auto` or no limit."""
     return None if memory in (None, "auto", "none") else parse_bytes(str(memory))
 
 

@@ -102,12 +102,12 @@ class ScriptOptions(CommandOptions):
 
     @property
     def target(self) -> str:
-        """What is run: the module where one was named, else the file."""
+        """The program to run: the module if one was named, else the file."""
         return self.module or self.script or ""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Arguments of what is run; those of a module begin where the file would stand."""
+        """The program's arguments; for a module they include the word in the place of the file."""
         before = (self.script,) if self.module is not None and self.script is not None else ()
         return (*before, *self.arguments)
 
@@ -241,7 +241,7 @@ _NO_DEVICE = (
 
 
 def _check_options(options: ScriptOptions) -> str | None:
-    """The path of the plan, None without one; refused are options that a script cannot have."""
+    """Refuse options that a script cannot have; return the path of the plan, or None."""
     plan = find_plan_path(options.precision)
     is_as_is = options.precision.strip() == AS_IS
     if not is_as_is and any(parse_request(options.precision, also=(AS_IS,))):
@@ -300,16 +300,16 @@ _MOST_NAMED = 8
 
 
 def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
-    """The script's exit code.
+    """Return the exit code of the script.
 
     Args:
-        strict: 1 when it ended well though a fault was not repaired, or something was found in its frames.
+        strict: return 1 after a success with an unrepaired fault, or with findings in the frames.
     """
     return record.exit_code or int(strict and (record.unrepaired or bool(record.findings)))
 
 
 def _describe_run(run: GuardRecord) -> str:
-    """What a run called, and what was repaired in it."""
+    """Describe the calls of a run and the repairs in it."""
     counts = []  # `UNet 3x fp16 (5.2 bits of headroom in what it returned)`
     for call in run.calls:
         counts.append(f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}")
@@ -328,7 +328,7 @@ def _describe_run(run: GuardRecord) -> str:
 
 
 def _describe_faults(record: ScriptRecord) -> str:
-    """Which faults were left, and what came of them."""
+    """Name the components with unrepaired faults, and describe the consequences."""
     places = dict.fromkeys(
         repair.component
         for run in (*record.runs, *filter(None, (record.modules,)))

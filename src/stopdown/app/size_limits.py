@@ -117,10 +117,10 @@ def refuse_too_large(
 def refuse_unmeasurable(
     source: Source, request: Request, device: str | None, display: Display, *, precision: str
 ) -> None:
-    """As `refuse_too_large`, for runs of prompts and pictures that a command brings itself.
+    """Refuse a size as `refuse_too_large` does, for commands that supply their own prompts and pictures.
 
     Args:
-        device: its name; None is whichever device holds the run, and no less than the host's memory.
+        device: name of the device; None takes the host's memory as the limit.
     """
     from stopdown.pipelines.class_selection import select_class
     from stopdown.pipelines.loader import complete_source, find_class
@@ -144,7 +144,7 @@ def _find_peak(fit: Fit) -> int:
 
 
 def _find_size(pipe: Any, request: Request) -> Size:
-    """Frames, height and width of what is asked for; a side that was not asked for is as the other."""
+    """Return the frames, height and width of a request; a missing side equals the other one."""
     from stopdown.memory.smaller_requests import Size
 
     height, width = request.height or request.width, request.width or request.height
@@ -153,7 +153,7 @@ def _find_size(pipe: Any, request: Request) -> Size:
 
 
 def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
-    """Smaller sizes that the model can make and that may fit, each of half the pixels of the last."""
+    """List smaller sizes that the model can make and that may fit; each has half the pixels of the last."""
     from stopdown.memory.smaller_requests import Size
 
     step = find_grid(read_configs(source.described)).side
@@ -223,7 +223,7 @@ def show_before_download(
 
 
 def describe_forecast(made: MemoryForecast, *, is_limited: bool = True) -> str:
-    """The answer, and below it each precision with its reason."""
+    """Return the answer of a forecast, followed by each precision with its reason."""
     answer = made.answer
     if not is_limited:
         taken, needed = format_bytes(made.peak_bytes), format_bytes(made.download_bytes)

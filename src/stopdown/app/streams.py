@@ -94,7 +94,9 @@ def _explain_failure(error: OSError) -> StdoutError | ReaderGone:
 
 @contextmanager
 def checked_stdout(*, is_json: bool) -> Iterator[None]:
-    """Within the block `sys.stdout` is checked, escapes what it cannot show, and is flushed at the end.
+    """Check writes to `sys.stdout` within the block, and flush it at the end.
+
+    Characters that its encoding lacks are escaped.
 
     Args:
         is_json: it is UTF-8, whatever the terminal has.
