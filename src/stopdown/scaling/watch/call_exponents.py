@@ -61,7 +61,7 @@ def find_ends(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CallEnds | None:
-    """What a call needs at its ends so that exponents hold for it; None when they do not.
+    """Find the exponents of a call's inputs and outputs with which a scaling holds; None if none do.
 
     Args:
         module: as it was before exponents were folded in; its weights may be on `meta`.
@@ -123,13 +123,13 @@ def _fix_all(
 
 
 def _list_read(capture: Capture) -> list[str]:
-    """Names of the parameters and buffers that a call reads."""
+    """List the names of the parameters and buffers that a call reads."""
     held = (node for node in capture.graph.graph.nodes if node.op == "placeholder" and node.users)
     return [capture.parameters[node.name] for node in held if node.name in capture.parameters]
 
 
 def _read_exponent(folds: Folds, place: Place, shape: tuple[int, ...]) -> int | None:
-    """The one exponent of a block of a tensor; None where it has several."""
+    """Return the exponent of a block of a tensor; None if it has several."""
     if not folds:
         return 0
     rows = spread_rows(folds, shape[0] if shape else 1)
@@ -148,7 +148,7 @@ def _sort_inputs(
     kwargs: Mapping[str, Any],
     signatures: Collection[str],
 ) -> list[int]:
-    """Numbers of the call's tensors, those first that the measured calls had as well."""
+    """Sort the numbers of the call's tensors: those that the measured calls also had come first."""
     flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     paths = [path for path, x in flat if isinstance(x, torch.Tensor)]
     known = " ".join(signatures)
@@ -171,7 +171,7 @@ class _Exponents:
         return self._known.get(self._system.find(unknown), 0)
 
     def fix(self, unknown: int, exponent: int) -> bool:
-        """Whether an unknown can have this exponent; it has it from now on."""
+        """Fix the exponent of an unknown; return False if it has another one already."""
         return self._known.setdefault(self._system.find(unknown), exponent) == exponent
 
     def settle(self, unknown: int) -> bool:

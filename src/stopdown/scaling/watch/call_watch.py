@@ -427,7 +427,7 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def using(self, *, is_on: bool) -> Iterator[None]:
-        """A call of this thread with the exponents on, or off."""
+        """Run a call of this thread with the exponents on or off."""
         with self.switch.using(is_on=is_on):
             self._thread.is_inside = True
             try:
@@ -583,14 +583,14 @@ def note_weights(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def exponents_on(module: torch.nn.Module) -> Iterator[None]:
-    """A block in which a module has its exponents, also if its last call ran without them."""
+    """Keep a module's exponents on inside the block, also if its last call ran without them."""
     watch = find_watch(module)
     with contextlib.nullcontext() if watch is None else watch.using(is_on=True):
         yield
 
 
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
-    """The watch of now; another thread may have put other exponents on since a call began."""
+    """Return the module's present watch; another thread may have replaced exponents since a call began."""
     watch: CallWatch | None = vars(module).get(_WATCH)
     if watch is None or watch.module is not module:
         return None
@@ -615,13 +615,13 @@ def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
 
 
 def has_passed(module: torch.nn.Module) -> bool:
-    """Whether the watch of now, if there is one, let the call through that this thread makes."""
+    """Return whether the module's watch, if any, let this thread's call through."""
     watch = find_watch(module)
     return watch is None or watch.has_call_here
 
 
 def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
-    """Whether a call is right, as it is, with the exponents that are on a module now."""
+    """Return whether a call is right, unchanged, with the exponents that are on a module now."""
     watch = find_watch(module)
     if watch is None or not watch.switch.is_on:
         return True
@@ -652,7 +652,7 @@ def _list_tensors(call: ComponentCall) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(tensors: list[torch.Tensor]) -> bool:
-    """Cost: a host read."""
+    """Return whether all readable values are finite. Cost: a host read."""
     bounds = bound_values([x for x in tensors if is_readable(x)])
     return bounds is None or bool(bounds.isfinite().all())
 

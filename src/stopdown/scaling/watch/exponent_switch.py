@@ -86,13 +86,13 @@ class ExponentSwitch:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A block in which no call begins or ends, and nothing is switched."""
+        """Let no call begin or end and nothing be switched inside the block."""
         with self._turn:
             yield
 
     @contextlib.contextmanager
     def using(self, *, is_on: bool) -> Iterator[None]:
-        """A call with the exponents on, or off; under the module's lock, as a guard's changes of it are.
+        """Run a call with the exponents on or off, under the module's lock, as a guard's changes are.
 
         Raises:
             ReplacedError: they were taken off for good while the call waited.
@@ -116,7 +116,7 @@ class ExponentSwitch:
                 self._turn.notify_all()
 
     def _begin(self, *, is_on: bool) -> bool:
-        """Whether a call has begun: not while the exponents are to be switched, and no other calls."""
+        """Begin a call and return True, or return False if the exponents must be switched first."""
         with self._turn:
             while self._users and self.is_on != is_on and not self.is_removed:
                 self._turn.wait()
@@ -151,7 +151,7 @@ class ExponentSwitch:
         self._forget()
 
     def _forget(self) -> None:
-        """What was kept of calls may have another scale or dtype; compiled code has other hooks."""
+        """Clear caches of calls, whose scale or dtype may be wrong now, and code with other hooks."""
         self.changes += 1
         clear_caches(self._module)
         if any(find_code(x) for x in self._module.modules()):

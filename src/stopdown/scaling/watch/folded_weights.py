@@ -52,7 +52,7 @@ class FoldedWeights:
 
     @property
     def has_half(self) -> bool:
-        """Whether some of them are in 16 bits."""
+        """Whether any of the folded weights is in 16 bits."""
         return any(x.tensor.itemsize == 2 for x in self._weights)
 
     def refuse_gradients(self, patches: Patches) -> None:
@@ -102,12 +102,12 @@ class _Weight:
     sample: torch.Tensor | None
 
     def has_moved(self) -> bool:
-        """Whether another tensor is there, or something was written into it."""
+        """Return whether the tensor was replaced or written to."""
         tensor = self.holder.get(self.key)
         return tensor is not self.tensor or count_writes(tensor) != self.version
 
     def accept(self) -> bool:
-        """Whether the tensor that is there has the same values, or none here; it is known then.
+        """Accept the present tensor if it has the same values, or none here; return whether it does.
 
         Cost: a host read.
         """
@@ -124,7 +124,7 @@ class _Weight:
 
 
 def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Name, holder and key of each tensor that is in fp32."""
+    """Yield the name, holder and key of each tensor that is in fp32."""
     for path, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():
@@ -154,6 +154,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether samples are the same in the narrower of their dtypes."""
+    """Return whether samples are equal in the narrower of their dtypes."""
     narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
     return torch.equal(before.to(narrow), now.to(narrow))

@@ -98,7 +98,7 @@ class KnownCalls:
         self._skeleton = _copy_without_weights(module)
 
     def reads_values(self, key: Key) -> bool:
-        """Whether the code of such calls asks tensors for their values."""
+        """Return whether the code of such calls reads tensors' values."""
         return key[0] in self._reading
 
     def refuse(self, key: Key) -> None:
@@ -111,7 +111,7 @@ class KnownCalls:
     def holds_for_copy(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a call of a deep copy is right as it is."""
+        """Return whether a call of a deep copy is right unchanged."""
         if key not in self._of_copies:
             found = self.verdicts.get(key) or self.find_ends(key, method, args, kwargs)
             self._of_copies[key] = found
@@ -119,7 +119,7 @@ class KnownCalls:
         return ends is not None and ends.is_plain
 
     def holds_for_read(self, key: Key, answers: Answers, call: ComponentCall) -> bool:
-        """Whether the exponents hold for a call whose code read these values.
+        """Return whether the exponents hold for a call whose code read these values.
 
         Cost: for values that were not read before a capture, `_MOST_ANSWERS` times a signature: values
             that never led the code elsewhere by then are compared no more.
@@ -141,7 +141,7 @@ class KnownCalls:
     def find_ends(
         self, key: Key, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = ""
     ) -> CallEnds | None:
-        """What a call needs so that the exponents hold; None when they do not.
+        """Find the exponents at a call's ends under which the scaling holds; None if none do.
 
         Cost: for sizes that read what is folded as others of the signature did, a run without values; else
             a capture.
@@ -169,7 +169,7 @@ class KnownCalls:
     def _read(
         self, kind: _Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
     ) -> frozenset[int] | None:
-        """How a call reads what is folded, and once how the first ones of its kind did; None if unknown."""
+        """Trace how a call reads folded tensors, and once how its kind's first did; None if unknown."""
         skeleton = self._skeleton
         if skeleton is None or not kind.is_read or self._settings.is_other_code:
             return None
@@ -201,7 +201,7 @@ class KnownCalls:
         is_short: bool = True,
         answers: Answers = (),
     ) -> CallEnds | None:
-        """What a call needs at its ends by the equations of its graph.
+        """Find the exponents at a call's ends by the equations of its graph; None if none do.
 
         Args:
             answers: what its code asked tensors for, and got.
@@ -228,7 +228,7 @@ class KnownCalls:
         return None  # nothing is known of such calls
 
     def describe_difference(self, key: Key, method: str, *, names_sizes: bool = True) -> str:
-        """`with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`, against known calls."""
+        """Describe how a call differs: `with hidden=True, without mask[2d]`, or `with sizes 1x16, 4`."""
         signature, sizes = key
         if signature not in self._scaling.signatures:
             return describe_difference(signature, self._scaling, method)
@@ -238,7 +238,7 @@ class KnownCalls:
 
 
 def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module with weights on `meta`, to be traced; None where it cannot be copied."""
+    """Copy the module with weights on `meta`, for tracing; return None if it cannot be copied."""
     memo = detach_derived(module)
     for tensor in name_parameters(module).values():
         empty = torch.empty_like(tensor, device="meta")
@@ -257,12 +257,12 @@ def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_path(call: ComponentCall) -> str:
-    """The path of a part that is called alone; "" for a call of the module."""
+    """Return the path of a part that is called alone; "" for a call of the module."""
     return call.callee.component_name if call.callee.stage == "part" else ""
 
 
 def describe_difference(signature: str, scaling: Scaling, method: str) -> str:
-    """`with hidden=True, without mask[2d]`, against the nearest signature that is known."""
+    """Describe a signature against the nearest known one: `with hidden=True, without mask[2d]`."""
     parts = _list_parts(signature)
     known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
     if not known:

@@ -25,7 +25,7 @@ _REMEDY = "Run it under the guard, stopdown.guard(pipe, plan), which repairs tha
 
 
 def list_ranged(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The arguments whose magnitude matters: no times, positions and masks."""
+    """Yield the arguments whose magnitude matters: no times, positions and masks."""
     for name, tensor in named:
         if is_readable(tensor) and tensor.dim() > 1 and not (is_mask(name) or is_kept(name)):
             yield name, tensor
