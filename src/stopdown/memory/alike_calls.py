@@ -28,7 +28,7 @@ _NUMBERS = ("layer_idx",)
 
 
 def sign_block(block: torch.nn.Module) -> str:
-    """What tells apart blocks that take memory differently: parts, weights, settings and hooks."""
+    """Return a signature of a block's memory use: parts, weights, settings and hooks."""
     told: list[Any] = []
     for path, part in block.named_modules():
         attributes = {
@@ -44,14 +44,17 @@ def sign_block(block: torch.nn.Module) -> str:
 
 
 def _describe_kind(value: Any) -> str:
-    """The class of a value, or the name of a function with the classes of what is bound to it."""
+    """Return the class of a value, or the name of a function with the classes of its bound arguments."""
     if isinstance(value, functools.partial):
         return f"{_describe_kind(value.func)}({[_describe_kind(x) for x in value.args]})"
     return getattr(value, "__qualname__", "") or type(value).__qualname__
 
 
 def sign_state(block: torch.nn.Module) -> str:
-    """What a block's modules keep beside weights and buffers: tensors by shape, plain values by value."""
+    """Return a signature of a block's state beside weights and buffers.
+
+    Tensors count by shape, plain values by value.
+    """
     with torch._C.DisableTorchFunction():
         return str(
             [
@@ -93,10 +96,10 @@ class GivenArguments:
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 
     def describe(self, output: Any) -> Result | None:
-        """What the code gave; None where that cannot be given again from shapes alone.
+        """Describe the code's output; return None if shapes alone do not suffice to give it again.
 
-        A tensor that it made has to have memory of its own, only lists may have been written into, and what
-        the block keeps has to be as large as before.
+        A tensor that it made must have memory of its own, only lists may have been written into, and the
+        block's state must be as large as before.
         """
         fixed = self._list_fixed()
         if sign_state(self._block) != self._state:
@@ -122,7 +125,7 @@ class GivenArguments:
             return Result(*pytree.tree_map_only(torch.Tensor, describe, nest))
 
     def _list_fixed(self) -> list[Any]:
-        """What the code may not change: everything but what lists hold."""
+        """List the argument values that the code may not change: all except those in lists."""
         args, kwargs = self._given
         lists = {id(x) for x in self._lists}
         return pytree.tree_leaves([x for x in (*args, *kwargs.values()) if id(x) not in lists])
@@ -156,7 +159,7 @@ class Result:
 
 
 def find_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    """Arguments that are lists without a nest in them: caches and counters that code may write into."""
+    """Find the list arguments without nested containers: caches and counters that code may write into."""
     return [
         x
         for x in (*args, *kwargs.values())
@@ -193,7 +196,7 @@ def _is_same(before: Any, leaf: Any) -> bool:
 
 
 def _own_their_memory(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether each of some tensors fills a storage that nothing else of them has."""
+    """Return whether each made tensor fills a storage of its own, shared with no other tensor."""
     storages = [x.untyped_storage() for x in made]
     others = [x.untyped_storage() for x in given]
     own = {*map(id, storages)} - {*map(id, others)}

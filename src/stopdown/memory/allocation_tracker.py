@@ -99,7 +99,7 @@ class StorageTracker(TorchDispatchMode):
         return output
 
     def add(self, nbytes: int) -> None:
-        """A storage is made."""
+        """Count a new storage."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -134,7 +134,7 @@ def _find_block() -> int:
 
 
 def count_workspace(func: Any, args: Any, output: Any) -> int:
-    """Bytes that an operation takes beside its output while it runs; 0 where nothing is known."""
+    """Return the bytes that an operation takes beside its output while it runs; 0 if unknown."""
     if func is not torch.ops.aten.convolution.default or args[0].device.type != "cpu":
         return 0
     backend = str(_select_backend(args))
@@ -151,7 +151,7 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
 
 
 def count_sums(func: Any, args: Any) -> int:
-    """Bytes that attention takes on CUDA beside its output: its sums in fp32, for wide heads.
+    """Return the bytes that attention takes on CUDA beside its output: its sums in fp32, for wide heads.
 
     The memory-efficient kernel keeps them in registers up to 128 values a head, and in memory beyond
     (`kNeedsOutputAccumulatorBuffer` of PyTorch's `kernel_forward.h`); FlashAttention ends at 256.
@@ -170,7 +170,7 @@ _ATTENTION = (
 
 
 def _select_backend(args: Any) -> Any:
-    """The implementation that PyTorch takes for the arguments of `aten.convolution`."""
+    """Return the implementation that PyTorch takes for the arguments of `aten.convolution`."""
     given, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     return torch._C._select_conv_backend(
         given,

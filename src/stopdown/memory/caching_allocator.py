@@ -38,9 +38,9 @@ HOPPER_WORKSPACE_BYTES = 4096 * 8 * 1024
 
 
 def find_workspace(profile: Profile) -> int | None:
-    """Bytes of cuBLAS's workspace on a device whose allocator keeps segments; None on one that keeps none.
+    """Return the bytes of cuBLAS's workspace on a device; None if its allocator keeps no segments.
 
-    Those of ROCm and XPU follow the same rules. That of MPS has others, which are not modelled.
+    The allocators of ROCm and XPU follow CUDA's rules. That of MPS has others, which are not modelled.
     """
     if profile.kind in ("cpu", "mps"):
         return None
@@ -52,12 +52,12 @@ class OutOfMemory(Exception):
 
 
 def round_size(nbytes: int) -> int:
-    """Bytes of the block for so many."""
+    """Round a request up to the bytes of its block."""
     return max(BLOCK_BYTES, -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def size_segment(size: int) -> int:
-    """Bytes that are taken from the driver for a block that nothing free is large enough for."""
+    """Return the bytes to take from the driver for a block for which no free one is large enough."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < LARGE_BYTES:
@@ -112,12 +112,12 @@ class Pool:
         block.is_free = False
 
     def count_pages(self, size: int) -> int:
-        """Bytes of the pages that an expandable segment lacks for a block at its end."""
+        """Return the bytes of the pages that an expandable segment lacks for a block at its end."""
         there = self.last.size if self.last is not None and self.last.is_free else 0
         return -(-(size - there) // self.page) * self.page
 
     def find(self, size: int) -> Block | None:
-        """The smallest free block of at least this size; the end of an expandable segment comes last."""
+        """Find the smallest free block of at least this size, the end of an expandable segment last."""
         at = bisect.bisect_left(self.keys, (size, 0, 0))
         found = [self.blocks[key] for key in self.keys[at : at + 2]]
         return next((x for x in found if x is not self.last), found[0] if found else None)
@@ -150,7 +150,7 @@ class CachingAllocator:
         self._places = itertools.count(1)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """A block for so many bytes; None for none, as a tensor without elements has none."""
+        """Allocate a block for so many bytes; return None for a tensor without elements."""
         if nbytes <= 0:
             return None
         size = round_size(nbytes)

@@ -79,14 +79,14 @@ def predict_all(
     progress: Callable[[int, int], None] | None = None,
     room: Room = NO_LIMIT,
 ) -> Fit:
-    """A dry run of every variant, and predict every strategy.
+    """Run every variant dry and predict every strategy.
 
-    A variant whose result has other sizes is left out: tiles that do not fit this size.
+    A variant is left out if its result has other sizes: its tiles do not fit this size.
 
     Args:
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
-        answers: of dry runs of other pipelines of this configuration; what is new is added.
+        answers: of dry runs of other pipelines of this configuration; new answers are added.
     """
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
@@ -133,7 +133,7 @@ def predict_all(
 def predict_resident(
     pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
 ) -> Fit:
-    """What one step takes with all weights on the device, and nothing else tried."""
+    """Predict the memory of one step with all weights on the device, and with no other strategy."""
     given = {**arguments, "num_inference_steps": 1}
     run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
@@ -147,7 +147,7 @@ def _find_sides(run: RunMemory) -> tuple[int, int] | None:
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
-    """The same predictions, those first that are estimated to take the least time.
+    """Sort predictions by their estimated time, the least first.
 
     Tiles and chunks change the picture where they meet, so they come first only if they save more than a
     few percent, and never before a run with nothing made smaller.
@@ -173,13 +173,16 @@ def _fits(prediction: Prediction, limit_bytes: int) -> bool:
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:
-    """The predictions that decode in tiles, or those that do not: of what is native, tiles alone show."""
+    """Keep the predictions that decode in tiles, or those that do not.
+
+    Tiling is the only native setting that changes the picture.
+    """
     kept = tuple(one for one in fit.predictions if one.strategy.tiling == tiling)
     return dataclasses.replace(fit, predictions=kept)
 
 
 def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
-    """Whether runs that are compared decode in tiles, which all do if one has to; None where none fits."""
+    """Return whether compared runs decode in tiles: all do if one has to. Return None if none fits."""
     fitting = [fit for fit in fits if choose(fit, limit_bytes) is not None]
     if not fitting:
         return None
@@ -191,7 +194,7 @@ def find_smallest(fit: Fit) -> Prediction:
 
 
 def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
-    """The table of all strategies, with times as ratios to `unit_s`."""
+    """Make the table of all strategies, with times as ratios to `unit_s`."""
     return tuple(
         MemoryRow(
             one.strategy.name,
@@ -207,7 +210,7 @@ def make_rows(fit: Fit, unit_s: float) -> tuple[MemoryRow, ...]:
 
 
 def estimate_time(prediction: Prediction, speed: Speed | None) -> float:
-    """Seconds that a run takes; 1.0 where nothing is known of the device."""
+    """Estimate the seconds that a run takes; 1.0 if the device's speed is unknown."""
     if speed is None:
         return 1.0
     return prediction.flops / speed.flops_per_s + prediction.moved_bytes / speed.link_bytes_per_s

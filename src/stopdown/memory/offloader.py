@@ -153,7 +153,7 @@ def predict_run(
     device: str = "cpu",
     workspace_bytes: int | None = None,
 ) -> Fit:
-    """A dry run of a pipeline: what every strategy takes, those that cost the least time first.
+    """Run a pipeline dry and predict every strategy, those that cost the least time first.
 
     Args:
         speed: of the device; without it strategies are in the order of what they usually cost.
@@ -199,7 +199,7 @@ _BETWEEN = "between the calls of components, where the pipeline holds its result
 
 
 def _list_formats(pipe: Any) -> str:
-    """The formats that weights of a pipeline are in, the one with most bytes first."""
+    """List the formats of a pipeline's weights, the one with most bytes first."""
     sizes: dict[str, int] = {}
     for module in find_components(pipe).values():
         for tensor in module.parameters():
@@ -270,7 +270,7 @@ def _make_groups(
     strays: Mapping[str, frozenset[str]],
     store: WeightStore,
 ) -> Iterable[WeightGroup]:
-    """The groups of one component, those of its blocks and layers before its own."""
+    """Yield the weight groups of one component, those of its blocks and layers before its own."""
     parts = dict(module.named_modules())
     groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
     for group, paths in groups.items():

@@ -28,7 +28,7 @@ def count_reserved(
     workspace_bytes: int = WORKSPACE_BYTES,
     expandable: bool = False,
 ) -> int:
-    """The least limit for reserved memory that a run stays within.
+    """Return the least limit for reserved memory, in bytes, that a run stays within.
 
     Args:
         run: with the strategy's `variant` put on.
@@ -78,7 +78,7 @@ class _Weights:
                     self._load("", sizes)
 
     def begin(self, component: str) -> None:
-        """A call begins: what waits for the whole of it comes."""
+        """Begin a call: load the weights that it needs throughout."""
         name = name_component(component)
         self._current, before = name, self._current
         if self._placement == "resident":
@@ -90,26 +90,26 @@ class _Weights:
             self._load("", [x for sizes in self._run.tensors[name].values() for x in sizes])
 
     def end(self) -> None:
-        """A call is over."""
+        """End a call."""
         if self._placement in ("block", "leaf"):
             self.leave("")
 
     def enter(self, path: str) -> None:
-        """A module is entered."""
+        """Enter a module: load its weights unless they are in use."""
         if (sizes := self._find_units().get(path)) is not None:
             self._users[path] = self._users.get(path, 0) + 1
             if self._users[path] == 1:
                 self._load(path, sizes)
 
     def leave(self, path: str) -> None:
-        """A module is left."""
+        """Leave a module: drop its weights after their last user."""
         if self._users.get(path):
             self._users[path] -= 1
             if not self._users[path]:
                 self._drop(path)
 
     def _find_units(self) -> dict[str, list[int]]:
-        """Path of what is loaded as one → bytes of each of its tensors."""
+        """Map the path of each loading unit to the bytes of each of its tensors."""
         name = self._current
         if self._placement in ("resident", "component"):
             return {}

@@ -102,7 +102,7 @@ class RunMemory:
     trace: tuple[CallMemory | list[Event], ...] = field(default=(), repr=False, compare=False)
 
     def weigh(self, component: str) -> int:
-        """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
+        """Return the bytes of all parameters of a component; directions of an autoencoder share theirs."""
         return self.totals[name_component(component)][0]
 
 
@@ -112,12 +112,12 @@ def listen_to_run(
     listener: MemoryListener | None = None,
     answers: Answers | None = None,
 ) -> RunMemory:
-    """What one run takes, by a dry run of its first steps.
+    """Measure the memory of one run by a dry run of its first steps.
 
     Args:
-        pipe: from `skeletons`, with what makes calls smaller already on it.
-        listener: what is known of the device and of what is on the pipeline; None for a CPU and nothing.
-        answers: of runs that were heard before, for pipelines of the same configuration.
+        pipe: from `skeletons`, with any settings that make calls smaller already on it.
+        listener: facts about the device and the settings on the pipeline; None for a CPU without settings.
+        answers: of earlier runs of pipelines of the same configuration.
     """
     listener = listener or MemoryListener()
     try:
@@ -158,7 +158,7 @@ class MemoryListener(Listener):
         self._trace: list[CallMemory | list[Event]] = []
 
     def conclude(self, pipe: Any) -> RunMemory:
-        """What the run that is over took, on a skeleton or the pipeline itself."""
+        """Return the memory of the finished run, of a skeleton or of the pipeline itself."""
         parts = find_components(pipe)
         return RunMemory(
             calls=tuple(self._calls),
@@ -173,12 +173,12 @@ class MemoryListener(Listener):
         )
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
-        """Everything that the pipeline's own code makes is counted."""
+        """Count all storages that the pipeline's own code makes."""
         self._steps = arguments.get("num_inference_steps", 0)
         return self._tracker
 
     def sign(self, call: ComponentCall) -> str:
-        """What the device and what is on the pipeline change of a call."""
+        """Return a signature of the settings of device and pipeline that change a call."""
         return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
 
     def begin(self, run: DryCall) -> None:
@@ -273,7 +273,10 @@ class MemoryListener(Listener):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What a tile or block gives; one like an earlier one takes as much on top of what is alive."""
+        """Return the output of a tile or block.
+
+        One like an earlier one is not run. It takes the same memory on top of the live bytes.
+        """
         here = self._paths.current
         self._note(here)
         alive, call = self._tracker.live_bytes - self._begun, self._call
@@ -306,7 +309,7 @@ class MemoryListener(Listener):
     def _watch_tile(
         self, alive: int, arguments: GivenArguments, code: Callable[[], Any]
     ) -> tuple[Any, Footprint]:
-        """What a tile or block gives and takes by itself."""
+        """Run a tile or block; return its output and its footprint by itself."""
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         begun = len(self._tracker.events)
@@ -323,13 +326,13 @@ class MemoryListener(Listener):
         return output, Footprint(here, peaks, own.entries, flops, result, again)
 
     def enter(self, path: str) -> None:
-        """The module around it pauses."""
+        """Enter a module and note the peak of the module around it."""
         self._note(self._paths.stack[-2])
         self._call.entries[path] = self._call.entries.get(path, 0) + 1
         self._tracker.events.append((path, 1))
 
     def leave(self, path: str) -> None:
-        """What this module took as the innermost one is known."""
+        """Leave a module and note its peak as the innermost one."""
         self._note(path)
         self._tracker.events.append((path, 0))
 
@@ -375,7 +378,7 @@ def _join(found: dict[str, frozenset[str]], more: Mapping[str, frozenset[str]]) 
 
 
 def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, frozenset[str]]:
-    """Path of a module → modules that used its weights while it did not run, over all calls."""
+    """Map each module to those that used its weights while it did not run, over all calls."""
     merged: dict[str, frozenset[str]] = {}
     for call in calls:
         if name_component(call.component) == component:
@@ -440,5 +443,5 @@ def _repeat(events: list[Event], before: str, after: str, numbers: Iterator[int]
 
 
 def _move(path: str, before: str, after: str) -> str:
-    """The path of a module inside of one block, as that of another block's."""
+    """Return the path that a module inside one block has in another block."""
     return after + path[len(before) :] if is_inside(path, before) else path

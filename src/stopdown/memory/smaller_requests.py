@@ -44,7 +44,7 @@ class Size:
 
     @property
     def pixels(self) -> int:
-        """Of all frames together."""
+        """The pixels of all frames together."""
         return self.frames * self.height * self.width
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def find_largest(
     predict: Callable[[Size], Fit],
     limit_bytes: int,
 ) -> tuple[Size, Fit] | None:
-    """The largest size that fits, and what its strategies take; None when none does.
+    """Find the largest size that fits, with the predictions of its strategies; None if no size fits.
 
     Args:
         sizes: the largest first.
@@ -178,7 +178,7 @@ def _shrink(
 
 
 def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:
-    """What a step in fp32 takes with all weights at hand, and the size of what it makes."""
+    """Predict the memory of an fp32 step with all weights on the device, and its output's size."""
     skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
     skeleton.set_progress_bar_config(disable=True)
     fit = predict_resident(skeleton, arguments, on_cpu=on_cpu)

@@ -62,7 +62,7 @@ class Speed:
     error: tuple[float, float] = (1.0, 1.0)
 
     def read_from_disk(self) -> Speed:
-        """The speed where weights that wait are read from files each time."""
+        """Return the speed if waiting weights are read from files each time."""
         if self.link_bytes_per_s <= DISK_BYTES_PER_S:
             return self
         reason = f"{self.reason.rstrip('.')}, and files at {DISK_BYTES_PER_S / 1e9:g} GB/s."
@@ -84,7 +84,7 @@ def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
 
 
 def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
-    """The speed of a device that is here, for the slowest of these formats.
+    """Measure the speed of a device of this machine, for the slowest of these formats.
 
     Cost: about a tenth of a second on a CPU; longer in a format that it emulates.
     """
@@ -107,7 +107,7 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
 
 
 def _leave_untimed(why: str) -> Speed:
-    """A typical speed, with the reason why nothing was timed."""
+    """Return a typical speed, with the reason why nothing was timed."""
     said = f"a typical rate, because {why} to be timed: only their order holds."
     return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, said)
 
@@ -124,16 +124,16 @@ def _time_product(device: Device, name: str) -> float:
 
 
 def _time_second(device: Device, work: Callable[[], Any]) -> float:
-    """Seconds of some work when it is done again: the first time sets things up.
+    """Return the seconds of repeated work: the first time sets things up.
 
-    The least of three times, for what else runs here only adds to it.
+    The result is the least of three times, because other work on this machine only adds to it.
     """
     work()
     return max(time_runs(device, work, 3), 1e-9)
 
 
 def time_runs(device: Device, run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some runs."""
+    """Return the seconds of the fastest of some runs."""
     seconds: list[float] = []
     for _ in range(repeats):
         synchronise(device)

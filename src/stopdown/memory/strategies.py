@@ -67,11 +67,14 @@ class Strategy:
 
     @property
     def variant(self) -> Variant:
-        """What of it changes the calls themselves."""
+        """The settings that change the calls themselves."""
         return self.slicing, self.tiling, self.pieces, self.split, self.frames
 
     def sign(self, call: ComponentCall) -> str:
-        """What of it changes this call; slicing has nothing to cut in a batch of one."""
+        """Return a signature of the settings that change this call.
+
+        Slicing does nothing in a batch of one.
+        """
         split = f"split={self.split}"
         if call.callee.stage == "denoise":
             return f"pieces={self.pieces} {split}"
@@ -107,14 +110,14 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """What a device has to have: tensors, or what its allocator takes for them."""
+        """The bytes that a device must have: for tensors, or for its allocator's segments."""
         return max(self.peak_bytes, self.reserved_bytes)
 
 
 def list_strategies(
     *, has_tiling: bool, has_slicing: bool, has_chunks: bool = False, fused: bool = True
 ) -> tuple[Strategy, ...]:
-    """All that are tried, those that cost the least time first."""
+    """List all strategies to try, those that cost the least time first."""
     smaller = [Strategy()]
     smaller += [Strategy(slicing=True)] if has_slicing else []
     smaller += [Strategy(slicing=has_slicing, tiling=True)] if has_tiling else []
@@ -130,7 +133,7 @@ def list_strategies(
 
 
 def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
-    """The peak of a strategy, and what it moves.
+    """Predict the peak of a strategy, and the bytes that it moves.
 
     Args:
         run: with the strategy's `variant` put on.
@@ -162,11 +165,14 @@ def group_weights(
     strays: Mapping[str, frozenset[str]],
     placement: Placement,
 ) -> dict[str, tuple[str, ...]]:
-    """What is loaded as one: path of the module that it is loaded for → modules whose weights it is.
+    """Group modules with weights into units that are loaded together.
 
     Args:
         weights: paths of the modules with parameters directly in them.
         strays: as in `RunMemory`; such weights are loaded for the whole call, under "".
+
+    Returns:
+        path of the module that each unit is loaded for → paths of the modules with its weights.
     """
     if placement == "resident":
         return {}
@@ -189,7 +195,7 @@ def _choose_unit(path: str, blocks: Collection[str], placement: Placement) -> st
 
 
 def _list_around(path: str) -> Iterator[str]:
-    """A module's path and those of all modules around it, the component's, "", last."""
+    """Yield the paths of a module and of all modules around it, the component's, "", last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -208,12 +214,12 @@ def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
 
 
 def _count_repeats(run: RunMemory, call: CallMemory, steps: int) -> float:
-    """How often a run dry call stands for one of the real run."""
+    """Return how many calls of the real run one dry call represents."""
     return steps / max(1, run.steps) if call.stage == "denoise" else 1.0
 
 
 def _weigh_units(run: RunMemory, component: str, placement: Placement) -> dict[str, int]:
-    """Path of what is loaded as one → its bytes."""
+    """Map the path of each loading unit to its bytes."""
     name = name_component(component)
     weights, blocks = run.weights[name], run.blocks[name]
     if placement == "component":
@@ -223,7 +229,7 @@ def _weigh_units(run: RunMemory, component: str, placement: Placement) -> dict[s
 
 
 def _count_moved(run: RunMemory, strategy: Strategy, steps: int) -> int:
-    """Bytes brought to the device in a run: a component once while it is called in a row."""
+    """Count the bytes moved to the device in a run: a component once while it is called in a row."""
     moved, current = 0, ""
     for call in run.calls:
         name = name_component(call.component)

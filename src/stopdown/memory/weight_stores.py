@@ -258,7 +258,7 @@ class WeightStore(SameInCopies):
         return stored if self._place is not None else StoredWeight(stored.read(), stored.dtype)
 
     def _write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy to load from: in host memory, or mapped from a file, which takes none."""
+        """Copy a tensor to load from: to host memory, or to a mapped file, which takes no memory."""
         if self._place is None:
             return tensor.detach().to("cpu", copy=True)
         if is_mapped(tensor):
@@ -286,5 +286,5 @@ def find_waiting(module: torch.nn.Module, tensor: torch.Tensor) -> StoredWeight 
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; `cuda` alone is any of them."""
+    """Return whether a tensor is on a device; `cuda` alone matches any CUDA device."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -364,7 +364,7 @@ class PlannedModel:
 
 
 def _find_entry(module: torch.nn.Module, entry: ComponentPlan) -> AppliedEntry:
-    """The entry that was put on while its module was empty."""
+    """Return the entry that was put on while its module was empty."""
     found = find_applied(module)
     assert found is not None, entry.component
     return found
