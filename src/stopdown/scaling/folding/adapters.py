@@ -64,12 +64,12 @@ _ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude
 
 
 def is_adapter_layer(module: object) -> bool:
-    """Whether a module is a layer that PEFT put around another."""
+    """Return whether a module is a layer that PEFT put around another."""
     return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
 
 
 def unwrap_name(name: str) -> str:
-    """The name that a parameter or module has where no adapter is around it."""
+    """Return the name that a parameter or module has without adapters around it."""
     return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
 
 
@@ -79,7 +79,7 @@ def list_adapter_names(layer: Any) -> set[str]:
 
 
 def list_parts(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of one adapter in a layer, by role."""
+    """Map the roles in one adapter of a layer to its tensors."""
     found: dict[str, torch.Tensor] = {}
     for kind in layer.adapter_layer_names:
         holder = getattr(layer, kind, {})
@@ -132,7 +132,7 @@ class AdapterFolds(SameInCopies):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """A module was put into its place somewhere: follow it if it wraps a layer of ours."""
+        """Follow a module that was just assigned somewhere, if it wraps a layer of ours."""
         if not is_adapter_layer(child) or FOLLOWED in vars(child):
             return
         layer: Any = child
@@ -156,7 +156,7 @@ class AdapterFolds(SameInCopies):
 
 
 def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """A hook of all modules that does not keep the one it works for, and its weights, for ever."""
+    """Make a hook for all modules that does not keep its owner, and the owner's weights, alive."""
 
     def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         found = see()
@@ -281,7 +281,7 @@ def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
 
 
 def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
-    """Exponents of the rows of a layer's weight or bias; None where there is none."""
+    """Return the exponents of the rows of a layer's weight or bias; None without such a tensor."""
     tensor = getattr(base, name, None)
     if tensor is None:
         return None
@@ -291,7 +291,7 @@ def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.
 
 
 def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
-    """What exponents of the columns of a layer's weight add to those of its rows."""
+    """Return the exponents of a weight's columns, which add to those of its rows; None for a vector."""
     found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
     if base.weight.dim() < 2:
         return None
@@ -299,12 +299,12 @@ def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
 
 
 def _read_factor(folds: AdapterFolds, base: Any) -> int:
-    """The exponent by which the plan multiplies what the layer gives, before an adapter adds to it."""
+    """Return the exponent by which the plan multiplies a layer's output before an adapter adds to it."""
     return folds.scaling.multiplies.get(folds.paths[base], 0)
 
 
 def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
-    """The norm of a merged DoRA, which PEFT keeps for taking it out, goes with its magnitudes."""
+    """Scale the norm of a merged DoRA, which PEFT keeps for unmerging, with its magnitudes."""
     kept = getattr(layer, "_caches", {}).get(f"{name}-weight_norm")
     if kept is not None:
         shape = kept.shape if exponents.numel() == kept.numel() else (1,) * kept.dim()
@@ -317,12 +317,12 @@ def follow_adapters(
     exponents: Mapping[str, Folds],
     patches: Patches,
 ) -> None:
-    """Adapters of a module take its exponents from now on, until `patches` is undone."""
+    """Have a module's adapters take its exponents from now on, until `patches` is undone."""
     AdapterFolds(module, scaling, exponents).put_on(patches)
 
 
 def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the magnitudes of a DoRA are still the norms of the weight that it was put on."""
+    """Return whether the magnitudes of a DoRA are still the norms of the weight that it was put on."""
     if weight.is_meta or parts["lora_B"].any():
         return False
     norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
@@ -331,7 +331,7 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_wide(scaling: Scaling, path: str) -> bool:
-    """Whether a layer stays in fp32, as a module or beside an fp32 stream: fp16 may not hold its input."""
+    """Return whether a layer stays in fp32, as a module or beside a stream: fp16 may not hold its input."""
     kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
     return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
@@ -394,7 +394,7 @@ def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Ten
 
 
 def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """All of it on B's rows, but for what A takes so that fp16 holds both."""
+    """Put all of the exponents on B's rows, except the share that A takes so that fp16 holds both."""
     if "lora_B" not in parts or "lora_A" not in parts:
         raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
     if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
@@ -405,7 +405,7 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
-    """The exponent that A takes: none where fp16 holds B with all of it, else up to a balance of both."""
+    """Choose the exponent that A takes: 0 if fp16 holds B with all of it, else up to a balance of both."""
     if not rows.any():
         return 0
     first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
@@ -426,7 +426,7 @@ def _is_uniform(rows: torch.Tensor) -> bool:
 
 
 def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Exponents of rows in the shape of a tensor: along one of its dimensions, or one for all of it."""
+    """Reshape the exponents of rows for a tensor: along one of its dimensions, or one for all of it."""
     if tensor.dim() and tensor.shape[dim] == len(rows):
         return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
     if not _is_uniform(rows):
@@ -437,7 +437,7 @@ def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
-    """Adapters that are merged while values are replaced stay merged when `patches` brings those back.
+    """Keep adapters merged that are merged while values are replaced, once `patches` restores those.
 
     Returns:
         A function that unmerges them. `patches` must run it first, so it is deferred last.
@@ -468,9 +468,9 @@ def _list_layers(module: torch.nn.Module) -> list[Any]:
 
 
 def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
-    """By how many bits an adapter makes longer what a layer gives, at most, and the path of that layer.
+    """Return the bits by which an adapter lengthens a layer's output, at most, and the path of that layer.
 
-    That is `1 + s |B A| / |W|` in largest singular values, of the layer where it is the most.
+    The growth of a layer is the log2 of `1 + s |B A| / |W|` in largest singular values.
     """
     most = (0.0, "")
     for path, layer in module.named_modules():
@@ -496,7 +496,7 @@ def _measure_layer(layer: Any, name: str) -> float:
 
 
 def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
-    """Adapters of a module that do not have the exponents of their weights, and why not."""
+    """List a module's adapters without the exponents of their weights, with the reason."""
     found: dict[str, str] = {}
     for layer in _list_layers(module):
         followed = vars(layer).get(FOLLOWED)

@@ -70,7 +70,7 @@ class CastCheck(SameInCopies):
 
 
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A module, and the outermost of its parts that can be called: lists of parts cannot."""
+    """Yield a module and the outermost of its parts that can be called: lists of parts cannot."""
     yield module
     for part in module.children():
         yield from _list_called(part)
@@ -85,7 +85,7 @@ def _list_called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _read_dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Dtype of each floating parameter and buffer that has values."""
+    """Return the dtype of each floating parameter and buffer that has values, by name."""
     return {
         name: tensor.dtype
         for name, tensor in name_parameters(module).items()

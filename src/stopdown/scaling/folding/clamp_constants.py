@@ -71,7 +71,7 @@ class _ScaledClamps(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _scale(self, value: torch.Tensor, bound: Any) -> Any:
-        """A bound times its factor; fp16 would round some to 0, and what is divided by it then is 0 / 0."""
+        """Multiply a bound by its factor; in fp16 keep it above 0, as a division by it would give 0 / 0."""
         if not isinstance(bound, int | float) or not value.is_floating_point():
             return bound
         if bound not in self.factors:

@@ -96,7 +96,7 @@ class Rescaling:
 
     @property
     def trial(self) -> Trial | None:
-        """What the module gave when it was run once as `cast_` leaves it; None where it was not."""
+        """The result of one trial run of the module as `cast_` leaves it; None without a trial."""
         return self.scaling.trial
 
     def defer(self, patches: Patches) -> None:
@@ -116,12 +116,12 @@ class Rescaling:
 
 
 def read_headroom(scaling: Scaling) -> float:
-    """Its bits of headroom, infinite where nothing was measured."""
+    """Return a scaling's bits of headroom; infinite if nothing was measured."""
     return math.inf if scaling.headroom_bits is None else scaling.headroom_bits
 
 
 def describe_trial(trial: Trial | None) -> str:
-    """`run once in fp16: 0.042 % from fp32, bf16 0.34 %`, or that it was not tried."""
+    """Describe a trial: `run once in fp16 (1 call): 0.042 % from fp32, bf16 0.34 %`, or its absence."""
     if trial is None or not trial.calls:
         return "not tried in fp16"
     ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
@@ -210,10 +210,10 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
 
 
 def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """What of a scaling does not fit a module that it is to be folded into, each as a clause.
+    """Yield the entries of a scaling that do not fit a module to be folded, each as a clause.
 
-    A name that the module does not have; a tensor that would not be finite in what it is cast to, or a
-    whole matrix that would vanish in it.
+    An entry misfits if the module lacks its name, if its tensor would not be finite after the cast, or if a
+    whole matrix would vanish in it.
 
     Cost: a pass over each tensor that is folded, and a host read.
     """
@@ -245,9 +245,9 @@ _MOST_ROUNDED = 2.0**-8
 
 
 def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """The factors of a module with its exponents on that fp16 rounds more than bf16, each as a clause.
+    """Yield the factors of a module, with its exponents on, that fp16 rounds more than bf16, as clauses.
 
-    A bias is left out: what it is added to is larger, or it would have an exponent.
+    Biases are left out: the values that they are added to are larger, or they would have an exponent.
 
     Cost: a pass over each tensor, and a host read.
     """
@@ -282,7 +282,7 @@ def _list_misfit(
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
-    """Whether there is such a place; old plans name blocks of another dimension as rows: all, or none."""
+    """Return whether a tensor has such a place; old plans name blocks of any dimension as rows."""
     if not place:
         return tensor.is_floating_point()
     size = tensor.shape[len(place) - 1] if len(place) <= tensor.dim() else len(place) == 1
@@ -306,7 +306,7 @@ def check_casts(rescaling: Rescaling) -> None:
 
 
 def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """What a scaling has that a plain cast breaks."""
+    """Yield the parts of a scaling that a plain cast breaks, in words."""
     if count := len(scaling.fp32_modules):
         yield f"{count} fp32 layer{'s' * (count != 1)}"
     if scaling.stream is not None:
@@ -414,12 +414,12 @@ def cast_(
 
 
 def has_more_than_folds(scaling: Scaling) -> bool:
-    """Whether exponents come with what a weight file has no place for, eps aside."""
+    """Return whether a scaling has more than a weight file can hold, eps aside."""
     return bool(scaling.multiplies or scaling.operands) or keeps_fp32(scaling)
 
 
 def keeps_fp32(scaling: Scaling) -> bool:
-    """Whether something of a module that is cast stays in fp32, for the sake of its range."""
+    """Return whether a cast module keeps anything in fp32 for the sake of its range."""
     return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
 
 
@@ -459,7 +459,7 @@ def _cast_parts(
 
 
 def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
-    """The parts of a module, itself among them, that hold tensors with exponents."""
+    """List the parts of a module, itself among them, that hold tensors with exponents."""
     paths = {""}
     for name in scaling.exponents:
         path = split_name(name)[0].rpartition(".")[0]
@@ -470,7 +470,7 @@ def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.n
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """What a scaling has for one part of its module, as a scaling of that part alone."""
+    """Return the entries of a scaling for one part of its module, as a scaling of that part alone."""
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
@@ -563,7 +563,7 @@ def narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _narrow_outputs(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """The fp32 tensors of an output in `dtype`, but for the numbered ones, which it cannot hold."""
+    """Cast the fp32 tensors of an output to `dtype`, except the numbered ones, which it cannot hold."""
     if not is_traced() and _UNMEASURED.module is module:
         _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide
         return output
@@ -581,9 +581,9 @@ def _narrow_tensors(
 def _narrow_what_fits(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """The same of a module that is in fp32 as a whole; what `dtype` cannot hold stays fp32 as well.
+    """Cast the outputs of a module that is in fp32 as a whole; values that `dtype` cannot hold stay fp32.
 
-    Compiled code cannot look.
+    Compiled code casts all but the numbered outputs: it cannot look at values.
     """
     if is_traced():
         return _narrow_outputs(wide, dtype, module, args, output)
@@ -591,7 +591,7 @@ def _narrow_what_fits(
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
-    """A stream whose casts to the narrow dtype stay out of fp32 modules, where weights are fp32."""
+    """Remove a stream's casts to the narrow dtype from fp32 modules, whose weights are fp32."""
     return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
 
 
@@ -654,7 +654,7 @@ def _multiply_output(
 def widen_outputs(
     exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """The numbered tensors of an output in fp32 with their exponents taken off."""
+    """Cast the numbered tensors of an output to fp32 and take their exponents off."""
     tensors = {id(x): x for x in iterate_tensors(output)}.values()
     wide = {
         id(x): x.float() * 2.0 ** -exponents[number]

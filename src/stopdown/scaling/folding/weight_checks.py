@@ -21,14 +21,14 @@ MOST_NAMED = 8
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """True for a weight whose stored numbers are not its values: a power of two cannot be folded."""
+    """Return whether a weight's stored numbers are not its values: a power of two cannot be folded in."""
     if is_traceable_wrapper_subclass(tensor):
         return True
     return not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() == 1
 
 
 def find_quantised(module: torch.nn.Module) -> str:
-    """How a module is quantised: by what method, or its packed weights; "" when it is not.
+    """Describe how a module is quantised: by its method, or its packed weights; "" if it is not.
 
     Transformers names GGUF as the method of a module whose weights it has turned into plain floats.
     """
