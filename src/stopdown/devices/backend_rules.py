@@ -63,7 +63,9 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     onednn: bool = False
 
     def list_also(self, place: Place) -> list[tuple[str, ...]]:
-        """The patterns of `also` that hold at a place; where nothing is known of oneDNN, fp64's alone."""
+        """Return the patterns of `also` that apply at a place; if its oneDNN is unknown, those of fp64
+        only.
+        """
         taken = ("fp32", "bf16", "fp16") if place.onednn is None else place.onednn
         return [pattern for pattern in self.also if not self.onednn or pattern[0] not in taken]
 
@@ -160,7 +162,7 @@ class Place:
 
 
 def find_operation(target: object) -> Operation | None:
-    """The operation that a call in a captured graph is, None when there are no rules for it.
+    """Return the operation of a call in a captured graph; None if there are no rules for it.
 
     Args:
         target: an overload such as `torch.ops.aten.linear.default`, its name, `aten.linear` or `linear`.
@@ -174,7 +176,7 @@ def find_operation(target: object) -> Operation | None:
 def judge_operands(
     operation: Operation, place: Place, operands: Mapping[str, Sequence[str]]
 ) -> Ruling:
-    """Whether operands of these formats are taken together at a place.
+    """Return whether a backend accepts operands of these formats together.
 
     Args:
         operands: formats by argument name, several for a list of tensors. Names that the operation
@@ -199,7 +201,7 @@ def judge_operands(
 
 
 def judge_format(operation: Operation, place: Place, format_name: str) -> Ruling:
-    """Whether an operation is implemented in a format at a place."""
+    """Return whether a backend implements an operation in a format."""
     row = operation.rows.get(place.backend)
     for gap in row.gaps if row else ():
         if format_name in gap.formats and _applies(gap, place):
@@ -213,7 +215,7 @@ def judge_format(operation: Operation, place: Place, format_name: str) -> Ruling
 
 
 def list_attention(backend: str, capability: tuple[int, int] | None) -> dict[str, tuple[str, ...]]:
-    """Formats that each attention kernel takes at a place, by the kernel's name.
+    """Return the formats that each attention kernel of a backend takes, by the kernel's name.
 
     Args:
         backend: `cpu`, `cuda` or `mps`.
@@ -231,12 +233,12 @@ def list_version_faults(
     backend: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> list[VersionFault]:
-    """The known faults of installed versions.
+    """Return the known faults of installed versions.
 
     Args:
         versions: version by package; None when it is not installed.
-        backend: only what shows there; None for all.
-        capability: only what shows on cards of this compute capability; None for all.
+        backend: limit the result to faults of this backend; None for all.
+        capability: limit the result to faults of cards with this compute capability; None for all.
     """
     return [
         fault
@@ -261,7 +263,7 @@ def _describe_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str
 
 
 def _applies(gap: Gap, place: Place) -> bool:
-    """Whether a gap is there: a limit that the place tells nothing of does not apply."""
+    """Return whether a gap applies at a place; it does not where the place lacks a fact for its limits."""
     limits = (
         (gap.before_capability, place.capability),
         (gap.before_macos, place.macos),
@@ -285,10 +287,10 @@ def read_operations() -> tuple[Operation, ...]:
 
 
 def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
-    """Operations from the tables of `backend_dtypes.toml`.
+    """Parse the operations in the tables of `backend_dtypes.toml`.
 
-    A group has `backends` that share its rows: a row under `all` stands for each backend that has none
-    of its own.
+    A group has `backends` that share its rows: a row under `all` stands for each backend that has none of
+    its own.
     """
     found = []
     for entry in data["operation"]:

@@ -52,7 +52,7 @@ def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 @contextmanager
 def describing_out_of_memory() -> Iterator[None]:
-    """What a device raises when its memory is full, as a message."""
+    """Convert a device's out-of-memory errors within the block to a `StopdownError` with a remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

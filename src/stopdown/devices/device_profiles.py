@@ -136,7 +136,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def number(self) -> tuple[int, int] | None:
-        """The compute capability, None elsewhere than on NVIDIA's."""
+        """The compute capability of an NVIDIA GPU, such as (7, 5); None for other devices."""
         return self.capability.number if self.capability else None
 
     @property
@@ -146,7 +146,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def supports(self) -> dict[str, Support]:
-        """What a probe of fp32, bf16 and fp16 would say, as far as the sources tell."""
+        """The support of fp32, bf16 and fp16 that a probe would find, as far as the sources tell."""
         return {name: self._support(name) for name in PRECISIONS}
 
     def _support(self, name: str) -> Support:
@@ -159,7 +159,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Support(fact.state == "native", works, ratio, said, is_slow=is_slow)
 
     def describe_format(self, name: str) -> str:
-        """What is known of a format here, in whole sentences with the source."""
+        """Describe the support of a format on this device in whole sentences, with the source."""
         fact = self.formats[name]
         is_told = fact.rate and name != "fp32"
         rate = f" Rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
@@ -167,13 +167,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
 
     def as_device(self) -> Device:
-        """The profile in the place of a device of this machine."""
+        """Return the profile as a device, in place of a device of this machine."""
         reason = f"The profile {self.name} was requested; this machine may have another device."
         return Device(self.kind, 0, self.title, self.number, self.memory_bytes, reason)
 
 
 def list_profiles() -> list[str]:
-    """The names of the profiles that come with the package, sorted."""
+    """Return the names of the built-in profiles, sorted."""
     return sorted(read_profiles())
 
 
@@ -184,12 +184,16 @@ def read_profiles() -> dict[str, Profile]:
 
 
 def is_profile(name: str) -> bool:
-    """Whether a name that `--device` got means a profile, and not a device of this machine."""
+    """Return whether a value of `--device` names a profile rather than a device of this machine."""
     return name.strip().endswith(".toml") or _find_by_name(name) is not None
 
 
 def find_profile(name: str) -> Profile:
-    """The profile with this name or alias, or in this TOML file."""
+    """Return the profile with this name or alias, or parse it from this TOML file.
+
+    Raises:
+        OptionError: the profile is unknown, or its file cannot be read.
+    """
     if name.strip().endswith(".toml"):
         path = Path(name.strip())
         try:
@@ -208,11 +212,11 @@ def find_profile(name: str) -> Profile:
 
 
 def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
-    """The device that `--device` means, of this machine or a profile, and what is known of it.
+    """Return the device or profile that `--device` names, as a device and its profile.
 
     Args:
         name: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`; a profile: `v100`; or a path to one: `mine.toml`.
-        needs_kernels: this build of PyTorch has to be able to compute on it.
+        needs_kernels: raise an error unless this build of PyTorch can compute on the device.
     """
     if is_profile(name):
         profile = find_profile(name)
@@ -224,10 +228,10 @@ def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Devi
 
 
 def describe_device(device: Device) -> Profile:
-    """What is known of a device of this machine: its profile, or what its kind tells.
+    """Return a profile of a device of this machine.
 
-    The states are those of `environment.judge_device`, which looks at this very machine; the rates and
-    faults come from the profile that its name matches, when there is one.
+    The states of its formats come from `environment.judge_device`, which inspects this machine. The rates
+    and faults come from the built-in profile whose pattern matches the device's name, if there is one.
     """
     known = match_profile(device)
     facts = {
@@ -251,7 +255,7 @@ def describe_device(device: Device) -> Profile:
 
 
 def match_profile(device: Device) -> Profile | None:
-    """The profile whose `matches` the name of a device fits, None when there is none."""
+    """Return the profile whose `matches` pattern fits the name of a device; None if there is none."""
     for profile in read_profiles().values():
         is_like = profile.kind == device.type and profile.matches
         if is_like and re.search(profile.matches, device.name):
@@ -349,7 +353,7 @@ _LARGEST_GIB = 1e6
 
 
 def format_profile(profile: Profile) -> str:
-    """A profile as TOML, which `parse_profile` reads back."""
+    """Format a profile as TOML; `parse_profile` reads it back."""
     lines = [*_format_plain(profile)]
     for name in ("capability", "memory"):
         if getattr(profile, name):
@@ -362,7 +366,7 @@ def format_profile(profile: Profile) -> str:
 
 
 def _format_plain(entry: msgspec.Struct) -> Iterator[str]:
-    """The fields of a record that are text, numbers or lists of them, empty ones left out."""
+    """Yield TOML lines for the fields of a record that are text, numbers or lists of them and not empty."""
     for name in entry.__struct_fields__:
         value = getattr(entry, name)
         if isinstance(value, tuple):

@@ -61,14 +61,15 @@ _NUMERIC_VARIABLES = (
 
 
 def read_numeric_variables() -> dict[str, str]:
-    """Variables of PyTorch and its libraries that are set and change numbers, speed or the choice of
-    devices. Stopdown does not act on them; it records them.
+    """Return the environment variables of PyTorch and its libraries that affect numbers, speed or devices.
+
+    Only variables that are set are included. Stopdown does not act on them; it records them.
     """
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
 
 
 def copy_variables() -> dict[str, str]:
-    """The environment of this process, for one that it begins."""
+    """Return a copy of the environment of this process, for a child process."""
     return dict(os.environ)
 
 
@@ -78,13 +79,13 @@ def put_variables(variables: Mapping[str, str]) -> None:
 
 
 def count_launched() -> int:
-    """How many processes `torchrun` started with this one; 1 for a process alone."""
+    """Count the processes that `torchrun` started, this one included; 1 without `torchrun`."""
     count = os.environ.get("WORLD_SIZE", "")
     return int(count) if count.isdecimal() and "RANK" in os.environ else 1
 
 
 def count_processes() -> int:
-    """How many processes belong to PyTorch's process group; 1 without one."""
+    """Count the processes of PyTorch's process group; 1 without a group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return 1
@@ -92,9 +93,12 @@ def count_processes() -> int:
 
 
 def cache_folder() -> Path:
-    """The folder for what Stopdown keeps between runs; it need not exist yet.
+    """Return the folder for files that Stopdown keeps between runs; it need not exist.
 
-    `STOPDOWN_CACHE` when it is set; else `stopdown` in the system's place for caches.
+    It is `STOPDOWN_CACHE` if that is set, else `stopdown` in the system's folder for caches.
+
+    Raises:
+        OptionError: STOPDOWN_CACHE is a file.
     """
     given = os.environ.get("STOPDOWN_CACHE")
     if not given:
@@ -121,7 +125,7 @@ _PACKAGES = ("stopdown", "torch", "diffusers", "transformers", "accelerate")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Facts about this machine, ready for JSON; no package is imported to learn them.
+    """Return facts about this machine, ready for JSON, without importing any package that they describe.
 
     Returns:
         `versions` (package to version, None when it is not installed), `python`, `platform`,
@@ -146,15 +150,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def has_moving_cursor() -> bool:
-    """Whether lines that were written can be written over: not in the cell of a notebook, which shows a
-    terminal to the commands that it runs and keeps every line.
+    """Return whether lines in the terminal can be overwritten.
+
+    The cell of a notebook claims to be a terminal and keeps every line.
     """
     return "JPY_PARENT_PID" not in os.environ
 
 
 @contextmanager
 def token_in_use(token: str | None) -> Iterator[None]:
-    """Within the block the Hub's client has this token; None leaves what is set."""
+    """Give the Hub's client a token within the block; None leaves the environment unchanged."""
     before = os.environ.get("HF_TOKEN")
     if token is not None:
         os.environ["HF_TOKEN"] = token
@@ -167,7 +172,7 @@ def token_in_use(token: str | None) -> Iterator[None]:
 
 
 def read_version(package: str) -> str | None:
-    """The installed version of a package, None when it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -190,7 +195,7 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
 
 @functools.cache
 def read_cpu_model() -> str:
-    """The CPU's name as its maker or the system gives it."""
+    """Return the CPU's name as its maker or the system reports it."""
     if sys.platform == "darwin":
         return _read_sysctl("machdep.cpu.brand_string") or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
@@ -199,12 +204,12 @@ def read_cpu_model() -> str:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Whether Linux says that this CPU has AVX-512."""
+    """Return whether the CPU has AVX-512, according to Linux; False on other systems."""
     return bool(re.search(r"^flags\s*:.*\bavx512f\b", _read_text("/proc/cpuinfo"), re.MULTILINE))
 
 
 def _read_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its container's limit when lower."""
+    """Return the memory of the machine in bytes, or its container's limit if that is lower."""
     import psutil
 
     limit = _read_text("/sys/fs/cgroup/memory.max").strip()
@@ -232,7 +237,7 @@ KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def is_device_name(name: str) -> bool:
-    """Whether a name is that of a device which some machine has: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`."""
+    """Return whether a name has the form of a device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`."""
     kind, _, index = name.strip().lower().partition(":")
     return (
         kind in (*KINDS, *(() if index else ("auto",)))
@@ -262,7 +267,7 @@ class Device:
 
     @property
     def torch_name(self) -> str:
-        """What `torch.device` takes: `cuda:0`, `mps` or `cpu`."""
+        """The name for `torch.device`: `cuda:0`, `mps` or `cpu`."""
         return self.type if self.type in ("mps", "cpu") else f"{self.type}:{self.index}"
 
     def __str__(self) -> str:
@@ -270,7 +275,7 @@ class Device:
 
 
 def list_devices() -> list[Device]:
-    """The devices of this machine, the one that `auto` takes first: accelerators, then the CPU."""
+    """Return the devices of this machine, accelerators first and the CPU last."""
     import torch
 
     found: list[Device] = []
@@ -299,7 +304,7 @@ def _describe_accelerator(kind: str, index: int) -> Device:
 
 
 def read_build() -> Build:
-    """The build of PyTorch that is installed, for CUDA or ROCm."""
+    """Return the installed build of PyTorch, for CUDA or ROCm."""
     import torch
 
     hip, cuda = torch.version.hip, torch.version.cuda
@@ -308,7 +313,7 @@ def read_build() -> Build:
 
 
 def find_missing_mps() -> OptionError | None:
-    """Why a Mac's GPU is not used, when that is its system."""
+    """Return an error that explains why MPS is missing on a Mac; None if its macOS is not the cause."""
     import torch
 
     if not torch.backends.mps.is_built() or torch.backends.mps.is_available():
@@ -317,7 +322,7 @@ def find_missing_mps() -> OptionError | None:
 
 
 def read_macos() -> tuple[int, ...]:
-    """The version of macOS; empty elsewhere."""
+    """Return the version of macOS, such as (14, 5); empty on other systems."""
     parts = platform.mac_ver()[0].split(".")
     return tuple(int(part) for part in parts if part.isdigit())
 
@@ -337,19 +342,27 @@ def name_device(function: str, given: Any) -> str | None:
 
 
 def choose_device(name: str = "auto") -> Device:
-    """The device with this name, with the reason for the choice."""
+    """Return the device with this name, with the reason for the choice.
+
+    Raises:
+        OptionError: there is no such device, or this build of PyTorch has no kernels for it.
+    """
     return require_kernels(select_device(name, list_devices()))
 
 
 def require_kernels(device: Device) -> Device:
-    """The same device."""
+    """Return the device unchanged if this build of PyTorch has kernels for it.
+
+    Raises:
+        OptionError: it has none.
+    """
     if device.missing is not None:
         raise device.missing
     return device
 
 
 def select_device(name: str, devices: list[Device]) -> Device:
-    """As `choose_device`, among given devices, the best of them first."""
+    """Return the device with this name from a list in order of preference; kernels are not required."""
     asked = name.strip().lower()
     matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
     missing = find_missing_mps() if asked == "mps" and not matches else None
@@ -434,7 +447,7 @@ _FP32 = Verdict(True, "fp32 is native on every device.")
 def judge_accelerator(
     backend: str, number: tuple[int, ...] = (), name: str = ""
 ) -> dict[str, Verdict]:
-    """What an accelerator computes natively: the verdicts of the first rows that fit.
+    """Return a verdict for each format of an accelerator: whether it is native, and the reason.
 
     Args:
         backend: `cuda`, `rocm` or `mps`.
@@ -452,9 +465,12 @@ def judge_accelerator(
 
 
 def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
-    """What a CPU computes natively, by its flags in the spelling of `read_cpu_flags`.
+    """Return a verdict for each format of a CPU: whether it is native, and the reason.
 
     Source: the instruction sets for which oneDNN and Arm's library have 16-bit kernels.
+
+    Args:
+        flags: in the spelling of `read_cpu_flags`.
     """
     have = set(flags)
     verdicts = {"fp32": _FP32}
@@ -486,7 +502,7 @@ _SPELLINGS = {
 
 
 def list_known_flags() -> frozenset[str]:
-    """The instruction sets that something depends on."""
+    """Return the instruction sets that the rules for 16-bit formats and oneDNN refer to."""
     data = read_rules("instructions")
     sets = [data["arithmetic"][name] for name in ("bf16", "fp16")]
     sets += [one for name in PRECISIONS for one in data["onednn"][name]]
@@ -494,16 +510,16 @@ def list_known_flags() -> frozenset[str]:
 
 
 def normalise_cpu_flags(flags: Iterable[str]) -> frozenset[str]:
-    """The flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
+    """Return the flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
     return frozenset(_SPELLINGS.get(flag, flag) for flag in flags) & list_known_flags()
 
 
 def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
-    """The flags that oneDNN uses under a limit.
+    """Return the flags that oneDNN uses under a limit.
 
     Args:
         flags: in the spelling of `read_cpu_flags`; those of Arm are not limited.
-        limit: what the variable ONEDNN_MAX_CPU_ISA says; "" and names that are unknown limit nothing.
+        limit: value of the variable ONEDNN_MAX_CPU_ISA; "" and unknown names limit nothing.
     """
     found = frozenset(flags)
     for entry in read_rules("instructions")["limits"]:
@@ -516,9 +532,9 @@ def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
 
 @functools.cache
 def read_cpu_flags() -> frozenset[str]:
-    """The 16-bit instruction sets of this CPU: from the system, and from torch where it knows.
+    """Return the 16-bit instruction sets of this CPU, as the system and torch report them.
 
-    Without those that ONEDNN_MAX_CPU_ISA keeps oneDNN from using.
+    Sets that ONEDNN_MAX_CPU_ISA hides from oneDNN are excluded.
     """
     found = {name for name in _SPELLINGS if name.startswith("hw.") and _read_sysctl(name) == "1"}
     lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.M)
@@ -528,13 +544,13 @@ def read_cpu_flags() -> frozenset[str]:
 
 
 def find_onednn_formats(flags: Iterable[str]) -> tuple[str, ...]:
-    """The formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
+    """Return the formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
     have, sets = set(flags), read_rules("instructions")["onednn"]
     return tuple(name for name in PRECISIONS if any(have >= set(one) for one in sets[name]))
 
 
 def read_onednn_formats() -> tuple[str, ...]:
-    """The formats whose convolutions PyTorch gives to oneDNN on this machine, as PyTorch says."""
+    """Return the formats whose convolutions PyTorch gives to oneDNN on this machine, as PyTorch reports."""
     import torch
 
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
@@ -587,14 +603,15 @@ SLOW = 1.5
 
 
 def probe_formats(device: Device) -> dict[str, Support]:
-    """How a device supports fp32, bf16 and fp16, judged and then tried.
+    """Return the support of fp32, bf16 and fp16 on a device, from its maker's data and a short test.
 
-    The answer is kept for the life of the process, and the times for later ones on this machine, so that
-    its choices stay the same. The probe draws no random numbers. Formats are timed in turns, and the
-    least time counts; on a machine that is too busy to tell nothing is said of speed, and nothing kept.
+    The answer is cached for the life of the process. The times are stored on this machine for later
+    processes, so that their choices stay the same. The probe draws no random numbers. Formats are timed in
+    turns, and the least time counts. On a busy machine with noisy times, speed is left unknown and nothing
+    is stored.
 
-    Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and
-    loads the libraries that a run would load anyway.
+    Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and loads the
+    libraries that a run would load anyway.
     """
     return dict(_probe_once(device.type, device.index))
 
@@ -610,7 +627,7 @@ def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
 
 
 def judge_device(device: Device) -> dict[str, Verdict]:
-    """What a device computes natively according to its maker."""
+    """Return whether a device computes fp32, bf16 and fp16 natively, according to its maker."""
     if device.type == "mps":
         return judge_accelerator("mps", read_macos(), device.name)
     if device.type == "cpu":
@@ -645,7 +662,7 @@ class Timing:
 
     @property
     def is_positive(self) -> bool:
-        """Whether both times can be compared."""
+        """Whether both times are positive, so that ratios of them exist."""
         return self.matmul_s > 0 and self.convolution_s > 0
 
 
@@ -660,7 +677,7 @@ LEAST_RATIO = 1 / 64
 
 
 def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
-    """What is known and what was measured, as one answer."""
+    """Combine the maker's verdict and the measured times of a format into one answer."""
     if timing.failure:
         return Support(
             False, False, None, f"{verdict.reason} It was tried and failed: {timing.failure}"
@@ -698,9 +715,9 @@ _Operation = Callable[[], Any]
 
 
 def _time_formats(device: Device) -> dict[str, Timing]:
-    """Return the time of each format on a device: what was kept on this machine, else measured now.
+    """Return the time of each format on a device: stored times if there are any, else new measurements.
 
-    A ratio near a limit would otherwise lead to another precision from run to run.
+    Stored times keep the choice of a precision from changing between runs when a ratio is near a limit.
     """
     try:
         found = msgspec.convert(read_json_table(_kept_timings(device)), dict[str, Timing])
@@ -752,7 +769,7 @@ def _measure_formats(device: Device) -> dict[str, Timing]:
 
 
 def _kept_timings(device: Device) -> Path:
-    """Where the times of a device are kept, by all that they depend on."""
+    """Return the path of a device's stored times; its name hashes all facts that they depend on."""
     import torch
 
     facts = (
@@ -771,7 +788,7 @@ def _kept_timings(device: Device) -> Path:
 def _sample(
     device: Device, operations: Mapping[tuple[str, int], _Operation]
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each operation, one after the other in each round; a slow one is run twice only."""
+    """Time each operation in seconds, in turns over several rounds; slow operations run only twice."""
     samples: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
     for number in range(_ROUNDS):
         for key, operation in list(operations.items())[:: 1 if number % 2 else -1]:
@@ -790,15 +807,15 @@ def _sum_up(matmul: list[float], convolution: list[float]) -> Timing:
 
 
 def _measure_noise(seconds: list[float]) -> float:
-    """How far the least quarter of the samples reaches above the least of all, as a factor."""
+    """Return the ratio of the lower quartile of the samples to their minimum."""
     ordered = sorted(seconds)
     return ordered[max(1, len(ordered) // 4)] / max(ordered[0], 1e-9)
 
 
 def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _Operation]:
-    """A matmul and a convolution whose exact results fit every format.
+    """Return a matmul and a convolution whose exact results fit every format.
 
-    On an accelerator they are large enough to outweigh the launch; on a CPU small enough that a
+    On an accelerator they are large enough to outweigh the launch. On a CPU they are small enough that a
     format computed one value at a time stays within its share.
     """
     import torch

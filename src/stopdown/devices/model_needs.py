@@ -27,5 +27,5 @@ def read_needs() -> tuple[Need, ...]:
 
 
 def needs_tiling(class_name: str) -> bool:
-    """Whether a model has to be told to work in tiles, by the name of its class."""
+    """Return whether a model must be told to work in tiles, by the name of its class."""
     return any(need.tiles and class_name.startswith(need.begins) for need in read_needs())

@@ -75,7 +75,9 @@ class _System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def find_missing_kernels(
     build: Build, device: str, number: Number, architecture: str = ""
 ) -> OptionError | None:
-    """Why a build has no kernels for a card; None when it has, or does not tell.
+    """Return an error that explains why a build has no kernels for a card.
+
+    None if it has kernels, or if the build does not list its architectures.
 
     Args:
         device: the card, for the message.
@@ -123,7 +125,7 @@ def _runs_on_amd(listed: Collection[str], architecture: str) -> bool:
 
 
 def find_missing_system(version: str, macos: tuple[int, ...]) -> OptionError | None:
-    """Why a build has no MPS under a macOS; None when it has.
+    """Return an error that explains why a build has no MPS under a version of macOS; None if it has.
 
     Args:
         macos: such as (13, 7, 4).
