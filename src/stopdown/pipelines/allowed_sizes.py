@@ -40,7 +40,7 @@ class Grid:
 
 
 def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
-    """The config of each component of a Diffusers folder, by component."""
+    """Read the `config.json` of each component of a Diffusers folder, by component name."""
     return {
         path.parent.name: read_description(path) for path in sorted(folder.glob("*/config.json"))
     }
@@ -93,7 +93,10 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
 
 
 def _read_only(transformer: dict[str, Any], side: int) -> tuple[int, int] | None:
-    """Height and width of a CogVideoX transformer with learned positions, which are never resized."""
+    """Read the height and width, in pixels, of a CogVideoX transformer with learned positions.
+
+    Learned positions are never resized. Returns None for any other transformer.
+    """
     if not transformer.get("use_learned_positional_embeddings"):
         return None
     return int(transformer["sample_height"]) * side, int(transformer["sample_width"]) * side
@@ -113,7 +116,7 @@ def _read_time(autoencoder: dict[str, Any]) -> int:
 
 
 def find_own_sides(pipe: Any) -> tuple[int, int] | None:
-    """Height and width that the config of a pipeline's denoiser names; None where it names none."""
+    """Return the height and width, in pixels, in the config of a pipeline's denoiser; None if absent."""
     part = getattr(pipe, "transformer", None) or getattr(pipe, "unet", None)
     config: Any = getattr(part, "config", None) or {}
     size = config.get("sample_size")
@@ -127,7 +130,7 @@ def find_own_sides(pipe: Any) -> tuple[int, int] | None:
 
 
 def choose_own_sides(pipe: Any) -> dict[str, int]:
-    """Height and width for a call that names none, if the pipeline's default does not suit its configs.
+    """Choose height and width for a call without sizes if the pipeline's default does not suit its configs.
 
     A default is written for the checkpoint of a pipeline's authors. Configs that name a far smaller size
     decide themselves, and no side goes beyond the positions that a transformer has.
@@ -150,7 +153,7 @@ def choose_own_sides(pipe: Any) -> dict[str, int]:
 
 
 def read_pipe_configs(pipe: Any) -> dict[str, dict[str, Any]]:
-    """The config of each component of a pipeline, by component."""
+    """Return the config of each component of a live pipeline, by component name."""
     from stopdown.component_calls.components import find_components
 
     found = {}
@@ -207,7 +210,7 @@ def _describe_misfit(name: str, value: int, rule: str, near: list[int], reason: 
 
 
 def _find_nearest(value: int, step: int, offset: int, most: int = 0) -> list[int]:
-    """The sizes next to a value, below and above it, as far as there are."""
+    """Return the nearest valid sizes below and above a value, within the limits, in ascending order."""
     least = offset or step
     below = max(least, (value - offset) // step * step + offset)
     above = max(least, below + step if below <= value else below)

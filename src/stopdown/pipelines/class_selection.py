@@ -20,7 +20,7 @@ _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
 
 
 def prepare_check(source: Source) -> Callable[[Request], None]:
-    """Read the configs of a source; what is returned refuses requests that its pipeline does not take."""
+    """Read the configs of a source and return a check that refuses requests its pipeline does not take."""
     configs = read_configs(source.described)
     grid = find_grid({name: configs[name] for name in source.components if name in configs})
     pipeline_class = find_class("diffusers", source.pipeline_class)
@@ -40,13 +40,13 @@ def prepare_check(source: Source) -> Callable[[Request], None]:
 
 
 def select_class(source: Source, request: Request | None) -> Source:
-    """A source with the class that serves a request from it."""
+    """Return a source with the pipeline class that serves a request."""
     chosen = choose_class(source.pipeline_class, request or Request())
     return dataclasses.replace(source, pipeline_class=chosen)
 
 
 def choose_class(class_name: str, request: Request) -> str:
-    """The class that serves a request from a checkpoint: its own, or a sister for picture or video.
+    """Choose the class that serves a request: the checkpoint's own, or its sister for pictures or video.
 
     A class that takes a picture itself, as one with a ControlNet does, is kept.
     """
@@ -57,7 +57,7 @@ def choose_class(class_name: str, request: Request) -> str:
 
 @functools.cache
 def _list_sisters(asked: str) -> dict[str, str]:
-    """Classes that take no picture to those that do with the same weights, as Diffusers has them."""
+    """Map each class that takes no picture to Diffusers' class for that input with the same weights."""
     with quiet_libraries():  # the table imports every pipeline
         from diffusers.pipelines import auto_pipeline as tables
 
@@ -85,7 +85,7 @@ def select_pipeline(
     *,
     progress: Progress | None = None,
 ) -> Source:
-    """A source, complete, with the class that serves a request, which it takes."""
+    """Complete a source, select the class that serves a request, and check that the class takes it."""
     found = select_class(complete_source(source, progress=progress), request)
     refuse_missing_packages(found)
     prepare_check(found)(request)

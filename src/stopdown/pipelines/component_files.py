@@ -49,7 +49,7 @@ _HEAD = re.compile(r"^((text_model|language_model|model)\.)+")
 
 
 def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
-    """The components that a file holds; () for a whole checkpoint.
+    """Find the components in a file; () for a whole checkpoint.
 
     Cost: each component built once without weights, unless the file is whole.
     """
@@ -89,7 +89,7 @@ def _find_part(
 
 
 def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
-    """As the names stand, without each prefix that they have, and with each that a converter wants."""
+    """Yield candidate parts: each prefix in the file, or none, with each that converters want."""
     found = {key.removesuffix(split_prefix(key)[2]): None for key in shapes}
     for prefix in {**found, "": None}:
         for wanted in ("", *_WANTED):
@@ -97,7 +97,7 @@ def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def rename(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds under a part's prefix, by the names that its class is loaded from."""
+    """Return the tensors under a part's prefix, by the names that its class loads."""
     return {
         part.seen_as + name.removeprefix(part.prefix): value
         for name, value in tensors.items()
@@ -106,7 +106,7 @@ def rename(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether these names and shapes become every tensor of a component; of tied ones, one name."""
+    """Check whether these names and shapes give every tensor of a component, or one of each tied group."""
     wanted: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
     if is_of_transformers(type(module)):
         wanted = {_HEAD.sub("", name): x for name, x in wanted.items()}
@@ -120,7 +120,7 @@ def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
 def _convert_shapes(
     module: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """What Diffusers' converter of a class makes of these tensors; nothing where they are not its own."""
+    """Return names and shapes from Diffusers' converter of a class; empty if it does not know the names."""
     from diffusers.loaders import single_file_model as single_file
 
     kind = single_file._get_single_file_loadable_mapping_class(type(module))
@@ -136,7 +136,7 @@ def _convert_shapes(
 
 
 def load_parts(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The components that a file holds in fp32, from tensors by the names of the file."""
+    """Load the components of a file in fp32, from tensors by their names in the file."""
     return {part.name: _load_part(source, part, tensors).eval() for part in source.parts}
 
 

@@ -18,7 +18,7 @@ _SIDE, _FRAMES = 256, 9
 def draw_inputs(
     pipe: Any, request: Request, *, sides: tuple[int, int] = (_SIDE, _SIDE), frames: int = _FRAMES
 ) -> Request:
-    """A request with what the pipeline needs of pictures, masks and video, drawn if it was not given.
+    """Return a request with the pictures, masks and video that the pipeline needs, drawn where missing.
 
     Args:
         sides: height and width of what is drawn, in pixels.
@@ -30,7 +30,7 @@ def draw_inputs(
 
 
 def complete_request(pipe: Any, request: Request) -> Request:
-    """A request that a forecast can run: a prompt if it takes one, and inputs of the model's own size."""
+    """Complete a request for a forecast: add a prompt if needed, and inputs of the model's own size."""
     if "prompt" in list_needed_fields(type(pipe)) and request.prompt is None:
         request = dataclasses.replace(request, prompt=PROMPTS[0])
     own = tuple(choose_own_sides(pipe).values()) or find_own_sides(pipe) or (_SIDE, _SIDE)
@@ -40,7 +40,7 @@ def complete_request(pipe: Any, request: Request) -> Request:
 
 
 def _draw_picture(sides: tuple[int, int], frames: int = 1, shift: int = 0) -> np.ndarray[Any, Any]:
-    """A picture `[H, W, 3]` uint8 with slopes, edges and grain."""
+    """Draw a picture `[H, W, 3]` uint8 with slopes, edges and grain."""
     rows, columns = np.mgrid[0 : sides[0], 0 : sides[1]] % _SIDE
     grain = np.random.default_rng(shift).integers(0, 48, sides)
     edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
@@ -48,7 +48,7 @@ def _draw_picture(sides: tuple[int, int], frames: int = 1, shift: int = 0) -> np
 
 
 def _draw_mask(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
-    """A mask `[H, W]` uint8, white in the middle."""
+    """Draw a mask `[H, W]` uint8, white in the middle."""
     mask = np.zeros(sides, np.uint8)
     mask[sides[0] // 4 : sides[0] * 3 // 4, sides[1] // 4 : sides[1] * 3 // 4] = 255
     return mask

@@ -74,29 +74,35 @@ class Listener:
     most_steps: int | None = None
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
-        """Entered around the whole run, whose arguments these are."""
+        """Return a context for the whole run, given its arguments."""
         return contextlib.nullcontext()
 
     def sign(self, call: ComponentCall) -> str:
-        """What else tells calls apart, as far as this listener goes."""
+        """Return the listener's part of a call's signature: calls with equal signatures share an answer."""
         return ""
 
     def begin(self, run: DryCall) -> None:
-        """The pipeline calls a component."""
+        """Note the start of a component call."""
 
     def inside(self, run: DryCall, paths: ModulePaths) -> contextlib.AbstractContextManager[object]:
-        """Entered around a component's code, on fake tensors: the place for a mode of torch that
-        sees its operations. `paths` knows which module is running."""
+        """Return a context for a component's code on fake tensors, such as a torch mode that sees it.
+
+        `paths` knows which module is running.
+
+        `paths` knows which module is running.
+
+        `paths` knows which module is running.
+        """
         return contextlib.nullcontext()
 
     def enter(self, path: str) -> None:
-        """Called before the forward of a submodule of the component."""
+        """Note that the forward of a submodule of the component is about to run."""
 
     def leave(self, path: str) -> None:
-        """Called after the forward of a submodule of the component."""
+        """Note that the forward of a submodule of the component has run."""
 
     def end(self, run: DryCall) -> None:
-        """Called after a component call, also if its code raised."""
+        """Note the end of a component call, also if its code raised."""
 
 
 class ComponentFailed(Exception):
@@ -129,7 +135,7 @@ def dry_run(
     listeners: Sequence[Listener] = (),
     answers: Answers | None = None,
 ) -> None:
-    """Run a skeleton's `__call__`, with everybody who listens told of it.
+    """Run a skeleton's `__call__` and notify its listeners.
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`. What is put on its components is run too.
@@ -175,7 +181,7 @@ def dry_run_program(
 
 
 def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dict[str, Any]:
-    """No more steps than are needed, and a generator of its own."""
+    """Reduce the steps to those that the listeners need, and replace the generator by a fresh one."""
     prepared, name = dict(arguments), "num_inference_steps"
     most = [listener.most_steps for listener in listeners]
     if most and None not in most:
@@ -199,7 +205,7 @@ class _DryRun:
         self.last: Callee | None = None
 
     def go(self, program: Any, start: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-        """Run a program, whose components may have no weights, until what follows is not needed."""
+        """Run a program, whose components may have no weights, until no listener needs the rest."""
         with (
             Patches() as patches,
             quiet_libraries(),
@@ -217,7 +223,7 @@ class _DryRun:
             start()
 
     def _answer(self, call: ComponentCall) -> Any:
-        """Answer a component call with zeros, once everybody who listens has been told of it."""
+        """Answer a component call with zeros, after notifying every listener."""
         is_last = call.callee == self.last
         if self.copy is not None:
             used = self.copy(call.callee)
@@ -278,7 +284,7 @@ class _DryRun:
 
 
 def _drop_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without values on `meta`; whole numbers that follow from the arguments are known still."""
+    """Return an empty tensor on `meta`; integers that follow from the arguments stay known."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         set_known(made, find_known(tensor))
@@ -286,7 +292,7 @@ def _drop_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What a component gave, with zeros where its values depend on weights."""
+    """Return a component's output on a device: the known values, or zeros where they depend on weights."""
     known = find_known(tensor)
     return torch.zeros_like(tensor, device=device) if known is None else known.to(device, copy=True)
 
@@ -296,7 +302,7 @@ def _sign_formats(module: torch.nn.Module) -> str:
 
 
 def _count_held(pipe: Any) -> int:
-    """How many models one component holds, each of which gets a picture of its own."""
+    """Count the models in a pipeline's ControlNet or adapter, each of which gets its own picture."""
     for part in (getattr(pipe, "controlnet", None), getattr(pipe, "adapter", None)):
         children = list(part.children()) if isinstance(part, torch.nn.Module) else []
         if len(children) == 1 and isinstance(children[0], torch.nn.ModuleList):
@@ -305,7 +311,7 @@ def _count_held(pipe: Any) -> int:
 
 
 def _list_ip_adapters(pipe: Any) -> list[int]:
-    """For each IP-Adapter that was loaded into a pipeline, how many values describe a picture."""
+    """Return the number of input features of each IP-Adapter that was loaded into a pipeline."""
     denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
     found = getattr(denoiser, "encoder_hid_proj", None)
     layers = [
@@ -318,7 +324,7 @@ def _list_ip_adapters(pipe: Any) -> list[int]:
 def _add_pictures(
     pipe: Any, picture: Any, taken: Mapping[str, Any], has_image: bool
 ) -> dict[str, Any]:
-    """What else of pictures a pipeline cannot do without."""
+    """Return the other picture arguments that a pipeline needs."""
     needed, found = list_needed(type(pipe)), dict[str, Any]()
     for name in ("mask_image", "control_mask", "control_image"):
         if name in needed:
@@ -337,7 +343,7 @@ def _add_pictures(
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:
-    """Arguments for the smallest request that a pipeline takes; sizes are its own defaults if they suit."""
+    """Make arguments for the smallest request that a pipeline takes, at its default sizes if they suit."""
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = dict(choose_own_sides(pipe))
     if "prompt" in taken:

@@ -80,7 +80,7 @@ def load_pipeline(
     progress: Progress | None = None,
     mapped: Path | None = None,
 ) -> Any:
-    """The Diffusers pipeline of a source, on the CPU, in evaluation mode.
+    """Load the Diffusers pipeline of a source on the CPU, in evaluation mode.
 
     Weights that are cast and large beside the machine's memory lie in temporary files and are mapped.
 
@@ -103,7 +103,7 @@ def load_pipeline(
 
 
 def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | None = None) -> Any:
-    """As `load_pipeline`; of a file with parts of a pipeline, an object with one attribute for each."""
+    """Load a pipeline as `load_pipeline` does, or a file with parts of one as an object with attributes."""
     if not source.parts:
         return load_pipeline(source, torch_dtypes=torch_dtypes, progress=progress)
     size = source.path.stat().st_size
@@ -118,7 +118,7 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
 
 
 def move_program(program: Any, device: Device) -> Any:
-    """Have the weights of a module, a program or a pipeline on a device; it comes back.
+    """Move the weights of a module, a program or a pipeline to a device; return the program.
 
     Weights that wait in their files are read there, one after the other.
     """
@@ -136,7 +136,7 @@ def move_program(program: Any, device: Device) -> Any:
 
 
 def complete_source(source: Source, *, progress: Progress | None = None) -> Source:
-    """The source with its pipeline class and components, and with the folder that describes them.
+    """Return the source with its pipeline class, its components and the folder that describes them.
 
     A single file holds weights only: its class and components come from a configuration elsewhere. Which
     of them it holds is in `parts`, if it is not the whole pipeline.
@@ -181,14 +181,14 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
 
 
 def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype | None:
-    """The dtype of one component; None leaves it as it is stored."""
+    """Return the dtype of one component; None leaves it as stored."""
     if dtypes is None or isinstance(dtypes, torch.dtype):
         return dtypes
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
 def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
-    """Bytes of a component's weights that are cast to this dtype while they are loaded.
+    """Count the bytes of a component's weights that are cast to this dtype during loading.
 
     What is stored in it takes no memory of its own: the class maps the file.
     """
@@ -317,7 +317,11 @@ def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 
 def carries_plan(folder: Path) -> bool:
-    """Whether a component's configuration carries a plan for its weights as they are."""
+    """Check whether a component's configuration carries a plan for its original weights.
+
+    Raises:
+        SourceError: the weights are already folded.
+    """
     method = read_description(folder / "config.json").get("quantization_config")
     if not isinstance(method, dict) or method.get("quant_method") != QUANT_METHOD:
         return False
@@ -331,7 +335,7 @@ def carries_plan(folder: Path) -> bool:
 
 
 def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
-    """Tensors of the weights that a model of this configuration should have and has not.
+    """List stored tensors that a model of this configuration should have but lacks.
 
     Encoders are published with a whole of which they are a part: CLIP with its vision model, UMT5
     with its decoder. What such a part has to itself is no part of the model.
@@ -349,7 +353,7 @@ def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[
 def _check_stored_dtypes(
     folder: Path, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Refuse integers where a model has floats: they would be taken for values."""
+    """Refuse integers where a model has floats: they would be read as values."""
     if getattr(model, "hf_quantizer", None) is not None:
         return
     floats = {name for name, x in name_parameters(model).items() if x.is_floating_point()}
@@ -409,7 +413,7 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
 
 
 def _read_scales(path: Path, patches: Patches) -> None:
-    """Let Diffusers, which takes codes for values, get what they are with their scales."""
+    """Make Diffusers load quantised weights multiplied by their scales; it would read codes as values."""
     import diffusers.loaders.single_file as loader
 
     is_its_own = loader.load_single_file_checkpoint.__module__.startswith("diffusers.")
@@ -419,7 +423,7 @@ def _read_scales(path: Path, patches: Patches) -> None:
 
 
 def _choose_common_dtype(dtypes: Dtypes, path: Path) -> torch.dtype:
-    """The one dtype that Diffusers takes for a single file: fp32 when components differ."""
+    """Return the single dtype in which Diffusers loads a file: fp32 when components differ."""
     if dtypes is None:
         return _find_common_dtype(entry.dtype for entry in read_shapes(path).values())
     found = {dtypes} if isinstance(dtypes, torch.dtype) else set(dtypes.values())
@@ -427,14 +431,14 @@ def _choose_common_dtype(dtypes: Dtypes, path: Path) -> torch.dtype:
 
 
 def _find_common_dtype(stored: Iterable[str]) -> torch.dtype:
-    """The one 16-bit dtype that weights are stored in, else fp32, which holds them all."""
+    """Return the 16-bit dtype in which all weights are stored, else fp32, which holds them all."""
     found = {*stored} & FORMATS.keys()
     only = found.pop() if len(found) == 1 else ""
     return FORMATS[only].torch_dtype if only in ("fp16", "bf16") else torch.float32
 
 
 def _find_configuration(source: Source, progress: Progress | None) -> Source:
-    """Return a single file with the folder of configs and tokenizers by which it is loaded."""
+    """Find the configs and tokenizers of a single file as a source, downloaded if they are on the Hub."""
     where = _identify_checkpoint(source) if source.config is None else source.config
     folder = Path(where).expanduser()
     if folder.is_dir():
@@ -451,7 +455,7 @@ def _find_configuration(source: Source, progress: Progress | None) -> Source:
 
 
 def _read_component(folder: Path) -> Source | None:
-    """A folder that describes one component, as a model that has no other; None for a pipeline's."""
+    """Return the only component that a folder describes, as a source; None for a pipeline's folder."""
     if (folder / "model_index.json").exists() or not (folder / "config.json").is_file():
         return None
     content, place = read_description(folder / "config.json"), folder.resolve()
@@ -463,7 +467,7 @@ def _read_component(folder: Path) -> Source | None:
 
 
 def _identify_checkpoint(source: Source) -> str:
-    """The Hub id that Diffusers takes the configuration from, by the names in the file."""
+    """Return the Hub id of the configuration that Diffusers infers from the names in the file."""
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
     tensors = read_shapes(source.path)

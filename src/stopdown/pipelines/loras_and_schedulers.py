@@ -31,7 +31,7 @@ from stopdown.sources.sources import (
 def resolve_whole(
     name: Any, *, progress: Progress | None = None, with_weights: bool = True
 ) -> Source:
-    """The model that options of a command or settings of a batch name, with its LoRAs and scheduler."""
+    """Resolve the model in a command's options or a batch's settings, with its LoRAs and scheduler."""
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
     found = resolve_source(
@@ -51,7 +51,7 @@ def resolve_whole(
 
 
 def _check_scales(source: Source, loras: Sequence[str]) -> None:
-    """Refuse a LoRA for other weights than these: for the original on converted ones, or the other way."""
+    """Refuse a LoRA for the original on converted weights, and a converted LoRA on the original."""
     if not loras:
         return
     files = [path for paths in list_weight_files(source).values() for path in paths]
@@ -77,7 +77,7 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
 
 
 def parse_lora(text: str) -> tuple[str, float]:
-    """File and weight of `style.safetensors:0.8`; the weight is 1 where none is given."""
+    """Return the path and weight of `style.safetensors:0.8`; the weight is 1 by default."""
     path, sign, weight = text.rpartition(":")
     if not sign or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", weight):
         path, weight = text, "1"
@@ -95,7 +95,7 @@ def parse_lora(text: str) -> tuple[str, float]:
 
 
 def find_scheduler(name: str) -> str:
-    """The class of a scheduler, from its name with or without `Scheduler`, in any case."""
+    """Return the class name of a scheduler, given in any case, with or without `Scheduler`."""
     known = list_library_classes("Scheduler")
     asked = name.strip().lower().removesuffix("scheduler")
     for found in known:
@@ -113,7 +113,7 @@ def find_scheduler(name: str) -> str:
 
 
 def put_extras(pipe: Any, source: Source) -> None:
-    """Put the LoRAs of a source on a pipeline, and its other scheduler in the place of its own."""
+    """Load a source's LoRAs into a pipeline, and replace its scheduler if the source has one."""
     import diffusers
 
     put_loras(pipe, source.loras)
@@ -132,7 +132,7 @@ def put_extras(pipe: Any, source: Source) -> None:
 
 
 def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
-    """Put LoRAs on a pipeline, each with its weight; none does nothing."""
+    """Load LoRAs into a pipeline, each with its weight; without any, do nothing."""
     if not loras:
         return
     if not hasattr(pipe, "load_lora_weights"):
@@ -153,7 +153,7 @@ def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
 
 
 def name_lora_as_diffusers(folder: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A LoRA in the names of Diffusers' own layers, by the converter of a pipeline's class.
+    """Rename the tensors of a LoRA to Diffusers' names, with the converter of a pipeline's class.
 
     Args:
         folder: of the pipeline, for its class and the sizes of its UNet.

@@ -66,7 +66,7 @@ class ReadAhead:
             self._thread.join()
 
     def note_used(self, size_bytes: int) -> None:
-        """Say that so many bytes more were used."""
+        """Note that this many more bytes were used."""
         with self._changed:
             self._used_bytes += size_bytes
             self._changed.notify()
@@ -90,7 +90,7 @@ class ReadAhead:
                     asked_bytes += size
 
     def _wait(self, asked_bytes: int) -> bool:
-        """Wait until more may be asked for; return False if this has ended."""
+        """Wait until more may be requested; return False if this has ended."""
 
         def may_go_on() -> bool:
             return self._has_ended or asked_bytes < self._used_bytes + AHEAD_BYTES

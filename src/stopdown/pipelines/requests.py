@@ -68,7 +68,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 def check_seed(name: str, value: int, largest: int = LARGEST_SEED) -> None:
-    """Refuse a number that is no seed."""
+    """Refuse an integer that is not a valid seed."""
     if not 0 <= value <= largest:
         power = (largest + 1).bit_length() - 1
         raise OptionError(
@@ -202,7 +202,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_request(function: str, given: Request | None) -> Request | None:
-    """Refuse what is no request, and one whose attributes have a wrong type or are out of range."""
+    """Refuse a value that is not a request, or has attributes of a wrong type or out of range."""
     check_type(
         f"{function}(request=...)",
         given,
@@ -239,7 +239,11 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
 
 
 def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
-    """What was asked for, by the names that a pipeline class has for it; nothing need be loaded."""
+    """Return the fields of a request by the argument names of a pipeline class; loads nothing.
+
+    Raises:
+        OptionError: the class does not take a field or an argument, or lacks one that it needs.
+    """
     arguments: dict[str, Any] = {}
     refused: list[str] = []
     for name in _NAMES:
@@ -288,8 +292,9 @@ _WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze
 
 
 def refuse_missing_prompt(class_name: str, components: Iterable[str], request: Request) -> None:
-    """Refuse a request without a prompt by the description of a pipeline alone: whatever has a tokenizer
-    needs one.
+    """Refuse a request without a prompt for a pipeline that needs one, judged by its description alone.
+
+    Pipelines with a tokenizer need a prompt, except those of a few classes.
     """
     if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
         return
@@ -299,7 +304,7 @@ def refuse_missing_prompt(class_name: str, components: Iterable[str], request: R
 
 
 def list_needed(pipeline_class: type) -> list[str]:
-    """The arguments without which a pipeline's call fails, in the order of its signature."""
+    """List the arguments that a pipeline's call needs, in the order of its signature."""
     taken = _read_signature(pipeline_class)
     needed = {name for name, x in taken.items() if x.default is inspect.Parameter.empty}
     needed |= {name for name in ("prompt", *_ALWAYS) if name in taken}
@@ -317,7 +322,7 @@ def list_needed(pipeline_class: type) -> list[str]:
 
 @functools.cache
 def _is_optional(name: str, pipeline_class: type) -> bool:
-    """Whether a pipeline makes something without one of its inputs, by what its own code says.
+    """Return whether a pipeline runs without one of its inputs, judged by its own code.
 
     Its words are trusted for a video (Wan VACE, AnyFlow), as long as a prompt stands for it. Words about
     a picture are often careless: code that asks whether there is one does without it.
@@ -338,7 +343,7 @@ def _is_optional(name: str, pipeline_class: type) -> bool:
 
 
 def list_needed_fields(pipeline_class: type) -> list[str]:
-    """The attributes of a request that a pipeline's call needs."""
+    """List the attributes of a request that a pipeline's call needs."""
     needed = list_needed(pipeline_class)
     named = {find_target(name, pipeline_class): name for name in _NAMES}
     return [named[target] for target in needed if target in named]
@@ -347,7 +352,10 @@ def list_needed_fields(pipeline_class: type) -> list[str]:
 def explain_refusal(
     pipeline_class: type, arguments: Mapping[str, Any], error: Exception
 ) -> OptionError:
-    """What a pipeline's own code lacked, when it ended before its first component was called."""
+    """Return the error for a pipeline whose own code failed before its first component call.
+
+    The message lists the inputs that were not given.
+    """
     reason = take_first_line(error)[:300]
     absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
     absent = [x for x in absent if arguments.get(x) is None]
@@ -364,7 +372,7 @@ def explain_refusal(
 def explain_stop(
     pipeline_class: type, arguments: Mapping[str, Any], error: Exception
 ) -> StopdownError:
-    """What ended a run that was neither a refusal of its arguments nor a full device."""
+    """Return the error for a run that failed neither on its arguments nor for lack of device memory."""
     frames = [x for x, _ in traceback.walk_tb(error.__traceback__)]
     runs_model = any(hasattr(x.f_locals.get("self"), "named_modules") for x in frames)
     absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
@@ -387,7 +395,7 @@ def explain_stop(
 
 
 def say_what_to_change(pipeline_class: type, text: str) -> str:
-    """What to do about a text that a pipeline refuses its arguments with."""
+    """Return the remedy for a pipeline's error message about its arguments."""
     if "unsupported ScalarType BFloat16" in text:
         return 'It hands bf16 to NumPy, which has no such format. Use precision="fp16" or precision="fp32".'
     words = re.findall(r"\w+", text)
@@ -407,14 +415,14 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
 
 
 def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
-    """What a pipeline's call takes by name."""
+    """Return the named parameters of a pipeline's call."""
     taken = inspect.signature(pipeline_class.__call__).parameters
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {n: x for n, x in taken.items() if n != "self" and x.kind not in kinds}
 
 
 def find_target(name: str, pipeline_class: type) -> str | None:
-    """The argument that an attribute of a request is; None where the pipeline has none."""
+    """Return a pipeline's argument for an attribute of a request; None if it has none."""
     taken = _read_signature(pipeline_class)
     found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
     is_control = re.search("ControlNet|Adapter", pipeline_class.__name__) is not None
@@ -428,7 +436,7 @@ _NEEDS_NEGATIVE = ("EasyAnimate",)
 
 
 def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
-    """Keyword arguments for the pipeline's call.
+    """Build the keyword arguments for the pipeline's call.
 
     Args:
         chooses_sides: add height and width when the request names none and the pipeline's default does
@@ -451,20 +459,20 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
 
 
 def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
-    """Height and width of a run that names none, if the pipeline's default does not suit its configs."""
+    """Choose height and width for a request without them, if the pipeline's default does not suit it."""
     asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
 
 def _is_in_media(name: str, request: Request) -> bool:
-    """Whether a size is that of the picture or video to start from, which is brought to it."""
+    """Return whether a size follows from the input picture or video, which is resized to it."""
     if name == "frames":
         return request.video is not None
     return name in ("height", "width") and request.image is not None
 
 
 def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
-    """CogVideoX asks for as many text tokens as its transformer was made for; pass that number on."""
+    """Return CogVideoX's `max_sequence_length` from its transformer, which takes no other."""
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     length = config.get("max_text_seq_length") if hasattr(config, "get") else None
     if not length or "max_sequence_length" not in taken:
@@ -473,7 +481,7 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
 
 
 def _list_missing(pipeline_class: type, arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments that a pipeline's call needs and that were not given."""
+    """List the arguments that a pipeline's call needs and that were not given."""
     has_prompt = any(arguments.get(name) is not None for name in ("prompt", "prompt_embeds"))
     missing = [name for name in list_needed(pipeline_class) if arguments.get(name) is None]
     return [name for name in missing if name != "prompt" or not has_prompt]
@@ -488,7 +496,7 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]) -> OptionError:
-    """Say all that is wrong with a request whose attributes a pipeline does not take."""
+    """Describe every problem of a request whose attributes a pipeline does not take."""
     taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
     refused = " and ".join(f"`{name}`" for name in names)
     also, how = "", ""
@@ -516,7 +524,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _describe_stage(pipeline_class: type) -> str:
-    """What to give in the place of a model that goes on from another's result; "" for all others."""
+    """Return the remedy for a pipeline that continues from another's result; "" for all others."""
     for stage in read_rows("stages", "stage", Stage):
         name = pipeline_class.__name__
         if name in stage.classes and not stage.combined:
@@ -540,7 +548,7 @@ _GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'
 
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
-    """Refuse a strength that leaves no step, which pipelines end on with errors of all kinds."""
+    """Refuse a strength that leaves no step: pipelines then fail with all kinds of errors."""
     taken = _read_signature(pipeline_class)
     if not {"image", "video"} & set(list_needed(pipeline_class)) or "denoising_start" in arguments:
         return
@@ -559,13 +567,13 @@ def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _find_field(pipeline_class: type, argument: str) -> str:
-    """The attribute of a request that gives an argument of a pipeline's call; "" where there is none."""
+    """Return the attribute of a request for an argument of a pipeline's call; "" if there is none."""
     names = [name for name in _NAMES if find_target(name, pipeline_class) == argument]
     return names[-1] if names else ""  # a picture that is a control is called so
 
 
 def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
-    """`mask` (its argument mask_image), of each."""
+    """Join the attributes for these arguments, each as `mask` (its argument mask_image)."""
     said = []
     for argument in arguments:
         name = _find_field(pipeline_class, argument)
@@ -575,7 +583,7 @@ def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
 
 
 def _say_how(pipeline_class: type, arguments: list[str]) -> str:
-    """How to give arguments of a pipeline's call: in the request, and by name where it has none."""
+    """Explain how to give arguments of a pipeline's call: in the request, or by name without a field."""
     if arguments == ["prompt"]:
         return _GIVE_PROMPT
     names = [_find_field(pipeline_class, argument) for argument in arguments]
@@ -588,7 +596,7 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
 
 
 def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any]:
-    """Pictures as PIL images, resized to the size asked for."""
+    """Convert pictures to PIL images, resized to the requested size."""
     from PIL import Image
 
     prepared: dict[str, Any] = {}
@@ -607,7 +615,7 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
 
 
 def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
-    """How many frames a call will make, as far as its arguments and the pipeline's defaults say."""
+    """Return the number of frames that a call will make, by its arguments and the pipeline's defaults."""
     for name in _NAMES["video"]:
         if name in arguments:
             return len(arguments[name])
@@ -620,14 +628,14 @@ def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
 
 
 def find_own_frames(pipe: Any) -> int | None:
-    """The frames that the config of a pipeline's denoiser names; None if it names none."""
+    """Return the number of frames in the config of a pipeline's denoiser; None if it has none."""
     unet = getattr(getattr(pipe, "unet", None), "config", None)
     transformer = getattr(getattr(pipe, "transformer", None), "config", None)
     return getattr(unet, "num_frames", None) or getattr(transformer, "sample_frames", None)
 
 
 def find_steps(pipe: Any, arguments: dict[str, Any]) -> int:
-    """How many denoising steps a call will make, as far as its arguments and the defaults say."""
+    """Return the number of denoising steps that a call will make, by its arguments and the defaults."""
     parameters = inspect.signature(type(pipe).__call__).parameters
     for name in _NAMES["steps"]:
         if name in parameters:

@@ -50,7 +50,7 @@ class Result:
 
 
 def find_output_kind(pipeline_class: type) -> OutputKind:
-    """What a pipeline makes; "" for what is neither seen nor heard, such as embeddings."""
+    """Return the kind of a pipeline's output; "" for outputs such as embeddings."""
     if any(find_target(name, pipeline_class) for name in ("frames", "video")):
         return "video"
     found = next(filter(None, map(_list_output_fields, pipeline_class.__mro__)), set[str]())
@@ -64,7 +64,7 @@ def find_output_kind(pipeline_class: type) -> OutputKind:
 
 
 def _list_output_fields(pipeline_class: type) -> set[str]:
-    """Fields of the output classes in a pipeline's module; none of Diffusers' base class."""
+    """List the fields of the output classes in a pipeline's module; none of Diffusers' base class."""
     from diffusers.utils import BaseOutput
 
     module = pipeline_class.__module__
@@ -82,7 +82,7 @@ def _list_output_fields(pipeline_class: type) -> set[str]:
 
 
 def choose_suffix(pipeline_class: type, request: Request) -> str:
-    """The suffix of an output without a name: that of one frame, of several, or of sound."""
+    """Choose the suffix of an output without a name: for one frame, for several, or for sound."""
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
         return ".wav"
@@ -90,7 +90,7 @@ def choose_suffix(pipeline_class: type, request: Request) -> str:
 
 
 def check_format(pipeline_class: type, request: Request, output: str) -> None:
-    """Refuse an output that cannot hold what a pipeline makes, and a pipeline whose result is no output."""
+    """Refuse an output that cannot hold a pipeline's result, or a result without media."""
     kind = find_output_kind(pipeline_class)
     if not kind:
         fields = sorted(_list_output_fields(pipeline_class))
@@ -108,7 +108,7 @@ def check_format(pipeline_class: type, request: Request, output: str) -> None:
 
 
 def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
-    """How many frames a call will make; 0 for sound alone, None where its arguments do not say."""
+    """Count the frames that a call will make; 0 for sound alone, None if its arguments do not tell."""
     pipeline_class = type(pipe)
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
@@ -118,7 +118,7 @@ def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
 
 
 def read_frames(output: Any) -> np.ndarray[Any, Any]:
-    """`[T, H, W, 3]` floating in [0, 1] (NaN possible), from what a pipeline returned as numpy."""
+    """Return a pipeline's numpy output as `[T, H, W, 3]`, floating in [0, 1] (NaN possible)."""
     import numpy as np
 
     found = _take(output, _VIDEO)
@@ -128,7 +128,7 @@ def read_frames(output: Any) -> np.ndarray[Any, Any]:
 
 
 def read_result(pipe: Any, arguments: Mapping[str, Any], output: Any) -> Result:
-    """What a call of a pipeline gave, its first video or sound."""
+    """Return the first video or sound in the output of a pipeline's call."""
     alone = _take(output, _SOUND)
     if alone is not None:
         return Result(None, _to_array(alone[0]), find_sound_rate(pipe))
@@ -141,7 +141,7 @@ def read_result(pipe: Any, arguments: Mapping[str, Any], output: Any) -> Result:
 
 
 def find_sound_rate(pipe: Any) -> int:
-    """Samples per second of what a pipeline makes."""
+    """Return the sample rate of a pipeline's sound, in Hz."""
     for owner in (getattr(pipe, name, None) if name else pipe for name in _RATE_OWNERS):
         for name in _RATE_NAMES:
             for place in (getattr(owner, "config", None), owner):
@@ -158,7 +158,7 @@ def find_sound_rate(pipe: Any) -> int:
 
 
 def iterate_sounds(output: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """The samples of each sound in what a pipeline returned."""
+    """Yield the samples of each sound in a pipeline's output."""
     found = _take(output, (*_SOUND, *_TRACK))
     for one in found if hasattr(found, "__len__") else ():
         samples = _to_array(one)
@@ -167,7 +167,7 @@ def iterate_sounds(output: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _find_fps(pipe: Any, arguments: Mapping[str, Any]) -> float | None:
-    """The frames per second that a call was for."""
+    """Return the frames per second that a call asks for; None if it gives none."""
     taken = inspect.signature(type(pipe).__call__).parameters
     for name in ("frame_rate", "fps"):
         given = arguments.get(name) or (taken[name].default if name in taken else None)

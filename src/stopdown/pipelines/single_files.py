@@ -56,11 +56,11 @@ class Rows:
     strange: Mapping[str, tuple[str, ...]]
 
     def count(self, tensor: str) -> int:
-        """How many rows a tensor has."""
+        """Return the number of rows of a tensor."""
         return (self.tensors[tensor].shape or (1,))[0]
 
     def find_tensors(self, component: str, name: str) -> list[str]:
-        """The tensors of the file that a parameter has rows of."""
+        """Find the tensors of the file that have rows in a parameter."""
         starts = list(self.starts)
         firsts = torch.tensor(list(self.starts.values()))
         used = self.numbers[component][name].unique().long()
@@ -68,7 +68,7 @@ class Rows:
         return [starts[place] for place in places.unique().tolist()]
 
     def find_unread(self) -> tuple[str, ...]:
-        """Floating tensors of the file of which no parameter has a row."""
+        """Find the floating tensors of the file that have rows in no parameter."""
         read = torch.zeros(MOST_ROWS + 1, dtype=torch.bool)
         for component, named in self.numbers.items():
             for name, numbers in named.items():
@@ -129,14 +129,14 @@ def _load_numbered(
 
 
 def _list_stored(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The floating tensors of a component's checkpoint; tied ones once."""
+    """Return the floating tensors of a component's checkpoint; tied ones once."""
     stored = module.state_dict().keys()
     named = name_parameters(module).items()
     return {name: x for name, x in named if name in stored and x.is_floating_point()}
 
 
 def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch.Tensor:
-    """Each value the number of its row; counted down from a number above 0."""
+    """Return a tensor of row numbers, or of `counted_from` minus them; zeros without a start."""
     if start is None:
         return torch.zeros((), dtype=torch.int64).expand(tuple(shape))
     rows = torch.arange(start, start + (shape[0] if shape else 1), dtype=torch.float32)
@@ -147,7 +147,7 @@ def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch
 def spread_exponents(
     rows: Rows, exponents: Mapping[str, Mapping[str, int]], left: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Exponent of every row of the tensors that become fp16; the others are not in it.
+    """Return the exponents of the rows of each tensor that becomes fp16, `[R]` int32; others are absent.
 
     Args:
         exponents: component to be written in fp16, parameter name (`name[0:64]` for a block of rows),
@@ -172,7 +172,10 @@ def spread_exponents(
 def trace_columns(
     source: Source, rows: Rows, exponents: Mapping[str, Mapping[str, int]]
 ) -> dict[str, torch.Tensor]:
-    """What the columns of a file's tensors add to the exponents of their rows, where they do: `[C]`.
+    """Return the exponents of a file's columns, which add to those of its rows: tensor → `[C]`.
+
+    Tensors without such exponents are absent. Columns are counted as rows are: each has to come out in its
+    own place.
 
     Columns are counted as rows are: each has to come out in its own place.
 
@@ -204,7 +207,7 @@ def trace_columns(
 
 
 def _number_columns(shape: Sequence[int]) -> torch.Tensor:
-    """Each value the number of its column, counted from 1; 0 where there are none."""
+    """Return a tensor of column numbers, counted from 1; zeros for fewer than two dimensions."""
     if len(shape) < 2:
         return torch.zeros(()).expand(tuple(shape))
     columns = torch.arange(1, shape[1] + 1, dtype=torch.float32)
@@ -240,7 +243,7 @@ def write_single_file(
     metadata: Mapping[str, str],
     columns: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a file again with some tensors in fp16, their rows times `2**exponent`.
+    """Rewrite a file with some tensors in fp16, their rows times `2**exponent`.
 
     Names and shapes are those of the source, and so is the order but for this: wider dtypes come
     first, as safetensors wants them aligned. One tensor after the other is in memory.
@@ -278,7 +281,7 @@ def write_single_file(
 def fold_rows(
     value: torch.Tensor, exponents: torch.Tensor, columns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A tensor in fp16, each row times `2**exponent`.
+    """Return a tensor in fp16, each row times `2**exponent`.
 
     Args:
         value: `[R, ...]` or a scalar, floating.
@@ -293,7 +296,7 @@ def fold_rows(
 
 
 def _measure_entry(entry: Mapping[str, Any], halved: bool) -> tuple[int, int]:
-    """Bytes of a tensor as it will be written, and of one of its values."""
+    """Return the size of a tensor to be written, and that of one of its values, in bytes."""
     start, stop = entry["data_offsets"]
     count = 1
     for size in entry["shape"]:

@@ -51,7 +51,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "t
 def build_skeleton(
     source: Source, torch_dtypes: Mapping[str, torch.dtype], *, keep_fp32: bool = True
 ) -> Any:
-    """A source's pipeline without weights, each component as loading it in a dtype would make it.
+    """Build a source's pipeline without weights, each component as if loaded in its dtype.
 
     Args:
         source: what `resolve_source` gave; of its folders only the configs are read.
@@ -64,7 +64,7 @@ def build_skeleton(
 
 
 def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """A live pipeline without its weights; nothing that runs on it touches the original.
+    """Copy a live pipeline without its weights; runs of the copy leave the original untouched.
 
     Args:
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
@@ -81,7 +81,7 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
 
 
 def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A live module without its weights, on its device, with the layers that lie beneath a recorder's.
+    """Copy a live module without its weights, on its device, with the layers beneath a recorder's.
 
     Args:
         dtype: that it is to have as if it had been loaded so; None for each parameter as it is.
@@ -90,7 +90,7 @@ def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> to
 
 
 def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
-    """A live module without its weights, on the host, with the tables in its plain attributes."""
+    """Copy a live module to the host without its weights, but with the tables in its plain attributes."""
     copied, patches = _copy_module(module, _Memo(), None), Patches()  # never undone
     for part, name, table in list_tables(copied):
         patches.set_attribute(
@@ -100,7 +100,7 @@ def copy_to_host(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
-    """Plain attributes of a module's parts that hold tensors, such as rotary frequencies of Qwen-Image."""
+    """List plain attributes that hold tensors in a module's parts, such as Qwen-Image's rotary tables."""
     return [
         (part, name, value)
         for part in module.modules()
@@ -113,7 +113,7 @@ def list_tables(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any
 def _build(
     source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype], keep_fp32: bool
 ) -> Any:
-    """One component of a skeleton; None for one that the folder does not have."""
+    """Build one component of a skeleton; None if the folder does not have it."""
     library, class_name = source.components[name]
     folder = source.described / name
     if not folder.is_dir():
@@ -127,7 +127,7 @@ def _build(
 
 
 def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
-    """A scheduler, tokenizer or processor: the real one, or a skeleton when its files are missing."""
+    """Build a scheduler, tokenizer or processor: the real one, or a skeleton when its files are missing."""
     if class_name.endswith("Scheduler"):
         with describing_failures(folder, class_name, has_weights=False):
             return kind.from_config(read_description(folder / "scheduler_config.json"))
@@ -197,7 +197,7 @@ def _join(source: Source, components: dict[str, Any]) -> Any:
 
 
 def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
-    """Options without the components of an index: [library, class] pairs."""
+    """Return options without the components of an index, which are [library, class] pairs."""
     return {
         name: None if isinstance(value, list) and len(value) == 2 else value
         for name, value in options.items()
@@ -207,7 +207,7 @@ def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
 def _choose_loaded(
     kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
 ) -> torch.dtype:
-    """The dtype of a tensor once its component is loaded in `dtype`: fp32 modules are in fp32."""
+    """Return a tensor's dtype once its component is loaded in `dtype`: fp32 for modules kept in fp32."""
     if not tensor.is_floating_point() or not is_weight:
         return tensor.dtype
     kept = find_kept_fp32(kind, name_dtype(dtype))
@@ -267,7 +267,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _strip_offload(module: torch.nn.Module) -> None:
-    """Take the hooks that move weights between devices off a copy: it has no weights to move."""
+    """Remove the offload hooks of a copy, which has no weights to move."""
     patches = Patches()  # never undone: the copy is thrown away
     if "_old_forward" in vars(module):
         for name in ("forward", "_old_forward", "_hf_hook"):
@@ -299,7 +299,7 @@ def _apply(
 def build_empty_component(
     source: Source, name: str, dtype: torch.dtype, keep_fp32: bool = True
 ) -> torch.nn.Module:
-    """One component of a source on fake tensors."""
+    """Build one component of a source on fake tensors."""
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
     factory = functools.partial(build_module, module_class, source.described / name)
@@ -313,13 +313,13 @@ def build_empty_component(
 
 
 def build_component(source: Source, name: str) -> torch.nn.Module:
-    """One component of a source from its configuration, under whatever mode the caller has set."""
+    """Build one component of a source from its configuration, under the current torch mode."""
     library, class_name = source.components[name]
     return build_module(find_class(library, class_name), source.described / name)
 
 
 def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:
-    """The parameters below these names in fp32; no other code holds this module yet."""
+    """Cast the parameters below these names to fp32 in place; no other code holds this module yet."""
     for name, parameter in list(module.named_parameters()):
         if parameter.is_floating_point() and any(part in kept for part in name.split(".")):
             path, _, leaf = name.rpartition(".")

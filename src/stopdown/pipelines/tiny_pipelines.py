@@ -31,7 +31,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;
 
 
 def make_t5_tokenizer() -> Any:
-    """A `T5Tokenizer` that knows single characters."""
+    """Make a `T5Tokenizer` that knows single characters."""
     from transformers import T5Tokenizer
 
     pieces = [*SPECIAL_PIECES, *CHARACTERS]
@@ -40,7 +40,7 @@ def make_t5_tokenizer() -> Any:
 
 
 def make_clip_tokenizer() -> Any:
-    """A `CLIPTokenizer` that knows single characters, alone and at the end of a word."""
+    """Make a `CLIPTokenizer` that knows single characters, alone and at the end of a word."""
     from transformers import CLIPTokenizer
 
     letters = CHARACTERS.lower()
@@ -55,7 +55,7 @@ def list_names() -> tuple[str, ...]:
 
 
 def build_part(name: str) -> Any:
-    """A component of this name in `tiny_pipelines.toml`; weights are drawn from PyTorch's own generator."""
+    """Build a component of `tiny_pipelines.toml`, with weights drawn from PyTorch's own generator."""
     import diffusers
     import transformers
 
@@ -78,7 +78,7 @@ def _read_part(name: str) -> dict[str, Any]:
 
 
 def build_pipeline(name: str, *, seed: int = 0) -> Any:
-    """The tiny pipeline of this name in fp32, with weights drawn from the seed.
+    """Build the tiny pipeline of this name in fp32, with weights drawn from the seed.
 
     The global random state is left as it was.
     """
@@ -99,7 +99,7 @@ def build_pipeline(name: str, *, seed: int = 0) -> Any:
 
 
 def build_wide(heads: int, layers: int, time_width: int, device: str) -> Any:
-    """The tiny CogVideoX with a denoiser of some size: heads of 64, drawn from a seed on a device."""
+    """Build the tiny CogVideoX with a denoiser of the given size: heads of 64, seeded, on a device."""
     from diffusers import CogVideoXTransformer3DModel
 
     pipe = build_pipeline("cogvideox")
@@ -125,7 +125,7 @@ class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_streams() -> dict[str, Stream]:
-    """Model class → what makes it overflow in fp16."""
+    """Return the rules by which a model overflows in fp16, by class name."""
     rows = read_rows("tiny_pipelines", "stream", Stream)
     return {class_name: row for row in rows for class_name in row.classes}
 
