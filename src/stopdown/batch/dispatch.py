@@ -29,7 +29,7 @@ _VERSION = re.compile(r"plan-([0-9a-f]{12})-(\d+)\.json")
 
 
 def read_versions(folder: Path, names: set[str]) -> list[list[Plan]]:
-    """The plans that batches in this folder began with, each followed by its further versions."""
+    """Return the initial plans of batches in this folder, each followed by its later versions."""
     found: dict[str, list[tuple[int, Plan]]] = {}
     for name in sorted(names):
         matched = _VERSION.fullmatch(name)
@@ -73,7 +73,7 @@ class PlanVersions:
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:
-        """Take what an item taught into the plan; whether that made a new version."""
+        """Merge the repairs of an item into the plan; return whether this made a new version."""
         before = next((plan for plan in self.plans if plan.seal == made_by), None)
         if before is None:
             return False
@@ -140,7 +140,11 @@ class Dispatch:
         return dataclasses.replace(answer.result, tries=self._begun[task.item])
 
     def _mourn(self, task: Task, reason: str) -> ItemResult | None:
-        """The result of an item that was tried often enough; None when it is to be tried again."""
+        """Return the failed result of an item that has used up its tries; None if it will be tried again.
+
+        Raises:
+            StopdownError: too many workers died in a row.
+        """
         self._deaths += 1
         tries = self._begun[task.item]
         self.note(f"{reason} It was making {task.name}.")

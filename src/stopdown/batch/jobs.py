@@ -101,7 +101,7 @@ class Task:
     media: Mapping[str, str] = field(default_factory=dict)
 
     def complete(self) -> Task:
-        """The task with its pictures and videos read, to be sent to a worker."""
+        """Return the task with its pictures and videos read, ready for a worker."""
         return dataclasses.replace(self, request=_read_media(self.request, self.media))
 
 
@@ -117,7 +117,7 @@ class PreparedBatch:
     def sign(
         self, asked: Iterable[tuple[Item, Request]]
     ) -> tuple[tuple[Task, ...], tuple[str, ...]]:
-        """Each item as a task, once; and whole sentences on lines that ask for the same as others."""
+        """Return a task for each distinct item, and sentences about the lines that repeat an item."""
         shared = describe_shared(self.job, self.source, self.plan)
         check = prepare_check(self.source)
         tasks: dict[str, Task] = {}
@@ -142,7 +142,7 @@ def prepare(
     earlier: BatchRecord | None = None,
     progress: Progress | None = None,
 ) -> PreparedBatch:
-    """Find the model and choose its plan; nothing is loaded.
+    """Find the model and choose its plan; no weights are loaded.
 
     Args:
         item, request: the first one, which decides the class of the pipeline.
@@ -189,7 +189,7 @@ def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | Non
 def _check_item(
     class_name: str, check: Callable[[Request], None], item: Item, request: Request
 ) -> str:
-    """The hash of its pictures and videos, once it is certain that the pipeline takes the item."""
+    """Check that the pipeline takes an item; return the hash of its pictures and videos."""
     request = _read_media(request, item.media)
     digest = "".join(_hash_pixels(getattr(request, name)) for name in item.media)
     wanted = choose_class(class_name, request)
@@ -230,11 +230,13 @@ def describe_shared(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
 
 
 def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
-    """The hash of what determines an item, 32 hexadecimal digits; one with a known hash is not made again.
+    """Return the signature of an item: 32 hexadecimal digits, hashed from all that determines its output.
 
-    Its place in the file, the device, versions of libraries and repairs on the way are not in it.
+    An item with a known signature is not made again. The item's place in the file, the device, versions of
+    libraries and repairs during the run are excluded.
 
     Args:
+        shared: settings that all items share, as `describe_shared` returns them.
         media: hashes of its pictures and video; "" without any.
     """
     said = describe_request(request)
@@ -243,7 +245,7 @@ def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
 
 
 def describe_request(request: Request) -> dict[str, Any]:
-    """What of a request is plain data and given."""
+    """Return the fields of a request that are set, as plain data, without its pictures and video."""
     plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
     own = {name: _describe_argument(value) for name, value in request.arguments.items()}
     said = {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
@@ -251,7 +253,7 @@ def describe_request(request: Request) -> dict[str, Any]:
 
 
 def _describe_argument(value: Any) -> Any:
-    """Plain data as it is, pictures and samples as their hash."""
+    """Return an argument as plain data, with a hash in place of pictures and samples."""
     if isinstance(value, Mapping):
         return {name: _describe_argument(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -262,6 +264,6 @@ def _describe_argument(value: Any) -> Any:
 
 
 def name_item(item: Item, signed: str) -> str:
-    """Its name, or words of its prompt and its hash."""
+    """Return the name of an item: its own, or words of its prompt and its signature."""
     words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
     return item.name or f"{words or 'item'}-{signed[:12]}"

@@ -22,7 +22,11 @@ _STRAY_S = 3600.0
 
 
 def find_folder(given: str) -> Path:
-    """The folder of a batch, which may be missing; a URL is refused."""
+    """Return the absolute path of a batch's folder, which need not exist.
+
+    Raises:
+        InputError: a URL was given.
+    """
     if "://" in given:
         raise InputError(
             f"The output {given} is a URL.",
@@ -53,8 +57,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def held_for_batch(folder: Path) -> Iterator[None]:
-    """The folder for this process alone, without what killed ones left; if new and empty, it is
-    removed at the end: a refused batch leaves nothing behind.
+    """Reserve the folder for this process within the block, and remove leftovers of killed processes.
+
+    A new folder that is still empty at the end is removed, so that a refused batch leaves nothing behind.
     """
     busy = InputError(
         f"Another batch is writing to {folder} just now.",

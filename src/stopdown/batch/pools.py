@@ -109,11 +109,11 @@ class Processes:
             slot.worker.join(10)
 
     def find_free(self) -> int | None:
-        """A worker without a task; None when all are busy."""
+        """Return the number of an idle worker; None if all are busy."""
         return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
 
     def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Send a task; a plan is sent once, and named by its seal from then on."""
+        """Send a task to a worker; each plan is sent once, and later tasks refer to it by its seal."""
         slot = self._slots[worker]
         seal = plan.seal if plan else ""
         is_new = bool(seal) and seal not in slot.known
@@ -123,14 +123,16 @@ class Processes:
             slot.channel.send((task.complete(), seal, plan if is_new else None))
 
     def wait(self) -> list[Event]:
-        """What happened since; waits up to a second, so that signals are heard."""
+        """Return the events since the last call, after a wait of at most a second, so that signals are
+        handled.
+        """
         waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}
         ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
         events = [self._hear(waited[pipe]) for pipe in ready]
         return [event for event in events if event is not None]
 
     def _hear(self, number: int) -> Event | None:
-        """Take an answer, or what a worker that has begun computes on; replace one that died."""
+        """Receive an answer or a worker's device, and replace a worker that died."""
         slot = self._slots[number]
         try:
             said = slot.channel.recv()
@@ -149,7 +151,7 @@ class Processes:
         return None
 
     def _replace(self, number: int, reason: str) -> Event | None:
-        """Begin a worker in the place of a dead one; its death is an event where it had a task."""
+        """Start a worker in the place of a dead one; return an event if the dead one had a task."""
         was_busy = self._slots[number].state == "busy"
         deaths = 0 if was_busy else self._slots[number].deaths + 1
         if deaths >= MOST_EARLY_DEATHS:
@@ -175,9 +177,10 @@ Pool = InProcess | Processes
 
 
 def _choose_context(devices: list[str]) -> Any:
-    """How processes begin: on CPUs of Linux forked from one that has imported everything once.
+    """Return the context that starts worker processes.
 
-    What drives another device does not survive a fork, and importing can start it.
+    On Linux with CPUs, workers are forked from a process that has imported everything once. Drivers of
+    other devices do not survive a fork, and an import can start them, so those workers are spawned.
     """
     if set(devices) != {"cpu"} or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -195,10 +198,10 @@ def _choose_context(devices: list[str]) -> Any:
 def _serve(
     pipe: Any, job: Job, device: str, share: tuple[int, int], variables: dict[str, str]
 ) -> None:
-    """What a process does: one task after the other, until the process that gives them is gone.
+    """Run the tasks of a worker process one after the other, until the parent process ends.
 
     Args:
-        share: how many processes there are, and how many on this device.
+        share: number of worker processes, in all and on this device.
     """
     import torch
 
@@ -224,7 +227,7 @@ def _serve(
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that began it is gone, also in the middle of an item."""
+    """End this process when its parent process has ended, even in the middle of an item."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

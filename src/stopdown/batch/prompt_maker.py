@@ -67,7 +67,7 @@ class PromptMaker:
         return {name: getattr(result, name) for name in _COLUMNS}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a batch of `map_batches`: columns as arrays in, the same columns and those of `make` out."""
+        """Make a batch of Ray's `map_batches`: return its columns as arrays, with those of `make` added."""
         names = list(batch)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         made = [self.make(row) for row in rows]

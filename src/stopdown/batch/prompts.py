@@ -56,7 +56,7 @@ class Item(_Asked):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What it says of the request."""
+        """The fields of the request that the item sets, by name."""
         said = {x.name: getattr(self, x.name) for x in FIELDS}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -65,7 +65,7 @@ class Item(_Asked):
         return {name: place for name, place in self.values.items() if name in MEDIA}
 
     def make_request(self) -> Request:
-        """Return what it asks of the pipeline, without pictures and videos."""
+        """Return the item's request to the pipeline, without pictures and videos."""
         return Request(**{k: v for k, v in self.values.items() if k not in MEDIA})
 
 
@@ -82,7 +82,7 @@ _FORMS = (
 def naming_line(
     item: Item, prompts: str = "", kind: type[InputError] = InputError
 ) -> Iterator[None]:
-    """Errors of a kind within the block name the item's line, and the prompts file where it is given."""
+    """Add the item's line, and the prompts file if given, to errors of a kind within the block."""
     try:
         yield
     except kind as error:
@@ -140,7 +140,7 @@ def _read_file(given: str) -> list[Item]:
 
 
 def find_text_fault(text: str) -> str:
-    """Why a text can be no prompt, as a sentence; "" for one that can."""
+    """Return a sentence that explains why a text is not a valid prompt; "" if it is valid."""
     if len(text) > LONGEST:
         return f"It has {len(text)} characters, more than the {LONGEST} that are read."
     if not text.isprintable() and any(ord(sign) < 32 and sign not in "\t\n" for sign in text):
@@ -206,11 +206,12 @@ def _read_line(given: str, number: int, said: dict[str, Any]) -> Item:
 
 
 def make_item(said: Mapping[str, Any], number: int, refuse: Callable[[str], InputError]) -> Item:
-    """The item that fields describe, each checked; what is wrong with them goes to `refuse`.
+    """Return an item made from its fields, after a check of each.
 
     Args:
         said: fields by name; numbers may be texts.
-        number: its line.
+        number: line number of the item.
+        refuse: makes the error to raise from a description of the problem.
     """
     unknown = sorted(set(said) - set(_FIELDS))
     if unknown:
@@ -231,7 +232,7 @@ _TYPES = {"str": "text", "int": "a whole number", "float": "a number", "null": "
 
 
 def _describe(error: msgspec.ValidationError) -> str:
-    """What a field holds and should hold, without the words of types."""
+    """Describe the value and the expected type of a faulty field in plain words."""
     found = re.fullmatch(r"Expected `(\w+)[^`]*`, got `(\w+)`.* - at `\$\.(\w+)`", str(error))
     if found is None:
         return str(error)
@@ -267,7 +268,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def digest_request(items: Iterable[Item], options: Mapping[str, Any], built_in: bool) -> str:
-    """Return the hash of what a batch is asked for; "" if it cannot be known without asking elsewhere.
+    """Return a hash of a batch's request; "" if it cannot be computed without network access.
 
     Args:
         items: with all media in their places.
@@ -297,7 +298,9 @@ def _list_texts(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of a file, or of all files in a folder; nothing if there is none."""
+    """Return the name, size and time of a file, or of all files in a folder; an empty list if there is
+    none.
+    """
     try:
         paths = sorted(path.rglob("*")) if path.is_dir() else [path]
         told = [(x, x.stat()) for x in paths if x.is_file()]

@@ -119,7 +119,7 @@ class Worker:
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan, notes: list[str]) -> Iterator[Journal | None]:
-        """The journal of an item, which is removed when the item is whole."""
+        """Open the journal of an item within the block, and remove it when the item is finished."""
         settings = self._job.settings
         if settings.journal is None:
             yield None
@@ -146,7 +146,7 @@ class Worker:
 
 
 def find_finished(folder: Path, task: Task, names: set[str]) -> RunRecord | None:
-    """The record of an item that is whole; None when it has to be made."""
+    """Return the record of a finished item; None if the item must be made."""
     for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
@@ -159,7 +159,7 @@ def find_finished(folder: Path, task: Task, names: set[str]) -> RunRecord | None
 
 
 def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult:
-    """What became of an item whose record is whole."""
+    """Return the result of an item with a complete record."""
     return begin_result(
         task,
         status,
@@ -173,5 +173,5 @@ def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult
 
 
 def begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
-    """What became of an item, with these further fields."""
+    """Return the result of an item, with these further fields."""
     return ItemResult(task.item, task.name, task.line, task.request.prompt or "", status, **others)

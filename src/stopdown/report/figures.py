@@ -23,7 +23,7 @@ from stopdown.records import BlockMaximum
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.42 s`, `3 min 20 s`, `2 h 10 min`."""
+    """Format a time in seconds: `0.42 s`, `3 min 20 s`, `2 h 10 min`."""
     if seconds < 100:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -69,7 +69,7 @@ class Chart:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there are more than two steps: fewer points are numbers, and no line."""
+        """Whether the chart is drawn; with two steps or fewer, its points are shown as numbers."""
         return self.count > 2
 
     def place_x(self, step: int) -> float:
@@ -77,13 +77,13 @@ class Chart:
         return round(self.left + share * (self.right - self.left), 1)
 
     def place_y(self, error: float) -> float:
-        """Where an error stands; what is below the axis stands at its end."""
+        """Return the vertical position of an error; errors below the axis are placed at its end."""
         share = (math.log10(error) - self.low) / (self.high - self.low) if error else 0.0
         return round(self.bottom - max(share, 0.0) * (self.bottom - self.top), 1)
 
 
 def draw_growth(comparison: Comparison) -> Chart | None:
-    """Error of the latents over the steps, the median over prompts; None without any."""
+    """Draw the error of the latents over the steps, as the median over prompts; None if there is none."""
     names = [variant.name for variant in comparison.variants]
     series = {name: _collect_growth(comparison, name) for name in names}
     series = {k: values for k, values in series.items() if values and k != comparison.reference}
@@ -118,7 +118,7 @@ def _draw_line(chart: Chart, name: str, colour: int, values: tuple[float | None,
 
 
 def _spread_labels(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Labels at least 14 units apart, in the order of their lines."""
+    """Move the labels at least 14 units apart, in the order of their lines."""
     moved, last = [], -math.inf
     for line in sorted(lines, key=lambda line: line.end[1]):
         last = max(line.end[1], last + 14)
@@ -138,7 +138,7 @@ BINS: tuple[tuple[str, str, float], ...] = (
 
 
 def choose_bin(bits: float) -> str:
-    """The class of a number of bits."""
+    """Return the name of the colour class for a number of bits of headroom."""
     if bits <= SPOILT:
         return "nf"
     return next(name for name, _, limit in BINS[1:] if bits < limit or limit == math.inf)
@@ -170,7 +170,7 @@ class HeatMap:
 
     @property
     def tightest(self) -> HeatMap:
-        """The map of the `MOST_SHOWN` blocks with the least headroom in any precision, the worst first."""
+        """The map of the `MOST_SHOWN` blocks with the least headroom in any precision, smallest first."""
         least = {
             path: min(
                 (x for heat in self.heats.values() for x in heat.get(path, ()) if x is not None),
@@ -196,14 +196,14 @@ class HeatMap:
 
 
 def describe_least(heat: Bits) -> str:
-    """The least headroom of a map in words; "" without any."""
+    """Describe the least headroom of a map and its place; "" if the map is empty."""
     known = [(x, path) for path, row in heat.items() for x in row if x is not None]
     least = min(known, key=lambda found: found[0], default=None)
     return "" if least is None else f"{format_bits(least[0])} at {least[1]}"
 
 
 def draw_maps(comparison: Comparison) -> list[HeatMap]:
-    """Headroom by block and step for each component and precision."""
+    """Return heat maps of headroom by block and step, for each component and precision."""
     found: dict[str, dict[str, Bits]] = {}
     for variant in comparison.variants:
         for heat in variant.heats:
@@ -213,7 +213,7 @@ def draw_maps(comparison: Comparison) -> list[HeatMap]:
 
 
 def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
-    """Headroom of one run by block and step, in the formats that the blocks returned."""
+    """Return heat maps of one run's headroom by block and step, in the formats that the blocks returned."""
     maps = []
     for component in dict.fromkeys(entry.component for entry in maxima):
         own = [entry for entry in maxima if entry.component == component]

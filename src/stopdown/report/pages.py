@@ -39,7 +39,11 @@ _MOST_BYTES = 2**28
 
 
 def read_any(path: Path) -> Comparison | RunRecord:
-    """The record in a JSON file, by its own word for what it is."""
+    """Read the record in a JSON file; its `kind` decides the type.
+
+    Raises:
+        InputError: the file is not a record, has no report, or contradicts itself.
+    """
     try:
         raw = read_json_table(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
@@ -68,7 +72,9 @@ def read_any(path: Path) -> Comparison | RunRecord:
 
 
 def find_problem(comparison: Comparison) -> str:
-    """What in a comparison belongs to nothing else in it, or cannot be drawn; "" for none."""
+    """Describe the first inconsistency of a comparison, or a value that cannot be drawn; "" if there is
+    none.
+    """
     names = [variant.name for variant in comparison.variants]
     cells = [cell for row in comparison.rows for cell in row.cells]
     heats = [heat for variant in comparison.variants for heat in variant.heats]
@@ -119,7 +125,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
-    """One run of `generate` as an HTML page.
+    """Render one run of `generate` as an HTML page.
 
     Args:
         media: type and base64 of its output, such as `("video/mp4", "AAAA…")`; None leaves it out.
@@ -170,7 +176,7 @@ def _read_template(name: str) -> Any:
 
 
 def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
-    """What the tables say of one precision."""
+    """Return the values of one precision for the page's tables."""
     cells = pick_cells(comparison.rows, variant.name)
     measured = {
         name: summarise_measure(cells, name)
@@ -190,7 +196,7 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
 
 
 def _describe_cell(cell: Cell) -> dict[str, Any]:
-    """What the page's player shows of a cell."""
+    """Return the values of a cell for the page's player."""
     measures = cell.measures
     said = "" if measures is None else f"{format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
@@ -206,7 +212,7 @@ def _describe_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
-    """For each precision but the reference: where it parts first, and its error by component."""
+    """Return the first divergence and the error by component of each precision except the reference."""
     found = []
     for variant in comparison.variants:
         cells = pick_cells(comparison.rows, variant.name)
@@ -240,13 +246,13 @@ def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_page(output: Path, *, force: bool = True) -> None:
-    """Refuse a page that could not be written, before hours are spent on it."""
+    """Refuse a page that cannot be written, before hours of computation."""
     check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
     check_target(output, replaces=describe_no_page, force=force)
 
 
 def describe_no_page(path: Path) -> str:
-    """Return what a file holds that no page may replace; "" for a page of Stopdown."""
+    """Describe the contents of a file that a page must not replace; "" for a page of Stopdown."""
     with path.open("rb") as file:
         head = file.read(4096)
     return "" if _GENERATOR in head or not head else "a file that is no page of Stopdown"
