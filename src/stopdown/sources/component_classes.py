@@ -23,7 +23,7 @@ MOST_PARTS = 200_000
 
 
 def find_class(library: str, class_name: str) -> Any:
-    """The class that a model index names, from Diffusers or Transformers and nowhere else."""
+    """Return the class in a model index, looked up in Diffusers and Transformers only."""
     if library not in ("diffusers", "transformers"):
         library = f"diffusers.pipelines.{library}"
     try:
@@ -58,7 +58,7 @@ def _find_in_library(library: str, class_name: str) -> Any:
 
 @contextmanager
 def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
-    """No component of more parts than any has, or of far more values than are stored for it.
+    """Refuse to build a component with too many parts, or with far more values than its weights store.
 
     Without it a configuration of a few bytes takes hours, or all memory: layers are built one by one,
     and Transformers fills what the weights lack.
@@ -87,7 +87,7 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
 
 @contextmanager
 def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
-    """Turn what a component's class raises while it is built from a model's files into a SourceError.
+    """Turn errors from building a component out of a model's files into a SourceError.
 
     Args:
         has_weights: False where only configurations are read.

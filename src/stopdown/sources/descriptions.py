@@ -68,27 +68,27 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """As `read_description`; raises UnreadableError."""
+    """Read a table as `read_description` does, but raise UnreadableError."""
     most = MOST_CONFIG_BYTES if "config" in path.name or "index" in path.name else MOST_BYTES
     return read_json_table(path, most_bytes=most, allows_infinity="config" in path.name)
 
 
 def find_code(content: dict[str, Any]) -> Iterator[str]:
-    """Fields that ask for classes of the model's own."""
+    """Yield the paths of fields that ask for classes of the model's own."""
     return (
         path for path, key, value in _walk(content) if key == "auto_map" or (key in _CODE and value)
     )
 
 
 def find_kernels(content: dict[str, Any]) -> Iterator[str]:
-    """Fields that choose an implementation which is not built in."""
+    """Yield the fields that choose an implementation which is not built in."""
     for path, key, value in _walk(content):
         if "implementation" in key:
             yield from (f"{path} = {name!r}" for name in _list_texts(value) if name not in BUILT_IN)
 
 
 def find_excess(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Fields whose number no model has, and what they may be."""
+    """List fields with a number that no model has, each with its permitted range."""
     found = [entry for path, key, value in _walk(content) for entry in _judge(path, key, value)]
     sides = [content.get(f"sample_{name}", 1) for name in ("height", "width", "frames")]
     square = [content.get(name, 1) for name in ("sample_size", "pos_embed_max_size")]
@@ -116,7 +116,7 @@ def _judge(path: str, key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _walk(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Path, key and value of each field, those in tables and lists included."""
+    """Yield the path, key and value of each field, including those in nested tables and lists."""
     left: list[tuple[str, Any]] = [("", content)]
     while left:
         above, table = left.pop()
@@ -129,7 +129,7 @@ def _walk(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _list_texts(value: Any) -> list[str]:
-    """The texts in a value: itself, or those of its fields."""
+    """List the texts in a value: the value itself, or the texts in its fields."""
     if isinstance(value, dict):
         return [text for inner in value.values() for text in _list_texts(inner)]
     return [value] if isinstance(value, str) else []

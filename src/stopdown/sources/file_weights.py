@@ -70,7 +70,7 @@ def _read_plain(path: Path, name: str) -> Iterator[torch.Tensor]:
 
 
 def iterate_rows(codes: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows with 4 M values at most."""
+    """Yield slices of rows, each of at most 4 M values or one row."""
     rows = max(1, 2**22 // max(1, codes[:1].numel()))
     for start in range(0, len(codes), rows):
         yield slice(start, min(start + rows, len(codes)))

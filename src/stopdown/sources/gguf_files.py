@@ -62,7 +62,7 @@ def open_gguf(path: Path) -> Any:
 
 
 def read_texts(reader: Any) -> dict[str, str]:
-    """The texts among a file's metadata."""
+    """Return the text fields of a file's metadata."""
     gguf = require_gguf()
     texts = {}
     for name, entry in reader.fields.items():
@@ -72,7 +72,7 @@ def read_texts(reader: Any) -> dict[str, str]:
 
 
 def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
-    """The values of a tensor in fp32, some rows at a time; nothing where the package cannot unpack it."""
+    """Yield the values of a tensor in fp32, some rows at a time; none for types it cannot unpack."""
     gguf = require_gguf()
     name, data = tensor.tensor_type.name, tensor.data
     if not data.size:
@@ -90,7 +90,7 @@ def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def read_scales(tensor: Any) -> torch.Tensor:
-    """The scales of a tensor's blocks, `[blocks, scales]` fp16; no blocks for a type without an entry."""
+    """Read the scales of a tensor's blocks, `[blocks, scales]` fp16; none for types without an entry."""
     gguf = require_gguf()
     _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
     blocks = tensor.data.reshape(tensor.data.size // size, size)

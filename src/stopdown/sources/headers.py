@@ -82,7 +82,7 @@ class DamagedFileError(ValueError):
 
 @contextmanager
 def refusing_damage(owner: str, remedy: str = "Download it again.") -> Iterator[None]:
-    """An error within the block, of a file that cannot be read, names its owner: `The LoRA a is`."""
+    """Turn errors from unreadable files into a SourceError that begins with `owner`: `The LoRA a is`."""
     try:
         yield
     except (DamagedFileError, OSError) as error:
@@ -124,14 +124,14 @@ def _parse_tensors(path: Path, *signs: int) -> dict[str, StoredTensor]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """The raw header of a safetensors file, its length included."""
+    """Read the raw header of a safetensors file, including its length."""
     with open_regular_file(path) as file:
         prefix = file.read(8)
         return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """A header as it is at the beginning of a file, its length included."""
+    """Encode a header as the first bytes of a file, including its length."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -144,7 +144,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_rescaled(*paths: Path) -> str:
-    """What the first of files that does says of rescaled weights in it; "" when none says anything."""
+    """Return the first files' metadata entry about rescaled weights; "" if none has one."""
     for path in paths:
         with contextlib.suppress(DamagedFileError, OSError):
             if said := read_metadata(path).get(RESCALED_ENTRY, ""):
@@ -153,7 +153,7 @@ def read_rescaled(*paths: Path) -> str:
 
 
 def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file again with more entries in its metadata; the values follow as they are."""
+    """Copy a file with more entries in its metadata; the values stay as they are."""
     raw = read_header_bytes(source)
     header = json.loads(raw[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
@@ -164,7 +164,7 @@ def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) 
 
 
 def read_samples(path: Path) -> bytes:
-    """16 blocks of 4 KiB of a file, evenly spread from its beginning to its end."""
+    """Read 16 blocks of 4 KiB of a file, evenly spread from its beginning to its end."""
     last = max(path.stat().st_size - 4096, 0)
     with open_regular_file(path) as file:
         samples = []
@@ -175,7 +175,7 @@ def read_samples(path: Path) -> bytes:
 
 
 def _sign(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written again: a header is parsed once as long as it stays."""
+    """Return the state by which a rewritten file is recognised: an unchanged header is parsed only once."""
     try:
         state = os.stat(path)
     except (OSError, ValueError):
@@ -197,7 +197,7 @@ def _read_json(path: Path, *_: int) -> tuple[dict[str, Any], int]:
 
 
 def _read_header_text(file: BinaryIO) -> tuple[bytes, int]:
-    """The header's JSON, and the size of the whole file."""
+    """Read the header's JSON, and return it with the size of the whole file in bytes."""
     size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
@@ -223,7 +223,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether this is what the format says of a tensor: a name, sizes, and two offsets."""
+    """Check whether this is a valid header entry of a tensor: a name, sizes and two offsets."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -239,7 +239,7 @@ def _check_metadata(entry: Any) -> None:
 
 
 def _name_dtype(tensor: str, dtype: str) -> tuple[str, int]:
-    """Return our name of a header's dtype, and the bits of one value."""
+    """Return Stopdown's name of a header's dtype, and the size of one value in bits."""
     if dtype in OTHER_DTYPES:
         return OTHER_DTYPES[dtype]
     if found := find_format(dtype):
@@ -262,7 +262,7 @@ def _check_ranges(ranges: list[tuple[int, int]], value_bytes: int) -> None:
 
 
 def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
-    """The variant and the safetensors files that a component's folder is loaded from.
+    """Find the variant and the safetensors files from which a component's folder is loaded.
 
     The wanted variant where there is one (`model.fp16.safetensors` is of the variant `fp16`); else
     without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`), or the first by name.
@@ -273,7 +273,7 @@ def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
 
 
 def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
-    """As `find_weights`, from the names of the files alone."""
+    """Choose the variant and files as `find_weights` does, from the names of the files alone."""
     by_variant: dict[str, list[str]] = {}
     for name in sorted(names):
         stem = _SHARD.sub("", name.removesuffix(".safetensors"))
@@ -287,7 +287,7 @@ def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
 
 
 def read_shard_index(index: Path) -> dict[str, str]:
-    """Tensor → its file, from an index of shards (`*.safetensors.index.json`)."""
+    """Read an index of shards (`*.safetensors.index.json`): tensor → its file."""
     try:
         weight_map = read_json_table(index)["weight_map"]
         if not isinstance(weight_map, dict):
@@ -308,7 +308,7 @@ def read_shard_index(index: Path) -> dict[str, str]:
 
 
 def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:
-    """What an index of shards names and its folder lacks."""
+    """List the shards or tensors in an index that its folder lacks."""
     missing = []
     for shard in sorted(set(shards.values())):
         path = index.parent / shard

@@ -48,7 +48,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def download_index(repo: str, *, revision: str | None = None) -> Path:
-    """The local path of a repository's `model_index.json`, in the client's cache."""
+    """Download a repository's `model_index.json` and return its path in the client's cache."""
     import huggingface_hub
 
     with _asking(repo, revision):
@@ -68,7 +68,7 @@ def download_snapshot(
     with_weights: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder of a repository's snapshot, with the files of the given components in it.
+    """Download the files of the given components and return the folder of the repository's snapshot.
 
     Args:
         folders: component → whether it has weights.
@@ -107,7 +107,7 @@ def download_snapshot(
 
 
 def _order_files(files: Mapping[str, Any], chosen: Sequence[str]) -> list[list[str]]:
-    """Small files first, then the weights of one component after the other, the smallest first."""
+    """Group the files in download order: small files, then each component's weights, the smallest first."""
     weights = dict[str, list[str]]()
     for name in chosen:
         folder = name.rpartition("/")[0] if name.endswith(".safetensors") else ""
@@ -120,7 +120,7 @@ def _order_files(files: Mapping[str, Any], chosen: Sequence[str]) -> list[list[s
 def count_missing_bytes(
     index: Path, repo: str, folders: dict[str, bool], *, variant: str = ""
 ) -> int:
-    """Bytes that `download_snapshot` has yet to download; 0 when the Hub cannot be asked."""
+    """Count the bytes that `download_snapshot` has yet to download; 0 if the Hub cannot be asked."""
     files = _list_files(repo, index.parent.name)
     if files is None:
         return 0
@@ -129,7 +129,10 @@ def count_missing_bytes(
 
 
 def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Path) -> int:
-    """Bytes of these files that are not in the cache: not whole, not of another commit, and not begun."""
+    """Count the bytes of these files that are absent from the cache.
+
+    Files held for another commit, and parts of begun downloads, are not counted.
+    """
     blobs = snapshot.parent.parent / "blobs"
     missing = 0
     for name in names:
@@ -144,7 +147,7 @@ def _count_missing(files: Mapping[str, Any], names: Iterable[str], snapshot: Pat
 
 
 def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
-    """The snapshot of a repository with one model of Transformers in it, or in one of its folders."""
+    """Download a Transformers model from a repository, or from a folder of it, and return the snapshot."""
     import huggingface_hub
 
     place = f"{folder}/" if folder else ""
@@ -163,7 +166,7 @@ def download_component(repo: str, folder: str = "", *, revision: str | None = No
 
 
 def _check_files(paths: list[Path], repo: str) -> None:
-    """Compare files that just came with the hashes that the Hub announced, by which the cache names them.
+    """Compare downloaded files with their hashes on the Hub, which are their names in the cache.
 
     Cost: each file is read once.
     """
@@ -177,7 +180,7 @@ def _check_files(paths: list[Path], repo: str) -> None:
 
 
 def _compute_hash(blob: Path) -> str | None:
-    """The hash of a file in the cache, of the kind by which it is named; None where no hash names it."""
+    """Compute the hash of a cached file, of the kind in its name; None if its name is no hash."""
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return None
     digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
@@ -191,7 +194,7 @@ def _compute_hash(blob: Path) -> str | None:
 
 @contextmanager
 def _asking(repo: str, revision: str | None) -> Iterator[None]:
-    """A block that asks the Hub: it ends when the Hub does not answer, and what fails is a SourceError."""
+    """Turn errors within a block that asks the Hub into a SourceError, and limit its waits."""
     try:
         with _careful_client():
             yield
@@ -207,7 +210,7 @@ MOST_UNANSWERED = 3
 
 @contextmanager
 def _careful_client() -> Iterator[None]:
-    """The Hub's client with a limit on every wait, and a look at what answers say before it writes.
+    """Limit every wait of the Hub's client, and check names in answers before it writes files.
 
     The client waits without limit where it lists files, and uses an ETag as the name of a file. Where
     there is no connection it tries for half a minute; here twice, and it then takes what is in the cache.
@@ -284,7 +287,7 @@ def _is_no_retry(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_retries() -> Iterator[None]:
-    """Without the client's line for each request that it tries again; what comes of it is reported."""
+    """Drop the client's log lines about repeated requests; their final outcome is reported."""
     handlers = list(logging.getLogger("huggingface_hub").handlers)
     for handler in handlers:
         handler.addFilter(_is_no_retry)
@@ -296,14 +299,14 @@ def _without_retries() -> Iterator[None]:
 
 
 def _read_patience() -> float:
-    """Seconds that the client waits for a part of an answer."""
+    """Return the seconds for which the client waits for a part of an answer."""
     from huggingface_hub import constants
 
     return float(max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT))
 
 
 def _check_name(header: str, text: str | None) -> None:
-    """Refuse what the client would use as the name of a file and is none."""
+    """Refuse a header that the client would use as a file name if it is not a valid one."""
     name = (text or "").removeprefix("W/").strip('"')
     if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
         raise make_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
@@ -316,7 +319,7 @@ Headers = Sequence[tuple[str, Any]]
 def read_remote_headers(
     repo: str, commit: str, folders: tuple[str, ...], variant: str = ""
 ) -> Headers:
-    """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
+    """Read the headers of weights that stay on the Hub; empty if the Hub cannot be asked.
 
     Each header is fetched by an HTTP range, once in a process: a commit does not change.
     """
@@ -354,7 +357,7 @@ def _fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: st
 
 
 def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
-    """Component → dtype → bytes stored in it."""
+    """Count the stored bytes of each dtype: component → dtype → bytes."""
     stored: dict[str, dict[str, int]] = {}
     for folder, header in headers:
         counts = stored.setdefault(folder, {})
@@ -367,7 +370,7 @@ def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
 
 
 def find_rescaled(headers: Headers) -> dict[str, str]:
-    """Component → what its files say of rescaled weights; "" for nothing."""
+    """Return the metadata entry about rescaled weights of each component; "" for none."""
     said: dict[str, str] = {}
     for folder, header in headers:
         said[folder] = said.get(folder) or str((header.metadata or {}).get(RESCALED_ENTRY, ""))
@@ -382,7 +385,11 @@ def choose_files(
     variant: str = "",
     with_weights: bool = True,
 ) -> list[str]:
-    """The files of a repository that the given components are loaded from."""
+    """Choose the files of a repository from which the given components are loaded.
+
+    Raises:
+        SourceError: a component has weights only as pickles.
+    """
     chosen = ["model_index.json", *(name for name in files if name == PLAN_BESIDE)]
     refused = []
     for folder, has_weights in folders.items():
@@ -401,7 +408,7 @@ def choose_files(
 
 
 def refuse_pickles(place: str, files: list[str]) -> SourceError:
-    """The error for weights that are stored as pickles only."""
+    """Return the error for weights that are stored as pickles only."""
     return SourceError(
         f"The weights {', '.join(files)} of {place} are stored as pickles.",
         expected="Only safetensors are read: loading a pickle can run any program in it.",
@@ -410,7 +417,7 @@ def refuse_pickles(place: str, files: list[str]) -> SourceError:
 
 
 def explain_conversion(place: str) -> str:
-    """What to type to convert pickled weights."""
+    """Return the instructions for converting pickled weights."""
     script = (
         "from diffusers import DiffusionPipeline as P; "
         f"P.from_pretrained({place!r}, use_safetensors=False).save_pretrained('converted')"
@@ -459,7 +466,7 @@ def _read_endpoint() -> str:
 
 
 def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
-    """Every file of a repository at a commit with its size and hash; None when the Hub cannot be asked."""
+    """List all files of a repository at a commit, with size and hash; None if the Hub cannot be asked."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -478,7 +485,7 @@ def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
 
 
 def _make_bar_class(progress: Progress | None, before: int = 0, needed: int = 0) -> Any:
-    """A progress bar class that draws nothing and reports received bytes.
+    """Make a progress bar class that draws nothing and reports received bytes.
 
     Args:
         before: bytes that came before those of this bar, of all that are `needed`.

@@ -47,7 +47,7 @@ _TRUNCATION = re.compile(
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without bars and noise of Diffusers and Transformers, which are put back as they were.
+    """Silence the progress bars and noise of Diffusers and Transformers within the block.
 
     Blocks may be nested.
     """
@@ -68,7 +68,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
-    """Without warnings of prompts that are cut: those of ours are as long as they are.
+    """Silence warnings about truncated prompts, for Stopdown's own prompts.
 
     Args:
         wanted: False leaves them, for prompts of a user's.
@@ -80,7 +80,7 @@ def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
 
 
 def drop_empty_remarks(patches: Patches) -> None:
-    """Without the remark that a cast module keeps nothing in fp32, until `patches` is undone."""
+    """Silence the remark that a cast module keeps nothing in fp32, until `patches` is undone."""
     import diffusers.utils.logging  # noqa: F401  # it makes the handler
     import transformers.utils.logging  # noqa: F401
 
@@ -88,7 +88,7 @@ def drop_empty_remarks(patches: Patches) -> None:
 
 
 def _drop(noise: re.Pattern[str], patches: Patches) -> None:
-    """Leave sentences out of what Diffusers and Transformers log, until `patches` is undone."""
+    """Drop matching messages from the logs of Diffusers and Transformers until `patches` is undone."""
 
     def is_heard(record: logging.LogRecord) -> bool:
         return not noise.search(record.getMessage())

@@ -37,7 +37,7 @@ _PATTERNS = tuple(
 
 
 def split_prefix(name: str) -> tuple[str, str, str]:
-    """The component that a tensor's name begins with, that beginning as written, and the rest.
+    """Split a tensor's name into its component, the prefix as written, and the rest.
 
     The component is as a pipeline names it, or `DENOISER`; it and the beginning are "" where nothing stands
     before the name. In `text_encoders.t5xxl.transformer.encoder`, `transformer.` belongs to neither.
@@ -99,12 +99,12 @@ class Layer:
     part: tuple[int, int] = (0, 1)
 
     def name_tensor(self, kind: str) -> str:
-        """The name in the file of its `weight` or `bias`."""
+        """Return the name in the file of the layer's `weight` or `bias`."""
         return f"{self.stored or f'{self.path}.'}{kind}"
 
 
 def is_lora_file(path: Path) -> bool:
-    """Whether a path is a safetensors file that holds an adapter and no model."""
+    """Check whether a path is a safetensors file that holds an adapter and no model."""
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         return False
     try:
@@ -115,7 +115,7 @@ def is_lora_file(path: Path) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """The layer as a LoRA file names it, and the role of the tensor; None for what is no such name."""
+    """Split a name in a LoRA file into its layer and the role of the tensor; None for any other name."""
     found = _SUFFIX.match(name)
     if found is None:
         return None
@@ -124,7 +124,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
-    """The layers of a component's tensors; of a text encoder in open_clip's names by Transformers', too.
+    """Yield the layers of a component's tensors; for open_clip's text encoders also by Transformers' names.
 
     Trainers use the latter, whatever the file does.
     """
@@ -147,7 +147,7 @@ def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
 
 
 def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
-    """Kind of component to its layers by their names with underscores alone."""
+    """Index layers by kind of component, then by their names with underscores only."""
     found: dict[str, dict[str, Layer]] = {}
     for layer in layers:
         kind, path = _COMPONENTS.get(layer.component, layer.component), layer.path
@@ -158,7 +158,7 @@ def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
 
 
 def find_layer(stem: str, index: Mapping[str, Mapping[str, Layer]]) -> Layer | None:
-    """The layer that a name of a LoRA file means; None where the model has none."""
+    """Find the layer for a name in a LoRA file; None if the model has none."""
     kind, _, bare = split_prefix(stem)
     flat = _flatten(bare)
     plain = re.sub(r"_to_out$", "_to_out_0", flat.replace("_processor_to_", "_to_"))

@@ -32,7 +32,7 @@ _INSTALLS = re.compile(r"pip install ([\w.-]+)")
 
 
 def refuse_missing_packages(source: Source) -> None:
-    """Refuse a pipeline whose classes need packages that are not here.
+    """Refuse a pipeline whose classes need packages that are not installed.
 
     Args:
         source: without weights, or with them.
@@ -55,7 +55,7 @@ def refuse_missing_packages(source: Source) -> None:
 
 
 def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
-    """The packages that a class of Diffusers or Transformers needs and lacks, as pip calls them.
+    """List the missing packages that a class of Diffusers or Transformers needs, by their pip names.
 
     Args:
         off: switches of the class that are off: what they lead to is not needed.
@@ -72,7 +72,7 @@ def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
 
 
 def _list_backends(kind: type) -> list[str]:
-    """What stands for a class says that it lacks."""
+    """List the missing backends of a placeholder class."""
     asked = vars(kind).get("_backends") or vars(kind).get("__backends") or ()
     return [x for x in asked if isinstance(x, str) and not _is_here(x)]
 
@@ -99,7 +99,7 @@ def _list_tables() -> Iterator[Any]:
 
 
 def _list_unguarded(module: Any, off: Collection[str]) -> list[str]:
-    """Packages that a module imports if they are here, and whose names it uses whether they are or not."""
+    """List optional packages that a module imports only if present but uses in any case."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, SyntaxError):
@@ -119,7 +119,7 @@ def _list_unguarded(module: Any, off: Collection[str]) -> list[str]:
 
 
 def _find_guard(node: ast.stmt) -> str | None:
-    """`ftfy` of `if is_ftfy_available():`."""
+    """Return the package in a guard: `ftfy` in `if is_ftfy_available():`; None for other statements."""
     test = node.test if isinstance(node, ast.If) else None
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name):
         found = _ASKS.fullmatch(test.func.id)
@@ -133,13 +133,13 @@ def _list_imports(body: list[ast.stmt]) -> set[str]:
 
 
 def _list_flags(body: list[ast.stmt]) -> set[str]:
-    """Names that say afterwards whether the package is here: `XLA_AVAILABLE`."""
+    """Return the names that the guard sets to tell whether the package is present: `XLA_AVAILABLE`."""
     targets = [x for one in body if isinstance(one, ast.Assign) for x in one.targets]
     return {x.id for x in targets if isinstance(x, ast.Name)}
 
 
 def _is_lacking(module: Any, name: str) -> bool:
-    """Whether a name is absent, or a class of the module's own that only raises."""
+    """Check whether a name is absent, or a class of the module's own that only raises."""
     value: Any = getattr(module, name, None)
     if value is None:
         return True
@@ -150,7 +150,7 @@ def _is_lacking(module: Any, name: str) -> bool:
 
 
 def _is_used(tree: ast.Module, guard: ast.stmt, name: str, flags: set[str]) -> bool:
-    """Whether code calls a name outside of the guard, and not under a flag that the guard sets."""
+    """Check whether code uses a name outside of the guard, and not under a flag that the guard sets."""
     waiting: list[ast.AST] = [node for node in tree.body if node is not guard]
     while waiting:
         node = waiting.pop()

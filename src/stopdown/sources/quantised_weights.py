@@ -63,7 +63,7 @@ def _describe_quantised(
 
 
 def _read_quantised(path: Path, weight: QuantisedWeight) -> Iterator[torch.Tensor]:
-    """Values of a weight; of one whose scales are arranged otherwise, nothing."""
+    """Yield the values of a weight in fp32, some rows at a time; nothing for unknown layouts of scales."""
     codes, divisor = get_tensor(path, weight.codes), weight.divisor
     scale = get_tensor(path, weight.scale) if weight.scale else torch.ones(())
     is_packed = codes.dtype == torch.uint8 or any("weight_scale" in x for x in weight.others)
@@ -116,7 +116,7 @@ class QuantisedWeight:
 def find_quantised_weights(
     tensors: Mapping[str, StoredTensor], methods: Mapping[str, str] | None = None
 ) -> list[QuantisedWeight]:
-    """Every quantised weight of a file, in its order.
+    """List the quantised weights of a file, in its order.
 
     Args:
         methods: layer to the method that the file names for it.
@@ -165,7 +165,7 @@ def _join(layer: str, part: str) -> str:
 def read_methods(
     tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], marks: Mapping[str, bytes]
 ) -> dict[str, str]:
-    """Layer to the method that a file names for it.
+    """Return the quantisation method of each layer that has one in the file's metadata or marks.
 
     Args:
         marks: contents of its `comfy_quant` tensors.
@@ -193,7 +193,7 @@ def _parse(text: str) -> dict:
 
 
 def spread_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-    """A scale in a shape that multiplies the codes: one number, one a row, or one a block; else None.
+    """Expand a scale to multiply the codes: per tensor, row or block; None if it does not fit.
 
     Args:
         codes: `[R, ...]`.

@@ -75,13 +75,13 @@ def read_layouts() -> dict[str, Layout]:
 
 @functools.cache
 def find_whole(pipeline_class: str) -> Whole:
-    """How one file with all of a pipeline is named; without prefixes for an unknown pipeline."""
+    """Return the names in a single file with a whole pipeline; without prefixes for unknown pipelines."""
     rows = read_rows("single_file_names", "whole", Whole)
     return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
 
 def find_folder(component: str) -> str:
-    """The folder of ComfyUI's models for a component's file."""
+    """Return the folder of ComfyUI's models for a component's file."""
     for prefix, folder in (("text_encoder", "text_encoders"), ("vae", "vae")):
         if component.startswith(prefix):
             return folder
@@ -89,7 +89,7 @@ def find_folder(component: str) -> str:
 
 
 def check_layouts(program: Any, components: Iterable[str]) -> None:
-    """Refuse a program of which a component has no names in single files."""
+    """Refuse a program with a component whose names in single files are unknown."""
     problems = []
     for name in components:
         try:
@@ -105,7 +105,7 @@ def check_layouts(program: Any, components: Iterable[str]) -> None:
 
 
 def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, ...]]:
-    """Name in a single file to the tensors of a component of which it is made.
+    """Map each name in a single file to the tensors of a component that make it up.
 
     Args:
         table: another one than that of its class.
@@ -133,7 +133,7 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
 
 
 def rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
-    """The name of a tensor in a single file, with `@` and how it is changed or fused."""
+    """Return the name of a tensor in a single file, followed by `@` and its change or place, if any."""
     for pattern, replacement in rules:
         name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
         name = _SUM.sub(lambda found: str(_add(found[1], numbers)), name)
@@ -141,7 +141,7 @@ def rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, in
 
 
 def _add(text: str, numbers: Mapping[str, int]) -> int:
-    """`1+n1*2` as a number."""
+    """Evaluate a sum of products such as `1+n1*2`."""
     return sum(
         math.prod(numbers[x] if x in numbers else int(x) for x in product.split("*"))
         for product in text.split("+")
@@ -149,7 +149,7 @@ def _add(text: str, numbers: Mapping[str, int]) -> int:
 
 
 def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """The numbers that replacements name, of a component's configuration."""
+    """Return the numbers that appear in replacements, from a component's configuration and names."""
     config: Any = getattr(module, "config", {})
 
     def read(*fields: str) -> Any:
@@ -179,7 +179,7 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 
 def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a component as a single file has them; tied ones once.
+    """Return the tensors of a component as a single file has them; tied ones once.
 
     Cost: the memory of fused tensors.
     """
@@ -195,7 +195,7 @@ def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]
 
 
 def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
-    """The state of a component, its merged convolutions multiplied in fp32 into those before them."""
+    """Return a component's state, its merged convolutions multiplied in fp32 into those before them."""
     state = module.state_dict()
     for name, before in _find_layout(module, table).merged.items():
         weight, bias = state.pop(f"{name}.weight"), state.pop(f"{name}.bias")
@@ -207,13 +207,13 @@ def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
 
 
 def list_merged(module: torch.nn.Module, table: str = "") -> dict[str, str]:
-    """Tensors that take up those of a convolution that readers do not have: name to that one's name."""
+    """Map the tensors that absorb a convolution, which readers lack, to that convolution's tensors."""
     merged = _find_layout(module, table).merged.items()
     return {f"{x}.{end}": f"{name}.{end}" for name, x in merged for end in ("weight", "bias")}
 
 
 def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of `arrange`; nothing for a class without a table."""
+    """Return the shapes of the tensors of `arrange`; empty for a class without a table."""
     if type(module).__name__ not in read_layouts():
         return {}
     state, made = module.state_dict(), {}
@@ -228,7 +228,7 @@ def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def take_apart(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What `arrange` put together: the tensors of a component from those of its file."""
+    """Reverse `arrange`: return the tensors of a component from those of its file."""
     state, made = module.state_dict(), dict[str, torch.Tensor]()
     for name in _find_layout(module).merged:
         weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]

@@ -43,7 +43,7 @@ def make_error(name: str, /, **values: Any) -> SourceError:
 
 
 def refuse_problems(name: str, problems: list[Problem]) -> None:
-    """Raise one SourceError for all problems of a source, worst first; nothing without one."""
+    """Raise one SourceError for all problems of a source, worst first; do nothing without any."""
     if not problems:
         return
     problems = sorted(problems, key=lambda problem: problem.rank)

@@ -118,7 +118,7 @@ class Source:
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
     def list_folders(self, name: str) -> list[Path]:
-        """The folders of a component: `controlnet_1` is a further one of `controlnet`."""
+        """List the folders of a component: `controlnet_1` is a further one of `controlnet`."""
         found, number = [self.described / name], 1
         while (key := f"{name}_{number}") not in self.components and (
             self.described / key
@@ -128,7 +128,7 @@ class Source:
         return found
 
     def has_weights(self, name: str) -> bool:
-        """Whether a component is a model: no tokenizer, processor or scheduler.
+        """Return whether a component is a model, and not a tokenizer, processor or scheduler.
 
         Its library and class say so, and for other classes what its folder holds, if it is here.
         """
@@ -154,7 +154,7 @@ _SIDE_CONFIGURATIONS = (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "scheduler_config.
 
 
 def _is_of_model(file_name: str) -> bool:
-    """Whether a file is a model's: its configuration, weights or their index."""
+    """Check whether a file belongs to a model: its configuration, weights or their index."""
     is_weights = file_name.endswith((*WEIGHT_FILES, *hub.PICKLES, ".index.json"))
     return is_weights or file_name == "config.json"
 
@@ -172,7 +172,7 @@ def resolve_source(
     progress: Progress | None = None,
     with_weights: bool = True,
 ) -> Source:
-    """The model that a SOURCE names; one on the Hub is downloaded first.
+    """Resolve a SOURCE to its model; one on the Hub is downloaded first.
 
     A bundled name wins over a folder of the same name, which can be written `./name`.
 
@@ -206,7 +206,7 @@ def resolve_source(
 
 
 def text_of(source: str | Path) -> str:
-    """A SOURCE as it is shown: a long one is cut."""
+    """Return a SOURCE for display, truncated to 300 characters."""
     text = str(source)
     return text if len(text) <= 300 else f"{text[:300]}…"
 
@@ -221,7 +221,7 @@ NEEDED = {
 
 
 def check_libraries() -> None:
-    """Refuse an environment that has only what the guard and ComfyUI's nodes need."""
+    """Refuse an environment whose libraries suffice only for the guard and ComfyUI's nodes."""
     from packaging.version import Version
 
     here = {name: read_version(name) for name in NEEDED}
@@ -271,12 +271,12 @@ def _resolve(
 
 
 def is_complete(source: Source) -> bool:
-    """Whether everything that a Diffusers folder or Hub id is loaded from is on this computer."""
+    """Return whether all files of a Diffusers folder or Hub id are on this computer."""
     return not any(_find_damages(source)) and _has_variant(source)
 
 
 def count_download(source: Source) -> int:
-    """Bytes of a Hub id that are not on this computer yet; 0 for any other source, and offline."""
+    """Count the bytes of a Hub id that are not yet on this computer; 0 for other sources and offline."""
     if source.kind != "hub" or is_complete(source):
         return 0
     index = source.path / "model_index.json"
@@ -286,7 +286,7 @@ def count_download(source: Source) -> int:
 
 
 def read_remote_headers(source: Source) -> hub.Headers:
-    """Headers of the weights of a Hub id, which stay there; none of any other source, and offline."""
+    """Read the headers of a Hub id's weights, which stay there; empty for other sources and offline."""
     if source.kind != "hub":
         return ()
     names = tuple(name for name, has in _list_folders(source).items() if has)
@@ -294,7 +294,7 @@ def read_remote_headers(source: Source) -> hub.Headers:
 
 
 def _list_folders(source: Source) -> dict[str, bool]:
-    """Component to whether it has weights."""
+    """Return whether each component has weights, by component name."""
     return {name: source.has_weights(name) for name in source.components}
 
 
@@ -308,7 +308,7 @@ KINDS = {
 
 
 def find_kind(source: str | Path) -> str:
-    """Which of `KINDS` a SOURCE names, as `resolve_source` reads it; what is nowhere is a Hub id."""
+    """Return the kind in `KINDS` of a SOURCE, as `resolve_source` reads it; unknown names are Hub ids."""
     path = _find_path(source)
     if isinstance(source, str) and source in list_bundled():
         return "bundled"
@@ -318,7 +318,7 @@ def find_kind(source: str | Path) -> str:
 def refuse_ignored(
     source: str | Path, revision: str | None = None, config: str | Path | None = None
 ) -> None:
-    """Refuse options that say nothing about this kind of source."""
+    """Refuse options without meaning for this kind of source."""
     kind = find_kind(source)
     if revision is not None and kind != "hub":
         raise OptionError(
@@ -339,12 +339,12 @@ def _find_path(source: str | Path) -> Path:
 
 
 def list_bundled() -> list[str]:
-    """Names of the models that come with the package."""
+    """List the names of the models that come with the package."""
     return sorted(index.parent.name for index in BUNDLED_FOLDER.glob("*/model_index.json"))
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text names a repository, `owner/name`, and not a file or folder that is missing."""
+    """Return whether a text is a repository, `owner/name`, and not a missing file or folder."""
     return hub.HUB_ID.fullmatch(text) is not None and not _looks_like_path(text)
 
 
@@ -416,7 +416,7 @@ def _describe_plain_folder(path: Path) -> SourceError:
 
 
 def verify_source(source: Source) -> None:
-    """Check a whole source before anything of it is loaded."""
+    """Check a whole source before loading any of it."""
     if source.kind == "file":
         problems = list(_check_weight_file(source.path, "the file"))
     else:
@@ -425,7 +425,7 @@ def verify_source(source: Source) -> None:
 
 
 def verify_descriptions(source: Source) -> None:
-    """Check what its JSON files alone are refused for; weights and folders may be missing."""
+    """Check the JSON files of a source; weights and folders may be missing."""
     found = list(_find_refusals(source)) if source.kind != "component" else []
     for name in source.components:
         found += _check_configurations(source, name, source.path / name, may_lack=True)
@@ -433,7 +433,7 @@ def verify_descriptions(source: Source) -> None:
 
 
 def _find_refusals(source: Source) -> Iterator[Problem]:
-    """What `model_index.json` alone is refused for: foreign code and unknown classes."""
+    """Yield the problems in `model_index.json` alone: foreign code and unknown classes."""
     index = source.path / "model_index.json"
     content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
@@ -461,13 +461,13 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
 
 
 def list_pipeline_classes() -> tuple[str, ...]:
-    """Names of the pipeline classes of the installed Diffusers, read without importing it."""
+    """List the names of the pipeline classes of the installed Diffusers without importing it."""
     return list_library_classes(r"Pipeline\w*")
 
 
 @functools.cache
 def list_library_classes(ending: str) -> tuple[str, ...]:
-    """Names of the classes of the installed Diffusers that end so, read without importing it."""
+    """List the classes of the installed Diffusers with this ending, a pattern, without importing it."""
     text = (_find_diffusers() / "__init__.py").read_text(encoding="utf-8")
     names = set(re.findall(rf'"([A-Z]\w*{ending})"', text))
     return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
@@ -480,7 +480,7 @@ def _list_pipeline_modules() -> frozenset[str]:
 
 
 def list_modules_with(class_name: str) -> list[str]:
-    """Names of the pipeline modules of Diffusers that define or import a class, by their texts."""
+    """List the pipeline modules of Diffusers that define or import a class, judged by their texts."""
     return [
         name
         for name in sorted(_list_pipeline_modules())
@@ -509,7 +509,7 @@ def _find_damages(source: Source) -> Iterator[Problem]:
 
 
 def find_missing(source: Source) -> list[Problem]:
-    """Weights and folders that are not there; nothing for a folder of configurations alone."""
+    """List the problems of missing weights and folders; empty for a folder of configurations alone."""
     if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
         return []
     return [problem for problem in _find_damages(source) if problem.rank == MISSING]
@@ -533,7 +533,7 @@ def _check_configurations(
 
 
 def _check_side_files(folder: Path) -> Iterator[Problem]:
-    """Vocabularies and templates, which other libraries open: regular files, and of a size."""
+    """Yield problems of vocabularies and templates that are too large or not regular files."""
     for path in sorted(folder.rglob("*")):
         is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
         if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
@@ -559,7 +559,7 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
-    """The files of which one must be there for a component of this class, which has no weights."""
+    """Return the files of which a component of this class, which has no weights, needs one."""
     if class_name.endswith("Scheduler"):
         return ("scheduler_config.json",)
     if class_name.endswith(("Tokenizer", "TokenizerFast", "Backend")):
@@ -596,7 +596,7 @@ def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file; of a GGUF file its weights, which takes torch."""
+    """Read the tensors of a file; for a GGUF file, import torch to read its weights."""
     if path.suffix.lower() != ".gguf":
         return read_header(path)
     from stopdown.sources.weight_files import read_shapes
@@ -605,7 +605,7 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
-    """What is said of a weight file that is not whole, whose `owner` it describes."""
+    """Describe a damaged weight file, whose `owner` is part of the message."""
     kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
     said = {"path": path, "error": error, "kind": kind, "owner": owner}
     return make_problem("weights", **said, real_path=os.path.realpath(path))
@@ -626,7 +626,7 @@ def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
 
 
 def list_weight_files(source: Source) -> dict[str, list[Path]]:
-    """Component → the safetensors files that it is loaded from; `checkpoint` for a single file."""
+    """List the safetensors files of each component with weights; a single file is `checkpoint`."""
     if source.kind == "file":
         return {"checkpoint": [source.path]}
     return {
@@ -641,7 +641,7 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
 
 
 def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
-    """Component → dtype → bytes stored in it, from the headers of the weights alone.
+    """Count the stored bytes by component and dtype, from the headers of the weights alone.
 
     A single file is one component, `checkpoint`. Of a Hub id whose weights are not here yet, the headers
     are read there.
@@ -661,14 +661,14 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
 
 
 def narrow_source(source: Source, names: Collection[str]) -> Source:
-    """Return the source with these components alone; all of them without names."""
+    """Return the source with only these components, or all of them without names."""
     if not names:
         return source
     return replace(source, components={name: source.components[name] for name in names})
 
 
 def fingerprint(source: Source) -> str:
-    """SHA-256 over the headers, sizes and samples of all weights, and what their configs say.
+    """Compute a SHA-256 over the headers, sizes and samples of all weights, and over their configs.
 
     Equal for a copy in another folder, and whatever version of the libraries saved it; another
     checkpoint of the same shape differs, and so does one of which a config was edited.
@@ -691,7 +691,7 @@ def fingerprint(source: Source) -> str:
 
 
 def _normalise(config: dict[str, Any]) -> bytes:
-    """A config in one spelling, without what names versions, places and the dtype that was saved."""
+    """Serialise a config canonically, without versions, locations and the saved dtype."""
     said = {
         key: value
         for key, value in config.items()

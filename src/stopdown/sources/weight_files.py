@@ -34,7 +34,7 @@ class WeightFile:
 
 
 def read_shapes(path: Path) -> dict[str, StoredTensor]:
-    """The weights of a file by name; those that are codes and scales stand as one in fp32 each."""
+    """Read the weights of a file by name; each quantised weight counts as one tensor in fp32."""
     file = open_weight_file(path)
     if not file.is_quantised:
         return read_header(path)
@@ -47,7 +47,7 @@ def read_shapes(path: Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a file as stored; those that are codes and scales in fp32."""
+    """Load the weights of a file as stored; quantised ones in fp32."""
     file = open_weight_file(path)
     if not file.is_quantised:
         from safetensors.torch import load_file
@@ -57,7 +57,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def open_weight_file(path: Path) -> WeightFile:
-    """Return the weights of a safetensors or GGUF file."""
+    """Open a safetensors or GGUF file and return its weights, still unread."""
     if path.suffix.lower() == ".gguf":
         reader = open_gguf(path)
         texts = read_texts(reader)
