@@ -59,7 +59,7 @@ def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor, None when they depend on weights or are many."""
+    """Return a tensor's values; None if they depend on weights or are more than `LARGEST_KNOWN`."""
     if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
         return tensor if tensor.numel() <= LARGEST_KNOWN else None
     found: torch.Tensor | None = getattr(tensor, "stopdown_known", None)
@@ -67,12 +67,12 @@ def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def find_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor; of a real one all of them, of a fake one as `find_known` has them."""
+    """Return a real tensor itself, whatever its size, or the known values of a fake one."""
     return find_known(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def note_known(output: Any, known: Any) -> None:
-    """Let what a function gave know its values; what it changed by unknown ones forgets its own."""
+    """Attach known values to a function's output tensors, and remove stale values from the others."""
     values = list_direct(known)
     for at, tensor in enumerate(list_direct(output)):
         if not isinstance(tensor, FakeTensor):
@@ -84,7 +84,7 @@ def note_known(output: Any, known: Any) -> None:
 
 
 def name_function(func: Any) -> str:
-    """The short name of a torch function: `linear`, `add`, `to`."""
+    """Return the short name of a torch function: `linear`, `add`, `to`."""
     name = getattr(func, "__name__", str(func))
     return read_calls().called.get(name, name)
 
@@ -105,7 +105,7 @@ _UNANSWERED = object()
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What code that asks for a fake tensor's values is told; `_UNANSWERED` where they are not known."""
+    """Answer a question about a fake tensor's values; return `_UNANSWERED` if they are unknown."""
     tensors = list(iterate_tensors((args, kwargs)))
     if not any(isinstance(x, FakeTensor) for x in tensors):
         return _UNANSWERED
@@ -119,7 +119,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives on known values; None when some are not known, or they are too many."""
+    """Compute a function's result from known values; return None if that is not possible.
+
+    It is not where values are unknown or too many, or where the function fails. A function that returns
+    None gives ().
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     real: list[Any] = []
     for leaf in leaves:
@@ -148,7 +152,10 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def read_index(index: Any) -> Any:
-    """An index whose whole numbers are read from fake tensors: `x[:, :lengths[0]]`."""
+    """Replace fake integers in an index by their values, as in `x[:, :lengths[0]]`.
+
+    An unknown value becomes 0, or an open end of a slice.
+    """
     if isinstance(index, (tuple, list)):
         return type(index)(read_index(x) for x in index)
     if isinstance(index, slice):
@@ -157,7 +164,10 @@ def read_index(index: Any) -> Any:
 
 
 def _read_number(value: Any, otherwise: int | None) -> Any:
-    """The number in a fake tensor of one; `otherwise` where it depends on weights."""
+    """Return the number in a fake integer scalar; `otherwise` if it depends on weights.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, FakeTensor) or value.dim() or value.dtype not in _WHOLE:
         return value
     known = find_known(value)
@@ -166,9 +176,9 @@ def _read_number(value: Any, otherwise: int | None) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives on fake tensors, also where values decide the size: `nonzero`, `x[mask]`.
+    """Run a function on fake tensors, even if values decide the size of its result: `nonzero`, `x[mask]`.
 
-    Values that depend on weights are taken as zeros, masks among them as full.
+    Values that depend on weights count as zeros, booleans among them as True.
     """
     try:
         return func(*args, **kwargs)
@@ -204,6 +214,6 @@ _LARGEST_STAND_IN = 1 << 26
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:
-    """Whether sizes written out in a call ask for a large tensor."""
+    """Return whether the sizes written out in a call ask for a large tensor."""
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, int)]
     return math.prod(max(1, abs(x)) for x in sizes) > 64 * LARGEST_KNOWN

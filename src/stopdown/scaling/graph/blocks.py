@@ -45,7 +45,7 @@ class Blocks:
         return len(self.bounds) - 1
 
     def covered(self, start: int, stop: int) -> range:
-        """The blocks that a range of indices touches."""
+        """Return the range of blocks that overlap the indices from `start` to `stop`."""
         touched = [
             i for i in range(len(self)) if self.bounds[i] < stop and start < self.bounds[i + 1]
         ]
@@ -58,7 +58,7 @@ _MOST = 65
 
 
 def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
-    """The values of a graph, parameters included, that carry one exponent for each block."""
+    """Find the values of a graph, parameters included, with one exponent for each block."""
     wanted: dict[Node, Blocks] = {}
     for node in reversed(graph.nodes):
         if is_float(node) and (blocks := _combine(node, wanted)):
@@ -70,7 +70,7 @@ def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[No
 
 
 def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
-    """Note the parts of a concatenation, and what a value has of them whose only source has some."""
+    """Record the parts of a concatenation as blocks, or pass a source's blocks on to a result or weight."""
     given = arguments(node)
     source = given.get("self", given.get("input"))
     blocks: Blocks | None = None
@@ -91,7 +91,7 @@ def _offer(node: Node, wanted: dict[Node, Blocks]) -> None:
 
 
 def _read_joint(node: Node) -> Blocks | None:
-    """The parts of a concatenation; None for too few, too many, or of unknown size."""
+    """Return the parts of a concatenation as blocks; None if too few, too many or of unknown size."""
     dim, places = list_joined(node)
     bounds = tuple(sorted({0, *(stop for _, (_, stop) in places)}))
     is_whole = bounds[-1] == shape_of(node)[dim]
@@ -112,18 +112,18 @@ def list_joined(node: Node) -> tuple[int, list[tuple[Node, tuple[int, int]]]]:
 
 
 def _find_columns(node: Node, blocks: Blocks) -> Blocks | None:
-    """Blocks of what a layer is given as columns of its weight; None where those are not columns."""
+    """Return blocks of a layer's input as blocks of its weight's columns; None if they do not match."""
     is_whole = arguments(node).get("groups", 1) == 1
     return Blocks(1, blocks.bounds) if is_whole and blocks.dim == _find_channels(node) else None
 
 
 def _find_channels(node: Node) -> int:
-    """The dimension of a layer's input and output that its weight is multiplied along."""
+    """Return the channel dimension of a layer's input and output."""
     return len(shape_of(node)) - 1 if is_kind(node, "linear") else 1
 
 
 def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
-    """Dimension and bounds of the parts that a chunk, split, unbind or slice makes of its input."""
+    """Return the dimension and the bounds of the parts of a chunk, split, unbind or slice."""
     given, shape = arguments(node), shape_of(node.args[0])
     dim = int(given.get("dim", 0)) % max(len(shape), 1)
     if is_kind(node, "slice"):
@@ -135,7 +135,7 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    """What all users of a value demand of it together; None when one of them wants it whole."""
+    """Combine the demands of a value's users; return None if they disagree or one needs it whole."""
     demands = [_demand(user, node, wanted) for user in node.users]
     known = [x for x in demands if x is not None]
     if not known or len(known) != len(demands) or len({x.dim for x in known}) > 1:
@@ -165,7 +165,7 @@ def _is_plain_slice(node: Node) -> bool:
 
 
 def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
-    """What is demanded of a part, as bounds of the value that it is taken from."""
+    """Yield the bounds demanded inside a part, as indices of its source."""
     if part in wanted and (is_kind(part, "part") or _is_plain_slice(part)):
         _, (start, _), dim = find_part(part)
         if wanted[part].dim == dim:
@@ -173,7 +173,7 @@ def _list_inner(part: Node, wanted: Mapping[Node, Blocks]) -> Iterator[int]:
 
 
 def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
-    """What a slice, select or getitem takes: its source, the indices, the dimension."""
+    """Return the source of a slice, select or getitem, the range of its indices, and its dimension."""
     source = node.args[0]
     assert isinstance(source, Node)
     if is_kind(node, "select"):
@@ -193,7 +193,7 @@ def find_part(node: Node) -> tuple[Node, tuple[int, int], int]:
 
 
 def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
-    """Blocks of an operation's output as blocks of one of its inputs; None when they are lost."""
+    """Map blocks of an operation's output to one of its inputs; return None if they are lost."""
     given = arguments(user)
     if is_kind(user, *_KEEPING):
         return blocks
@@ -215,7 +215,7 @@ def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
 def map_through_view(
     out: tuple[int, ...], source: tuple[int, ...], blocks: Blocks
 ) -> Blocks | None:
-    """Blocks of a reshaped value as blocks of what it was before; None when they do not align."""
+    """Map blocks of a reshaped value to its shape before; return None if they do not align."""
     if math.prod(out) != math.prod(source):
         return None
     stride = math.prod(out[blocks.dim + 1 :])
@@ -265,7 +265,7 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 
 def _list_read(node: Node, kept: Mapping[Node, Blocks]) -> set[int]:
-    """The blocks of a parameter that the graph reads.
+    """List the blocks of a parameter that the graph reads.
 
     A call of another size may read more of a table of positions, so a table that is read in part keeps one
     exponent.
@@ -291,21 +291,21 @@ def _list_read_by(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> Iterab
 
 
 def is_part(node: Node) -> bool:
-    """Whether a value is one part of another one, by its indices."""
+    """Return whether a value is a part of another, taken by its indices."""
     if is_kind(node, "slice", "select"):
         return True
     return is_kind(node, "part") and bool(node.args) and is_split(node.args[0])
 
 
 def has_known_indices(node: Node) -> bool:
-    """Whether the indices of a part are numbers; of others `find_part` gives all there are."""
+    """Return whether the indices of a part are numbers; if not, `find_part` returns all indices."""
     if is_kind(node, "select"):
         return isinstance(arguments(node)["index"], int)
     return not is_kind(node, "slice") or slice_bounds(node) is not None
 
 
 def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """Whether the blocks of a part are blocks of what it is taken from."""
+    """Return whether the bounds of a part's blocks are also bounds of its source's blocks."""
     source, (start, _), dim = find_part(node)
     if is_kind(node, "select") or source not in kept or kept[source].dim != dim:
         return False
@@ -314,7 +314,10 @@ def _is_part_of(node: Node, kept: Mapping[Node, Blocks]) -> bool:
 
 
 def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
-    """True when a user splits a value, carries its blocks on, or multiplies each by columns of its own."""
+    """Return whether a user of a value can take it in blocks.
+
+    It splits the value, passes its blocks on, or multiplies each block by columns of its own.
+    """
     if is_split(user) or is_kind(user, "slice", "select"):
         return True
     given = arguments(user)

@@ -124,15 +124,19 @@ def capture_call(
     answers: Answers | None = None,
     operands: Operands | None = None,
 ) -> Capture:
-    """The graph of one call of a module or of a module's bound method, as it runs in `dtype`.
+    """Capture one call of a module, or of its bound method, as the graph of a run in `dtype`.
 
     Args:
         call: a module, or a bound method of one. Its weights may be real, fake or on `meta`.
-        args, kwargs: as the call takes them. Floating tensors of the module's dtype are taken as
-            given in `dtype`; only shapes and dtypes of tensors matter.
-        wide: names of parameters and buffers that are fp32 there.
-        answers: to what the code asks tensors for; None notes them here when they are needed.
-        operands: what is cast or kept in fp32 because the code mixes dtypes; None finds it here.
+        args, kwargs: arguments of the call. Floating tensors of the module's dtype are taken as given in
+            `dtype`; only shapes and dtypes of tensors matter.
+        wide: names of parameters and buffers to keep in fp32.
+        answers: answers to the code's questions about tensor values; None records them here if needed.
+        operands: inputs to cast and parameters to keep in fp32 for code that mixes dtypes; None finds them
+            here.
+
+    Raises:
+        CaptureError: the code cannot be traced; the error names the line at fault.
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
@@ -153,7 +157,7 @@ def find_call_operands(
     kwargs: Mapping[str, Any] | None,
     dtype: torch.dtype,
 ) -> Operands:
-    """What makes the operands of one call one, without capturing it.
+    """Find the casts that give each operation of a call operands of one dtype, without capturing it.
 
     Cost: one run on fake tensors.
     """
@@ -168,7 +172,9 @@ def read_call(
     dtype: torch.dtype,
     blocked: Collection[str] = (),
 ) -> frozenset[int] | None:
-    """How a call reads its parameters and arguments; None where its code asks tensors for their values.
+    """Record how a call uses its parameters and arguments, as marks (`readings`).
+
+    Return None if its code fails on tensors without values, for example because it asks for them.
 
     Args:
         blocked: names of tensors whose rows or columns differ in exponent.
@@ -183,7 +189,7 @@ def read_call(
 
 
 def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
-    """The ways to capture a call, cheapest first; each is for when those before have failed."""
+    """Yield ways to capture a call, cheapest first; each is for when those before have failed."""
     yield first
     yield replace(first, keeps_buffers=False)
     if _has_weights(first.owner):
@@ -198,9 +204,9 @@ def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attemp
 
 @contextlib.contextmanager
 def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Add to `found` what code of this thread asks tensors for, with the answers that it gets.
+    """Append to `found` each question of this thread's code about tensor values, with its answer.
 
-    Cost: a look at each function of torch that is called.
+    Cost: a look at each torch function that is called.
     """
     with _Notes() as notes:
         yield
@@ -208,7 +214,10 @@ def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
 
 
 def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
-    """The signature of a call with what its code asked tensors for: `forward(x[2d], reads 4)`."""
+    """Add the answers to a call's questions to its signature: `forward(x[2d], reads 4)`.
+
+    Long answers are hashed. Answers to tests for NaN and Inf are left out.
+    """
     words = " ".join(str(x) for question, x in answers if not question.endswith(_OF_TEST))
     if not words:
         return signature
@@ -218,12 +227,12 @@ def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
 
 
 def strip_answers(signature: str) -> str:
-    """The signature without what `add_answers` added."""
+    """Remove the answers that `add_answers` added to a signature."""
     return _READS.sub(")", signature)
 
 
 def reads_values(signature: str) -> bool:
-    """Whether the code asked tensors for values in calls of a signature."""
+    """Return whether the code asked tensors for values in calls of a signature."""
     return strip_answers(signature) != signature
 
 
@@ -235,9 +244,10 @@ _READS = re.compile(r"(, |(?<=\())reads [^,\]]*\)$")
 def note_answers(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Answers:
-    """What a call's code asks tensors for while it runs, with the answers.
+    """Run a call, and return its code's questions about tensor values with their answers.
 
-    Without weights it gets those that follow from the arguments alone; where it asks for others it fails.
+    A module without weights runs on fake tensors. Its code gets the values that follow from the arguments
+    alone, and fails if it asks for others.
 
     Cost: one forward of the module as it is.
     """
@@ -257,7 +267,11 @@ def _has_weights(module: torch.nn.Module) -> bool:
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
-    """The module that a call belongs to: itself, or the owner of a bound method."""
+    """Return the module of a call: the module itself, or the owner of a bound method.
+
+    Raises:
+        CaptureError: the call is neither.
+    """
     owner = call if isinstance(call, torch.nn.Module) else getattr(call, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
         raise CaptureError(
@@ -268,7 +282,7 @@ def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
 
 
 def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """A module built without memory for its weights, in `dtype` from the start.
+    """Build a module in `dtype` from the start, without memory for its weights.
 
     Code that reads values of tables while it builds (rates of dropped paths) has them on the host.
     """
@@ -285,7 +299,7 @@ def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
 
 
 def _make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """Give a module that no other code holds fakes on the host in the place of its tensors."""
+    """Replace the tensors of a module, which no other code holds, with fake ones on the host."""
     made: dict[int, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, own in part.named_parameters(recurse=False):
@@ -304,13 +318,13 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among a call's arguments: positional first, keywords by name."""
+    """Return the tensors among a call's arguments: positional ones first, then keywords by name."""
     leaves, _ = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def sign_capture(capture: Capture) -> str:
-    """Return the hash of what a captured call computes, but for the values of its weights."""
+    """Return a hash of a captured call's computation, without the values of its weights."""
     made = hashlib.sha256(repr((capture.parameters, capture.answers, capture.operands)).encode())
     for node in capture.graph.graph.nodes:
         target = node.target if isinstance(node.target, str) else str(node.target)
@@ -324,33 +338,33 @@ def sign_capture(capture: Capture) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Dotted path of the innermost module whose code made this value; "" is the component."""
+    """Return the dotted path of the innermost module whose code made a value; "" for the component."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix(_PREFIX).removeprefix(".")
 
 
 def module_classes(node: Node) -> list[str]:
-    """Class names of the modules around a value, outermost first."""
+    """Return the class names of the modules around a value, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return [_class_name(entry[1]) for entry in stack.values()]
 
 
 def call_key(node: Node) -> str:
-    """What tells one call of a module from another call of the same module."""
+    """Return the key of the module call that made a value; calls of the same module differ in it."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""
 
 
 def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by name; a tied one is under its first name only."""
+    """Return every parameter and buffer by name; a tied one is under its first name only."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     named.update(module.named_buffers())
     return named
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that nothing else holds as a parameter: what `Parameter` makes of a copy of a fake one."""
+    """Return a tensor as a parameter; a fake one is marked in place, so nothing else may hold it."""
     if not isinstance(tensor, FakeTensor):
         return torch.nn.Parameter(tensor, requires_grad=False)
     tensor._is_param = True
@@ -358,7 +372,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_mode(module: torch.nn.Module) -> FakeTensorMode:
-    """The mode that a module's fake parameters belong to; a new one where none is fake."""
+    """Return the fake mode of a module's parameters and buffers; a new one if none is fake."""
     for tensor in name_parameters(module).values():
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -366,10 +380,10 @@ def find_mode(module: torch.nn.Module) -> FakeTensorMode:
 
 
 def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
-    """What `copy.deepcopy` of a module has to start from: tensors that its code computed of parameters.
+    """Return a memo for `copy.deepcopy` of a module, with tensors computed from its parameters detached.
 
-    `torch.nn.utils.weight_norm` leaves such a one as an attribute, and PyTorch refuses to copy it while it
-    knows what it was computed from.
+    `torch.nn.utils.weight_norm` leaves such a tensor as an attribute, and PyTorch refuses to copy it with
+    its gradient history.
     """
     held = (x for part in module.modules() for x in vars(part).values())
     return {id(x): x.detach() for x in held if isinstance(x, torch.Tensor) and not x.is_leaf}
@@ -378,12 +392,15 @@ def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
 def renew_fakes(
     module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
 ) -> dict[int, Any]:
-    """What `copy.deepcopy` of a module has to start from: its fake tensors, of `mode` in the copy.
+    """Return a memo for `copy.deepcopy` of a module, with its fake tensors renewed in `mode`.
 
-    Neither they nor the mode that they hold must be left to it (torch 2.13.0, 2026-11-21). A mode
-    knows storages by their addresses and gives each back when it dies; a copy of it gives the same
-    ones back again, and what runs much later meets freed memory. Empty tables (of hooks, a dozen a
-    module) would take it a third of its time.
+    `deepcopy` must copy neither them nor their mode (torch 2.13.0, 2026-11-21). A mode knows storages by
+    their addresses and frees each when it dies; a copy of it frees the same ones again, and code that runs
+    much later meets freed memory. Empty tables (of hooks, a dozen per module) are in the memo because
+    copying them takes a third of the time.
+
+    Args:
+        known: ids of tensors to leave out of the memo.
     """
     tables = [vars(part) for part in module.modules()]
     held = pytree.tree_leaves(tables)
@@ -456,7 +473,7 @@ class _Notes(TorchFunctionMode):
         return answer
 
     def _follow_test(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
-        """Note what a test for NaN and Inf, or several of them, says of finite values."""
+        """Note the result on finite values of a test for NaN or Inf, or of several joined."""
         tested = [self._tests.get(id(x)) for x in args if isinstance(x, torch.Tensor)]
         known = [x[1] for x in tested if x is not None]
         if name in _TESTS:
@@ -495,7 +512,7 @@ _JOINED_TESTS: Mapping[str, Callable[[list[bool]], bool]] = {
 
 @functools.cache
 def _list_questions() -> frozenset[Any]:
-    """The functions and methods of torch that turn a tensor's values into numbers of Python."""
+    """Return the functions and methods of torch that turn a tensor's values into Python numbers."""
     return frozenset(
         getattr(owner, name)
         for name in read_calls().asks
@@ -550,7 +567,7 @@ class _Call(torch.nn.Module):
 
 
 def _export(attempt: _Attempt) -> Capture:
-    """A capture; where the code mixes dtypes, one with its operands made one."""
+    """Capture a call; if its code mixes dtypes, capture it again with the casts that this needs."""
     try:
         capture = _ShadowCall(attempt).export()
         mixed = find_mixed_operands(capture.graph) or _find_mixed_norms(capture.graph)
@@ -605,7 +622,7 @@ class _ShadowCall:
         )
 
     def read(self, blocked: Collection[str]) -> frozenset[int]:
-        """How the call reads its parameters and arguments, as marks (`readings`)."""
+        """Record how the call uses its parameters and arguments, as marks (`readings`)."""
         patches = Patches()  # never undone: the shadow is thrown away with its hooks
         paths = ModulePaths(self._shadow, patches)
         readings = Readings(paths, _ShadowCall.read.__code__, blocked)
@@ -638,13 +655,13 @@ class _ShadowCall:
             call(*args, **kwargs)
 
     def find_operands(self) -> Operands:
-        """What makes the call's operands one."""
+        """Find the casts that give each operation of the call operands of one dtype."""
         fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
         with WARNINGS_IGNORED, torch.no_grad(), ignoring_warnings(Warning), fakes:
             return find_operands(lambda: self._traced(*self._given), self._shadow)
 
     def export(self) -> Capture:
-        """The graph of the call."""
+        """Trace the call and return its capture."""
         notes: list[Note] = []
         _watch_outputs(self._shadow, notes)
         _watch_tables(self._shadow, self._kept, notes)
@@ -684,7 +701,7 @@ class _ShadowCall:
         )
 
     def _trace(self, notes: list[Note]) -> Any:
-        """The exported call; parts that are called alike are traced once if that goes well."""
+        """Export the call, tracing parts that are called alike once; if that fails, trace every part."""
         export = functools.partial(torch.export.export, self._traced, self._given, strict=False)
         if self._attempt.answers is not None or self._attempt.is_real:
             return export()
@@ -701,10 +718,10 @@ class _ShadowCall:
 
 
 def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
-    """Note of each call of a module, while the shadow runs, whether it returned one tensor.
+    """Record for each module call, while the shadow runs, whether it returned one tensor.
 
-    A module that has several names (an activation that all layers share) is left out: what is
-    put on it acts at all of its places.
+    A module with several names (an activation that all layers share) is left out: anything attached to it
+    acts in all of its places.
     """
     names = Counter(id(x) for _, x in shadow.named_modules(remove_duplicate=False))
 
@@ -719,7 +736,7 @@ def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
 
 
 def _list_singles(notes: Sequence[Note]) -> frozenset[str]:
-    """The modules that returned one tensor in every call of theirs."""
+    """Return the paths of the modules that returned one tensor in every call."""
     outputs = [(watch.path, single) for watch, single in notes if watch.kind == "output"]
     return frozenset(path for path, _ in outputs) - {path for path, single in outputs if not single}
 
@@ -737,9 +754,10 @@ class _Shaped:
 
 
 def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Note]) -> None:
-    """Note the calls, while the shadow runs, of modules that may choose by sizes what they read.
+    """Record the calls, while the shadow runs, of modules that may choose their tables by sizes.
 
-    They have floating parameters or buffers of the checkpoint themselves, and are no layers of torch.
+    Such a module has floating buffers of its own outside `kept`, or floating parameters if it is not a
+    layer of torch.
     """
 
     def shape(args: Any, kwargs: Any) -> Any:
@@ -769,11 +787,11 @@ def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _find_replaceable(
     shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """What their module does without when a dimension of its arguments is twice or half as long.
+    """Find the tables that a module does without when a dimension of its arguments doubles or halves.
 
-    A table of positions that is learned for one number of frames, and computed for others: what is
-    folded into it is lost there. Of blocks that are alike one is asked; a component itself is not asked for
-    its own parameters.
+    An example is a table of positions that is learned for one number of frames and computed for others: a
+    factor folded into it is lost there. Only one of several like modules is tried. The component's own
+    parameters are not.
     """
     found: set[str] = set()
     known: dict[Any, frozenset[str]] = {}
@@ -798,7 +816,7 @@ def _read_settings(module: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
 def _find_unread(
     module: torch.nn.Module, call: tuple[Any, ...], tables: Mapping[int, str], mode: FakeTensorMode
 ) -> frozenset[str]:
-    """Names of the tables that a call of other sizes runs without."""
+    """Return the names of the tables that some call of other sizes leaves unread."""
     found: set[str] = set()
     for other in _list_resized(call):
         read = _Read()
@@ -812,7 +830,7 @@ def _find_unread(
 
 
 def _list_resized(call: tuple[Any, ...]) -> Iterator[Any]:
-    """A call with one dimension of one of its tensors twice or half as long, for each of them."""
+    """Yield a call with one dimension of one tensor doubled or halved, for each dimension."""
     leaves, spec = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
         shape = leaf.shape if isinstance(leaf, _Shaped) else ()
@@ -841,7 +859,10 @@ class _Read(TorchFunctionMode):
 
 
 def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Module, frozenset[str]]:
-    """A copy of the module over fake parameters, and the names of the buffers left as they are."""
+    """Copy a module over fake parameters, or real ones if `is_real`, in the dtypes of an attempt.
+
+    Return the copy, and the names of the buffers left in their own dtype.
+    """
     module, dtype, operands = attempt.owner, attempt.dtype, attempt.operands or NO_OPERANDS
     wide = {*attempt.wide, *operands.fp32_parameters}
     kept = find_kept_buffers(module) if attempt.keeps_buffers else frozenset[str]()
@@ -865,18 +886,18 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
 
 
 def casts_weights(module: torch.nn.Module) -> bool:
-    """Whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
+    """Return whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
 
-    Such a module computes in whatever it is called with, so its weights stay as they are stored.
+    Such a module computes in the dtype of its arguments, so its weights stay as they are stored.
     """
     return any(getattr(part, "comfy_cast_weights", False) for part in list_parts(module))
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """Floating buffers outside the checkpoint in fp32 or wider.
+    """Return the names of buffers in fp32 or float64 outside the checkpoint.
 
-    They hold what the code computes for itself (rotary frequencies, position tables) and is meant
-    to stay exact: positions in 16 bits collapse. Loading leaves them alone as well.
+    They hold the code's own tables (rotary frequencies, positions), which are meant to stay exact:
+    positions in 16 bits collapse. Loading leaves them alone as well.
     """
     saved = module.state_dict(keep_vars=True)
     return frozenset(
@@ -899,14 +920,18 @@ def _make_like(
 
 
 def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype of a module's first floating parameter; None where it has none."""
+    """Return the dtype of a module's first floating parameter; None if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
 
 def _read_program(
     program: Any, module: torch.nn.Module
 ) -> tuple[GraphModule, dict[str, str], dict[str, Any], list[str]]:
-    """The flat graph, and what its placeholders stand for: parameters, constants, inputs."""
+    """Return the flat graph of an exported program, and the meaning of its placeholders.
+
+    The latter are the parameters' names and the constants by placeholder, and a list of the inputs'
+    placeholders.
+    """
     names = name_aliases(module)
     parameters: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -939,10 +964,10 @@ def _refuse_lost_vmap(constants: Mapping[str, Any], module: torch.nn.Module) -> 
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
-    """Give modules that are reached from elsewhere their whole path.
+    """Complete the paths of modules that code reached from elsewhere.
 
-    Tracing names a module by how the code came to it. SAT's mixins hold the transformer as a plain
-    attribute, so its layers are named from there on (torch 2.13.0, 2026-11-22).
+    Tracing names a module by the code's way to it. SAT's mixins hold the transformer as a plain attribute,
+    so its layers are named from there on (torch 2.13.0, 2026-11-22).
     """
 
     @functools.cache
@@ -961,9 +986,12 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
 
 
 def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
-    """Operations of some kinds whose floating operands differ in dtype; matrix products, convolutions.
+    """Find operations whose floating operands differ in dtype.
 
     Tracing does not refuse them (measured for linear, 2026-11-21), a real run does.
+
+    Args:
+        kinds: kinds of operations to look at; by default matrix products and convolutions.
     """
     return [
         node
@@ -973,7 +1001,7 @@ def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
 
 
 def _find_mixed_norms(graph: GraphModule) -> list[Node]:
-    """Norms of a wider dtype than their weights: some kernels refuse them."""
+    """Find norms of an input in a wider dtype than their weights, which some kernels refuse."""
     return [
         node
         for node in graph.graph.nodes
@@ -988,7 +1016,7 @@ def _float_dtypes(node: Node) -> list[torch.dtype]:
 
 
 def name_aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the first name of the same tensor."""
+    """Map every name of a parameter or buffer to the first name of the same tensor."""
     everything = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -1000,9 +1028,9 @@ def name_aliases(module: torch.nn.Module) -> dict[str, str]:
 
 
 def inline_regions(graph: GraphModule) -> GraphModule:
-    """The same graph with the bodies of autocast and no-grad regions in their place.
+    """Return a graph with autocast and no-grad regions replaced by their bodies.
 
-    Bodies of other operators (what `flex_attention` does with a score) stay by themselves.
+    Bodies of other operators (the score function of `flex_attention`) stay separate.
     """
     if not any(map(_is_region, graph.graph.nodes)):
         return graph
@@ -1012,7 +1040,7 @@ def inline_regions(graph: GraphModule) -> GraphModule:
 
 
 def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
-    """Copy a graph's nodes behind those of `flat`; what its output node held comes back."""
+    """Copy a graph's nodes to the end of `flat`, and return the values of its output node."""
     for node in source.graph.nodes:
         if node in env or (_is_region_body(node) and all(map(_is_region, node.users))):
             continue
@@ -1064,7 +1092,7 @@ def _picks_from_region(node: Node, env: dict[Node, Any]) -> bool:
 
 
 def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
-    """Why a module's code did not run on fake tensors, with the line that stopped it."""
+    """Describe why a module's code did not run on fake tensors, with the line that stopped it."""
     reason = take_first_line(error)
     return CaptureError(
         f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
@@ -1074,7 +1102,7 @@ def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
 
 
 def _blame(error: BaseException) -> str:
-    """The last line of model code in an error's traceback, as file, line and text."""
+    """Return the last line of model code in an error's traceback, as file, line and text."""
     frames = list(_frames(error))
     ours = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
     frame = (ours or frames)[-1] if frames else None
@@ -1095,9 +1123,10 @@ def _class_name(kind: Any) -> str:
 
 @contextlib.contextmanager
 def _alone_in_thread() -> Iterator[None]:
-    """Trace what this thread calls, one thread at a time.
+    """Trace calls of this thread only, one thread at a time.
 
-    The tracer replaces what calls modules, and what reads their attributes, in every thread of the process.
+    The tracer patches functions that call modules and read their attributes, in every thread of the
+    process.
     """
     own = threading.get_ident()
     put: Any = vars(_Patcher)["patch_method"]
@@ -1118,11 +1147,11 @@ def _alone_in_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _light_tracing() -> Iterator[None]:
-    """Tracing without the parts that are never read, which is a third of its time (2026-11-21).
+    """Trace without unread results, which take a third of the time (2026-11-21).
 
-    That is a stack trace for each node, Python code for each graph, and a collector of garbage
-    that visits every node again and again. The code that is still written is forgotten: `torch.fx` keeps
-    each text for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
+    They are a stack trace for each node and Python code for each graph. Garbage collection is off too: it
+    visits every node again and again. Code that is still generated is dropped: `torch.fx` keeps each text
+    for tracebacks, 0.7 MiB in a repair of a tiny UNet (torch 2.13.0, 2026-11-25).
     """
     texts = graph_module._loader.eval_cache
     known = frozenset(texts)
@@ -1146,7 +1175,7 @@ STACK_TRACES_OFF = "do_not_emit_stack_traces"
 
 @contextlib.contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """No traceback in the log for code that fails on fake tensors: its error is raised."""
+    """Suppress the logged traceback of code that fails on fake tensors; its error is raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -1157,7 +1186,7 @@ def _quiet_fakes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """No log lines of torch.export below errors; what matters is raised."""
+    """Suppress stderr and logging up to the level of errors while tracing; failures are raised."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -52,9 +52,12 @@ MOST_OPERATIONS = 200_000
 
 
 def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
-    """What makes operands one in a call of a shadow, which has the dtypes to come.
+    """Find the casts that give each operation in a shadow's call operands of one dtype.
 
-    Code that does not run even so is followed up to there.
+    The shadow has the dtypes to come. Code that fails even with these casts is followed up to the failure.
+
+    Raises:
+        CaptureError: the code has not ended after `MOST_OPERATIONS` operations.
 
     Cost: one run of the call, on whatever tensors the shadow has; where inputs are to be cast a second one
         with these casts, which shows the layers that widen them again.
@@ -64,7 +67,7 @@ def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
 
 
 def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> Operands:
-    """What one run shows beside what is known already."""
+    """Run the call once, and return the casts that it shows together with the known ones."""
     ignored = contextlib.suppress(
         Exception
     )  # what stops it stops the capture, which names the line
@@ -86,7 +89,7 @@ def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> 
 
 
 def merge_operands(*several: Operands) -> Operands:
-    """What makes the operands of several calls one."""
+    """Return the union of several calls' casts."""
     return Operands(
         tuple(sorted({path for one in several for path in one.cast_inputs})),
         tuple(sorted({name for one in several for name in one.fp32_parameters})),
@@ -96,14 +99,14 @@ def merge_operands(*several: Operands) -> Operands:
 def cast_operands(
     module: torch.nn.Module, operands: Operands, dtype: torch.dtype, patches: Patches
 ) -> None:
-    """Let layers cast what reaches them in another floating dtype to `dtype`, that of their weight."""
+    """Make layers cast inputs in another floating dtype to `dtype`, that of their weights."""
     for path in operands.cast_inputs:
         hook = hook_arguments if path else hook_own_arguments
         hook(module.get_submodule(path), partial(_cast, dtype), patches)
 
 
 def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patches) -> None:
-    """Let layers cast their inputs to the dtype of their weight at each call, and make parameters fp32."""
+    """Make layers cast inputs to their weights' dtype at each call, and widen parameters to fp32."""
     for path in operands.cast_inputs:
         part, hook = module.get_submodule(path), hook_arguments if path else hook_own_arguments
         hook(part, partial(_cast_to_weight, part), patches)
@@ -175,7 +178,7 @@ class _Watch(TorchFunctionMode):
         return func(*self._agree(given, names), *rest, **others)
 
     def _agree(self, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-        """The arguments by position, of one dtype."""
+        """Return the arguments by position, with operands of one dtype."""
         source, weight = given["input"], given.get("weight")
         name = self._names.get(id(weight), "")
         if (

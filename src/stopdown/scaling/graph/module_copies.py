@@ -50,7 +50,7 @@ class _Binder:
         self._memo, self._bound = memo, dict[int, Any]()
 
     def bind(self, value: Any) -> Any:
-        """What a copy has in the place of a value."""
+        """Return the counterpart of a value in the copied module; the value itself if it has none."""
         if id(value) in self._bound:
             return self._bound[id(value)]
         if isinstance(value, (torch.nn.Module, torch.Tensor)):

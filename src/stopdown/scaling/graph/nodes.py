@@ -15,7 +15,10 @@ from stopdown.scaling.graph.operations import find_operation, kind_of
 
 
 def operation(node: Node) -> str:
-    """Name of a node's operation without overload: `linear`, `add_`; "" when it is none of ATen."""
+    """Return the name of a node's operation without overload: `linear`, `add_`.
+
+    It is "" for a node that is no call of a function.
+    """
     return _name_target(node.target) if node.op == "call_function" else ""
 
 
@@ -28,24 +31,30 @@ def _name_target(target: Any) -> str:
 
 
 def is_kind(node: Any, *kinds: str) -> bool:
-    """Whether a value is made by an operation of one of these kinds; an in-place form has none."""
+    """Return whether a value is made by an operation of one of these kinds; in-place forms have none."""
     return isinstance(node, Node) and kind_of(operation(node)) in kinds
 
 
 def has_trait(node: Any, trait: str) -> bool:
-    """Whether the operation that makes a value has a trait; an in-place form has those of its own."""
+    """Return whether the operation that makes a value has a trait.
+
+    An in-place form has the traits of its own row in the table or, without one, of its plain form.
+    """
     found = find_operation(operation(node)) if isinstance(node, Node) else None
     return found is not None and trait in found.traits
 
 
 def find_slope(node: Node) -> float | None:
-    """The Lipschitz constant of an operation, None where there is none."""
+    """Return the Lipschitz constant of a node's operation; None if it has none."""
     found = find_operation(operation(node))
     return None if found is None else found.slope
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """A node's arguments by the names of the operation's schema, defaults included."""
+    """Return a node's arguments by the names in its operation's schema, defaults included.
+
+    Without a schema, positional arguments are named "0", "1" and so on.
+    """
     known = _read_schema(node.target)
     if known is None:
         return {str(i): arg for i, arg in enumerate(node.args)}
@@ -55,7 +64,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 @functools.cache
 def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
-    """Names of an operation's arguments, and the defaults of those that have one."""
+    """Return the names of an operation's arguments, and the defaults of those that have one."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
@@ -66,14 +75,14 @@ def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Shape of a tensor node, () for anything else; a size that depends on values stands as 0."""
+    """Return the shape of a tensor node, () for anything else; a size that depends on values is 0."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     return tuple(map(whole_size, sizes))
 
 
 def has_known_size(node: Any) -> bool:
-    """False when a size of a tensor node depends on values."""
+    """Return whether all sizes of a tensor node are known, none of them dependent on values."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     return all(isinstance(x, int) or x.node.hint is not None for x in sizes)
@@ -84,7 +93,7 @@ def whole_size(size: Any) -> int:
 
 
 def is_float(node: Any) -> bool:
-    """True when a node holds one floating or complex tensor."""
+    """Return whether a node holds one floating or complex tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor):
         return False
@@ -92,12 +101,12 @@ def is_float(node: Any) -> bool:
 
 
 def is_split(node: Any) -> bool:
-    """Whether a value is the list of parts of another one."""
+    """Return whether a value is the list of parts of another one."""
     return is_kind(node, "split", "unbind")
 
 
 def slice_bounds(node: Node) -> tuple[int, int] | None:
-    """First index and end of a slice along its dimension; None where they depend on values."""
+    """Return the first index and the end of a slice along its dimension; None if they depend on values."""
     given, shape = arguments(node), shape_of(node.args[0])
     size = shape[int(given.get("dim", 0)) % max(len(shape), 1)]
     start, stop = given.get("start") or 0, given.get("end")
@@ -134,20 +143,23 @@ def list_mixed(node: Node) -> list[int]:
 
 
 def read_order(node: Node) -> list[int]:
-    """Dimension of a permutation's result to the dimension of its input."""
+    """Return, for each dimension of a permutation's result, the dimension of its input."""
     coded = torch.empty(tuple(range(2, 2 + len(shape_of(node.args[0])))), device="meta")
     return [size - 2 for size in node.target(coded, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
 
 
 def strip_casts(node: Any) -> Any:
-    """The value behind casts and operations that leave it as it is."""
+    """Return the value behind casts and identity operations."""
     while is_kind(node, "identity", "cast"):
         node = node.args[0]
     return node
 
 
 def is_range_clamp(node: Node) -> bool:
-    """True for a clamp whose bounds stand for fp16's maximum, also of infinities alone."""
+    """Return whether a node is a clamp at fp16's maximum.
+
+    A `nan_to_num` that replaces infinities by that maximum is one as well.
+    """
     found = find_operation(operation(node))
     if found is None or found.kind not in ("clamp", "nan_to_num"):
         return False
@@ -181,14 +193,14 @@ def read_magnitude(node: Node, number: float) -> float:
 
 
 def _is_mask(node: Node) -> bool:
-    """Whether a value is made of truth values or whole numbers alone, as `1 - mask` is."""
+    """Return whether a value is made of booleans or integers alone, as `1 - mask` is."""
     while is_kind(node, *_MOVING) and len(node.all_input_nodes) == 1 and is_float(node):
         (node,) = node.all_input_nodes
     return not is_float(node)
 
 
 def smallest_constant(value: Any) -> float:
-    """Smallest magnitude among the numbers that a value is made of; 0 when it depends on data."""
+    """Return the smallest magnitude of the constants that make up a value; 0 if it depends on data."""
     if isinstance(value, (int, float)):
         return abs(float(value))
     if not isinstance(value, Node):

@@ -70,13 +70,13 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_calls() -> Calls:
-    """The functions and methods of torch that stand beside the table."""
+    """Read from the table how Python code calls the functions and methods of torch."""
     return msgspec.convert(read_rules("operations")["calls"], Calls)
 
 
 @functools.cache
 def read_operations() -> Mapping[str, Operation]:
-    """Every operation of the table by its name."""
+    """Return every operation of the table by its name."""
     found: dict[str, Operation] = {}
     for kind, exponent, bound, traits, names in read_rules("operations")["rows"]:
         slopes = [float(x.partition("=")[2]) for x in traits.split() if x.startswith("slope=")]
@@ -91,7 +91,7 @@ def read_operations() -> Mapping[str, Operation]:
 
 
 def find_operation(name: str) -> Operation | None:
-    """The row of an operation or of its in-place form; None when it is in no row."""
+    """Return the row of an operation or of its in-place form; None if there is no such row."""
     table = read_operations()
     if name in table or not name.endswith("_") or name.startswith("__"):
         return table.get(name)
@@ -99,20 +99,20 @@ def find_operation(name: str) -> Operation | None:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation by its own name; "" for an in-place form, and when it is in no row."""
+    """Return the kind of an operation by its own name; "" without a row of that name, as for `add_`."""
     found = read_operations().get(name)
     return found.kind if found else ""
 
 
 @functools.cache
 def list_with(trait: str) -> frozenset[str]:
-    """The names of the operations that have a trait."""
+    """Return the names of the operations with a trait."""
     return frozenset(name for name, row in read_operations().items() if trait in row.traits)
 
 
 @functools.cache
 def list_kinds(*kinds: str) -> frozenset[str]:
-    """The names of the operations of some kinds."""
+    """Return the names of the operations of some kinds."""
     return frozenset(name for name, row in read_operations().items() if row.kind in kinds)
 
 

@@ -63,11 +63,11 @@ class Range:
 
     @property
     def largest(self) -> float:
-        """What no input makes it larger than."""
+        """The largest magnitude for any input; infinite if unknown."""
         return self.amax if self.certain else self.bound
 
     def merged(self, other: Range) -> Range:
-        """A range that holds for both; of two typical sizes the smaller one that is not 0."""
+        """Return a range that holds for both; its typical size is the smaller one that is not 0."""
         sizes = [x for x in (self.rms, other.rms) if x > 0]
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
         certain = self.certain and other.certain
@@ -90,14 +90,18 @@ def run_capture(
     kept_clamps: frozenset[Node] = frozenset(),
     known: Ranges | None = None,
 ) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
-    """The range of every float value and parameter of a captured call, run in fp32; and what it returns.
+    """Run a captured call in fp32; return the range of every float value and parameter, and the outputs.
 
-    What the graph returns is in fp32 what is computed in 16 bits to be. That differs from the module in
-    fp32 where code that runs in fp16 alone is part of the model: a kept clamp.
+    The outputs are those of the 16-bit graph, computed in fp32. They differ from those of the module in
+    fp32 where code that runs only in fp16 is part of the model: a kept clamp.
 
     Args:
-        kept_clamps: clamps at fp16's maximum that are part of what the model computes.
-        known: of an earlier call; the weights are not measured again.
+        kept_clamps: clamps at fp16's maximum that are part of the model's computation.
+        known: ranges of an earlier call; its weights are not measured again.
+
+    Raises:
+        ScalingError: the number of tensors is not that of the capture, or an input, a weight or an output
+            holds NaN or Inf in fp32.
 
     Cost: one forward in fp32, one pass and one host read for each value. Of weights that
     wait in their files, one operation's are there at a time.
@@ -118,7 +122,7 @@ def run_capture(
 
 @contextlib.contextmanager
 def _leaving_vmap() -> Iterator[None]:
-    """Leave the regions of `vmap` that a graph has entered, if it ends inside one: they stay open else."""
+    """Leave the `vmap` regions that a graph is still in when it fails; PyTorch keeps them open."""
     before = torch._C._functorch.maybe_current_level() or 0
     try:
         yield
@@ -128,7 +132,7 @@ def _leaving_vmap() -> Iterator[None]:
 
 
 def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
-    """Ranges that hold for two calls of one graph."""
+    """Merge the ranges of two calls of one graph into ranges that hold for both."""
     both = {
         name: tuple(a.merged(b) for a, b in zip(parts, second[name], strict=True))
         for name, parts in first.items()
@@ -137,7 +141,7 @@ def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
 
 
 def find_masked(capture: Capture) -> frozenset[Node]:
-    """The values that carry a mask's sentinels."""
+    """Find the values that carry a mask's sentinels."""
     masked: set[Node] = set()
     for node in capture.graph.graph.nodes:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
@@ -152,7 +156,10 @@ def find_masked(capture: Capture) -> frozenset[Node]:
 
 
 def find_sentinels(constant: Any) -> torch.Tensor:
-    """Where a constant of the code holds the lowest number of a format, or -Inf; `[]` of no tensor."""
+    """Mark the elements of a constant that hold the lowest number of a format, or -Inf.
+
+    Return booleans of its shape; `[]` if it is no floating tensor.
+    """
     if not isinstance(constant, torch.Tensor) or not constant.is_floating_point():
         return torch.zeros(0, dtype=torch.bool)
     lowest = torch.tensor([torch.finfo(x).min for x in (*HALVES, torch.float32)] + [-math.inf])
@@ -160,10 +167,10 @@ def find_sentinels(constant: Any) -> torch.Tensor:
 
 
 def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
-    """The values that may overflow to Inf without harm, because only a saturating function reads
-    them: the cube inside a tanh-approximated GELU, which fp16 loses from 41 on.
+    """Find the values that may overflow to Inf without harm, since only saturating functions read them.
 
-    On the way there a number may multiply them, and one value that is itself in range may be added.
+    One is the cube inside a tanh-approximated GELU, which overflows fp16 from 41 on. On the way to the
+    function, a number may multiply such a value, and values in range may be added to it.
     """
     harmless: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -303,7 +310,7 @@ class _Runner(torch.fx.Interpreter):
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives in fp32; where its kernel takes 16 bits alone (flash attention), in bf16."""
+    """Call an operation in fp32; if its kernel takes 16 bits alone (flash attention), call it in bf16."""
     try:
         return target(*args, **kwargs)
     except RuntimeError:
@@ -322,5 +329,5 @@ def _widen(value: Any) -> Any:
 
 
 def log2_of(magnitude: float) -> float:
-    """Binary logarithm, -inf for 0."""
+    """Return the binary logarithm of a magnitude; -inf for 0."""
     return math.log2(magnitude) if magnitude > 0 else -math.inf

@@ -99,8 +99,8 @@ class Readings(TorchFunctionMode):
         """
         Args:
             paths: knows the module that runs.
-            root: the code that makes the call: what calls that is no part of a mark.
-            blocked: names of tensors whose rows or columns differ in exponent: which are read counts.
+            root: the code that makes the call; its own callers are no part of a mark.
+            blocked: names of tensors whose rows or columns differ in exponent; marks tell which are read.
         """
         super().__init__()
         self.found: set[int] = set()
@@ -111,7 +111,7 @@ class Readings(TorchFunctionMode):
         self._held: list[Any] = []  # while it is held nothing else has its id
 
     def name(self, tensor: torch.Tensor, kind: str, name: object) -> None:
-        """Let a tensor be known: a parameter by its name, an argument by its number."""
+        """Register a tensor: a parameter by its name, an argument by its number."""
         self._mark(tensor, hash((kind, name)))
         if name in self._blocked:
             self._exact.add(id(tensor))
@@ -163,7 +163,7 @@ class Readings(TorchFunctionMode):
         self._held.append(tensor)
 
     def _write(self, tensor: torch.Tensor, mark: int) -> None:
-        """All that lies in the same memory holds something else from now on."""
+        """Record that every tensor in the same memory holds other values from now on."""
         self.found.add(mark)
         place = _find_memory(tensor)
         self._written[place] = hash((self._written.get(place), mark))
@@ -178,7 +178,7 @@ class Readings(TorchFunctionMode):
         return mark
 
     def _find_place(self) -> int:
-        """The lines of code that led here."""
+        """Return a hash of the lines of code that led here."""
         place: list[int] = []
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self._root:
@@ -213,7 +213,7 @@ class Readings(TorchFunctionMode):
 
 
 def find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a function writes into; None for one that makes its result anew."""
+    """Return the tensor that a function writes into; None if it makes a new one."""
     if isinstance(out := kwargs.get("out"), torch.Tensor):
         return out
     is_own = name.endswith("_") and not name.startswith("__")

@@ -141,7 +141,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copy what this thread traces meanwhile."""
+        """Copy repeated calls, rather than trace them again, while this thread traces."""
         own, plain = threading.get_ident(), vars(proxy_tensor._ModuleStackTracer)["call_module"]
 
         def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ def _has_global_hooks() -> bool:
 
 
 def _sign_surroundings() -> Any:
-    """What beside its arguments decides what code does."""
+    """Return the state beside its arguments that code depends on: gradients, autocast, default dtype."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -292,7 +292,7 @@ def _sign_surroundings() -> Any:
 
 
 def _name(graph: torch.fx.Graph, target: Any) -> str | None:
-    """The name that a traced operation asks for."""
+    """Return the name that a traced operation asks for; None if it is no operation of torch."""
     packet = getattr(target, "overloadpacket", None)
     return None if packet is None else graph._target_to_str(packet.__name__)
 
@@ -315,7 +315,7 @@ def _list_paths(tracer: Any, module: torch.nn.Module) -> list[str]:
 
 
 def _find_node(tracer: Any, tensor: Any) -> Node | None:
-    """The node of a tensor; None if it has none, or a value that is known."""
+    """Return the node of a tensor; None if it has none or its value is known."""
     slot = proxy_tensor.get_proxy_slot(tensor, tracer, None)
     if slot is None or slot.constant is not None:
         return None
@@ -349,7 +349,7 @@ def _read_given(tracer: Any, args: Any, kwargs: Any) -> _Given | None:
 
 
 def _is_untouched(tracer: Any, arguments: Any, given: _Given) -> bool:
-    """Whether a call left its arguments as they were."""
+    """Return whether a call left its arguments unchanged."""
     args, kwargs = arguments
     after = _read_given(tracer, args, kwargs)
     return (
@@ -379,7 +379,7 @@ def _tell_output(tracer: Any, output: Any, given: _Given) -> tuple[list[Any], An
 
 
 def _are_whole(nodes: list[Node], known: set[Node | None], output: list[Any]) -> bool:
-    """Whether nodes read nothing but each other and what is known, and all sizes are numbers."""
+    """Return whether nodes read only each other and known ones, and all sizes are numbers."""
     made = {*nodes}
     return all(x in made for x in output if isinstance(x, Node)) and all(
         node.op == "call_function"
@@ -400,7 +400,7 @@ def _has_numbers(value: Any) -> bool:
 def _place(
     nodes: list[Node], depth: int, numbers: Mapping[str, int], calls: Mapping[str, int]
 ) -> list[list[tuple[int, int, str]]] | None:
-    """The modules around each node, as of `_Traced`; None where one lies elsewhere."""
+    """Return the modules around each node, as in `_Traced`; None if one lies elsewhere."""
     placed = []
     for node in nodes:
         found = []
@@ -416,7 +416,7 @@ def _place(
 def _make_output(
     tracer: Any, known: _Traced, places: Mapping[Any, Any], given: _Given
 ) -> list[Any]:
-    """The leaves of what a copied call returns."""
+    """Return the leaves of a copied call's output."""
     made: dict[Node, Any] = {}
     with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
         for node in (x for x in known.output if isinstance(x, Node)):
@@ -456,7 +456,7 @@ class _Description:
         self._held, self._around = held, set[int]()
 
     def sign(self) -> Any:
-        """None where hooks or a `forward` of others may do something beside."""
+        """Return a description to compare; None if foreign hooks or a replaced `forward` may do more."""
         told = []
         for part in self._parts:
             hooks = self._sign_hooks(part)
@@ -539,7 +539,7 @@ class _Plain:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether all of an object is in its attributes, as of a processor of attention."""
+    """Return whether all state of an object is in its attributes, as for an attention processor."""
     kind = type(value)
     sizes = kind.__basicsize__, kind.__itemsize__
     return sizes == (_Plain.__basicsize__, _Plain.__itemsize__) and hasattr(value, "__dict__")
