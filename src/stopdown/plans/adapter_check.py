@@ -64,9 +64,9 @@ class Structure:
 
 
 def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
-    """What a component is made of now; adapter layers are known by their attributes.
+    """Read the modules and adapters of a component; adapter layers are known by their attributes.
 
-    What `torch.compile` puts around a module is no part of it.
+    Wrappers by `torch.compile` are left out.
     """
     modules = tuple(x for x in module.modules() if "_orig_mod" not in x._modules)
     layers = [layer for layer in modules if hasattr(layer, "merged_adapters")]
@@ -87,7 +87,7 @@ def _read_adapter(name: str, layers: list[Any]) -> Adapter:
 
 
 def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
-    """What was added that does not have the exponents of what it adds to."""
+    """Yield, as parts of a sentence, new adapters that lack their layers' exponents, and other modules."""
     for name, why in sorted(list_misfitting(module).items()):
         if name not in before.adapters:
             layers = after.adapters[name].layers
@@ -99,7 +99,9 @@ def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> It
 def list_grown(
     module: torch.nn.Module, names: Collection[str], headroom_bits: float, certified: bool
 ) -> Iterator[str]:
-    """What adapters add to a component that was not measured with them, if that is more than fits.
+    """Yield, as parts of a sentence, adapters that add more than the headroom in bits allows.
+
+    The component was not measured with them. If it is certified, yield each other adapter in use too.
 
     Cost: for each of their layers a few products of its weight with a vector, and a host read.
     """
@@ -115,7 +117,7 @@ def list_grown(
 
 
 def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterator[str]:
-    """What was changed of adapters that the exponents were found with."""
+    """Yield, as parts of a sentence, changes to the adapters that the exponents were found with."""
     for name in planned & before.adapters.keys():
         then = before.adapters[name]
         now = after.adapters.get(name)

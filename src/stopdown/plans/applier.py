@@ -462,7 +462,10 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 def _returns_wide(entry: ComponentPlan) -> bool:
-    """Whether it may return what fp16 cannot hold: by its exponents, or as an encoder in another format."""
+    """Return whether a component may return values beyond fp16's range.
+
+    Its exponents may allow them, or it is an encoder in another format.
+    """
     is_encoder = find_stage(entry.component) == "encode"
     return bool(entry.in_force.outputs) or (is_encoder and entry.precision != "fp16")
 
@@ -548,7 +551,7 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
 
 
 def leaves_loras(plan: Plan, source: Source) -> bool:
-    """Whether a plan is one of a source without its LoRAs, which then take its exponents."""
+    """Return whether a plan is for a source without its LoRAs, which then take its exponents."""
     bare = dataclasses.replace(source, loras=())
     return bool(source.loras) and plan.fingerprint == fingerprint(bare)
 

@@ -189,7 +189,7 @@ def seal_made(
 
 
 def _choose_room(device: Device, needed_bytes: float) -> Device:
-    """The device if it has room for so much, else the CPU."""
+    """Return the device if it has room for these bytes, else the CPU."""
     has_room = device.type == "cpu" or needed_bytes <= device.memory_bytes
     return device if has_room else choose_device("cpu")
 
@@ -210,7 +210,7 @@ def _plan_pipeline(
 
 
 def _plan_program(opened: _Subject, run: Callable[[], Any] | None) -> tuple[ComponentPlan, ...]:
-    """Of a program that is no pipeline: the components that a run of it calls."""
+    """Plan the components that a run of a program calls; the program is no pipeline."""
     if run is None:
         raise explain_run(
             f"A {opened.name} is not a pipeline, so it is not known how to run it.", "make_plan"
@@ -226,7 +226,7 @@ def _plan_program(opened: _Subject, run: Callable[[], Any] | None) -> tuple[Comp
 
 
 def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
-    """What makes the given calls of a file's components; None for what is no file."""
+    """Return a function that makes the given calls of a file's components; None if this is no file."""
     if not opened.fingerprint:
         return None
     if not given:
@@ -269,7 +269,7 @@ def list_requests(
     prompts: Sequence[str | Mapping[str, Any]],
     given: Request,
 ) -> list[Request]:
-    """One request for each prompt; a drawn picture, mask or video where one is needed."""
+    """Return one request for each prompt, with a drawn picture, mask or video if one is needed."""
     needed = list_needed_fields(type(pipe))
     base = draw_inputs(pipe, given)
     has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
@@ -289,7 +289,7 @@ def list_requests(
 def _fit_size(
     pipe: Any, where: Device, requests: list[Request], *, has_weights: bool = True
 ) -> tuple[list[Request], str]:
-    """The requests at a size that suits the model and fits into memory, where none was asked for."""
+    """Set the requests' sizes to suit the model and fit into memory, except for requested ones."""
     sizes, why = choose_size(
         pipe,
         build_arguments(pipe, requests[0], chooses_sides=False),
@@ -303,7 +303,7 @@ def _fit_size(
 def _add_reason(
     entry: ComponentPlan, recorded: Mapping[str, Sequence[ComponentCall]], why: str
 ) -> ComponentPlan:
-    """The denoiser says at what size it was measured."""
+    """Add the reason for the measured size to the entry of a denoiser."""
     if any(call.callee.stage == "denoise" for call in recorded.get(entry.component, ())):
         return dataclasses.replace(entry, reasons=(*entry.reasons, why))
     return entry
@@ -368,7 +368,10 @@ def fall_back(
     device: Device | None,
     otherwise: str = "",
 ) -> ComponentPlan:
-    """The component in bf16 where its weights are stored so and the device is quick at it, else in fp32."""
+    """Return the component's entry in bf16 if its weights are stored so, else in fp32.
+
+    It is in fp32 too if the device computes slowly in bf16.
+    """
     counts = stored.get(bare.component, stored.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), counts)
     precision, reason = "fp32", otherwise
@@ -388,7 +391,7 @@ def describe_scaling(
     calls: int,
     notes: tuple[str, ...] = (),
 ) -> ComponentPlan:
-    """A component's entry with its exponents, and what they mean in sentences."""
+    """Return a component's entry with its exponents, and their meaning in sentences."""
     if not scaling.range_note:  # no bounds were requested: everything would be uncertain
         scaling = dataclasses.replace(
             scaling, values=0, bounded=0, uncertain=(), measured_bits=None
@@ -455,7 +458,7 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
 
 
 def count_folds(scaling: Scaling) -> str:
-    """`41 tensors are scaled by exponents -6..3`."""
+    """Describe the number of scaled tensors: `41 tensors are scaled by exponents -6..3`."""
     if not scaling.exponents:
         return "no tensor is scaled"
     tensors = {name.partition("[")[0] for name in scaling.exponents}

@@ -85,7 +85,7 @@ class _Recorder:
 def record_calls(
     pipe: Any, requests: Sequence[Request], progress: Progress | None = None
 ) -> dict[str, list[ComponentCall]]:
-    """Component to the calls that runs of these requests make of it.
+    """Run these requests and return the calls of each component by its name.
 
     Args:
         pipe: in the safest precision at hand; it is run as it is.
@@ -114,7 +114,7 @@ def record_calls(
 
 
 def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
-    """Component to the calls that a run of a program makes of it, with arguments cast to fp32.
+    """Run a program and return its calls of each component by name, with arguments cast to fp32.
 
     Args:
         program: no pipeline, its modules in fp32.
@@ -132,11 +132,11 @@ class _Called(BaseException):
 
 
 def record_first_calls(program: Any, run: Callable[[], Any]) -> dict[str, list[ComponentCall]]:
-    """Component to the first call that a run of a program makes of it, before anything is computed.
+    """Return a program's first call of each component by name, before anything is computed.
 
     Args:
         program: no pipeline. Arguments are cast to the dtype of its weights.
-        run: runs it once. It ends at the first call of a component, and begins anew for the next one.
+        run: runs it once. It stops at the first call of a component, and starts again for the next one.
     """
     found: dict[str, list[ComponentCall]] = {}
 
@@ -173,7 +173,7 @@ def _collect(recorder: _Recorder) -> dict[str, list[ComponentCall]]:
 
 
 def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[ComponentCall]:
-    """An encode of what the other direction of an autoencoder gave."""
+    """Make up an encode call of the picture that the autoencoder decoded."""
     picture = decoded.get(callee.component_name)
     if picture is None or callee.method != "encode":
         return []
@@ -201,7 +201,7 @@ Arguments = Mapping[str, Any]
 
 
 def read_call(text: str) -> Arguments:
-    """The arguments in `FILE`; in `vae.decode=FILE` below the name of the call."""
+    """Read the arguments in `FILE`; those in `vae.decode=FILE` go below the name of the call."""
     name, is_named, rest = text.partition("=")
     path = Path(rest if is_named else text).expanduser()
     arguments: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def read_call(text: str) -> Arguments:
 
 
 def list_part_calls(program: Any) -> dict[str, Callee]:
-    """The calls of a program of parts by name: `transformer`, `vae.decode`."""
+    """Return the calls of a program of parts by name: `transformer`, `vae.decode`."""
     return {callee.name: callee for callee in list_component_calls(vars(program))}
 
 

@@ -190,11 +190,11 @@ class _TensorReader:
         self.tensors, self._tied, self.load = tensors, tied, load
 
     def find(self, name: str) -> str | None:
-        """The name of a parameter's tensor in the files; None of a buffer that is in none."""
+        """Find the name of a parameter's tensor in the files; return None for a buffer in none of them."""
         return next((x for x in (name, *self._tied.get(name, ())) if x in self.tensors), None)
 
     def describe(self, key: str, scaling: Scaling) -> dict[str, Any]:
-        """The exponents of a tensor's rows and columns, and whether it stays in fp32."""
+        """Return the exponents of a tensor's rows and columns, and whether it stays in fp32."""
         names = {key, *self._tied.get(key, ())}
         folds = []
         shape = (*self.tensors[key].shape, 1, 1)
@@ -290,7 +290,7 @@ class _Exporter:
         return name
 
     def _change_aliases(self, node: Node) -> None:
-        """What was written in place is seen through every name of the same storage."""
+        """Make a write in place visible through every name of the same storage."""
         root, new = self.aliases.get(node), self.ids[node]
         for other in [
             x for x, y in self.aliases.items() if y is root and x in self.ids and x is not node
@@ -307,7 +307,7 @@ class _Exporter:
     # operands
 
     def _ref(self, value: Any, user: Node | None = None) -> str | None:
-        """The name of an operand as its user sees it; None when it is not exported."""
+        """Return the name of an operand as its user sees it; None if it is not exported."""
         if not isinstance(value, Node):
             return None
         if value in self.inner and user is not None and user not in self.casts:
@@ -322,7 +322,7 @@ class _Exporter:
         return self.ids[value]
 
     def _begin(self, node: Node) -> dict[str, Any] | None:
-        """An input, a constant or a parameter."""
+        """Return the rule of an input, a constant or a parameter; None for integers without a limit."""
         limits = self.stated.limits
         name = self.capture.parameters.get(node.name)
         if name is not None:
@@ -359,7 +359,7 @@ class _Exporter:
         return {"rule": "input", "name": name, "largest": largest}
 
     def _fold(self, node: Node) -> torch.Tensor | None:
-        """The value of what depends on constants alone, as this machine computes it."""
+        """Compute, on this machine, the value of a node that depends on constants alone; None otherwise."""
         if node not in self._folded:
             self._folded[node] = None
             with contextlib.suppress(Exception):  # any operation: what fails is no constant
@@ -435,7 +435,7 @@ class _Exporter:
         return {"rule": "spread", "from": [self._first(node)]}
 
     def _export_part(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A part along one dimension, viewed in the node's shape."""
+        """Export a part along one dimension, viewed in the node's shape."""
         if not is_part(node) or not has_known_indices(node):
             raise _NoRule
         source, (start, stop), dim = find_part(node)
@@ -491,7 +491,7 @@ class _Exporter:
         return {"rule": "join", "from": parts, "dim": 0}
 
     def _export_complex(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The magnitudes of complex numbers stand for them: `sqrt(2 mean(x**2))` of each pair."""
+        """Export complex numbers as their magnitudes: `sqrt(2 mean(x**2))` of each pair."""
         before = shape_of(node.args[0])
         made = {"rule": "power", "halves": 4, "from": [self._first(node)]}
         kept, last = (*before[:-1], 1), len(before) - 1
@@ -506,7 +506,7 @@ class _Exporter:
         return {"rule": "view", "from": [self._add(node, made, kept)]}
 
     def _export_real(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A magnitude times the cosine and the sine of an angle."""
+        """Export a magnitude times the cosine and the sine of an angle."""
         shape = shape_of(node)
         name = self._add(node, {"rule": "view", "from": [self._first(node)]}, (*shape[:-1], 1))
         turned = self._add(node, {"rule": "bounded", "function": "cos"}, shape)
@@ -633,7 +633,7 @@ class _Exporter:
         return {"rule": "power", "halves": int(exponent * 2), "from": [self._first(node)]}
 
     def _export_vector_norm(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The root of a sum of squares, in one kernel: the parts of it are no values in fp16."""
+        """Export the root of a sum of squares; one kernel computes it, with no partial value in fp16."""
         found = read_vector_norm(node)
         if found is None or node.meta["val"].dtype == torch.float16:
             raise _NoRule
@@ -709,7 +709,7 @@ class _Exporter:
     # what reads weights
 
     def _weigh(self, given: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-        """The tensors that arguments are, and the rows of them."""
+        """Return the stored tensors that the arguments are, and the rows of them."""
         made: dict[str, Any] = {}
         for key in keys:
             value = given.get(key)
@@ -766,7 +766,7 @@ class _Exporter:
         return {"rule": "matmul", "from": [self._need(x, node) for x in pair]}
 
     def _export_einsum(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of one operand whose dimensions are put into another order."""
+        """Export an einsum that puts the dimensions of one operand into another order."""
         letters, _, kept = str(given["equation"]).replace(" ", "").partition("->")
         if len(set(letters)) < len(letters) or sorted(letters) != sorted(kept):
             raise _NoRule

@@ -110,12 +110,12 @@ def load_stored(
     make_buffers: Callable[[], Mapping[str, torch.Tensor]],
     name: str,
 ) -> torch.Tensor:
-    """A tensor of a component as it is stored; one is in memory at a time.
+    """Load a tensor of a component as it is stored; one is in memory at a time.
 
     Args:
         held: name of a stored tensor to its opened file, or to itself where it is loaded.
         aliases: name of a parameter to the names that the same tensor has.
-        make_buffers: gives what is on no disk: tables that the code makes for itself.
+        make_buffers: returns the tensors that no file holds: tables that the code makes for itself.
     """
     for known in (name, *aliases.get(name, ())):
         if known in held:
@@ -157,23 +157,22 @@ def certify_plan(
     progress: Progress | None = None,
     scope: Scope | None = None,
 ) -> Plan:
-    """A plan whose exponents rest on bounds, from the weights of a model.
+    """Make a plan from the weights of a model; its exponents rest on bounds.
 
     Args:
         source: Diffusers folder, Hub id, bundled model, or single file; one with parts of a pipeline is
             planned for these.
-        precision: `fp16`, or components that are planned in another one: `text_encoder=fp32`.
+        precision: `fp16`, or components with another precision: `text_encoder=fp32`.
         request: picture or video that the pipeline starts from; sizes are its defaults.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
             allows it. Its bounds, the loosest of all, then scale nothing down.
-        device: where the plan is used: what cannot run in fp16 runs in bf16 only if the device computes
-            fast in it. None is a device that does.
+        device: where the plan is used: parts that cannot run in fp16 run in bf16 only if the device is
+            fast in it. None is a device that is.
         progress: told of stage, what, done and total: tensors that were read.
         scope: None plans all components, and keeps none.
 
     Raises:
-        OptionError: the precision is none that needs a plan, or names what is no component; the residual
-            is unknown.
+        OptionError: the precision needs no plan, or names an unknown component; the residual is unknown.
         SourceError: the model is missing, damaged or refused.
 
     Cost: captures of seconds, and one pass over the weights for each kind of call; a single file in memory
@@ -311,7 +310,7 @@ def _sign_program(
 
 
 def _hands_over(calls: Mapping[str, Sequence[ComponentCall]]) -> bool:
-    """Whether an encoder returns hidden states, as of `certify_component`."""
+    """Return whether an encoder returns hidden states, as in `certify_component`."""
     recorded = [call for made in calls.values() for call in made]
     return any(call.kwargs.get("output_hidden_states") for call in recorded)
 
@@ -328,7 +327,7 @@ def _read_call_sizes(calls: Sequence[ComponentCall]) -> list[Any]:
 
 
 def list_planned(source: Source) -> list[str]:
-    """The components with weights that a completed source holds."""
+    """List the components with weights that a completed source holds."""
     held = [part.name for part in source.parts] or list(source.components)
     return [
         name for name in held if source.has_weights(name) and (source.described / name).is_dir()
@@ -437,7 +436,7 @@ def _plan_component(
 def _scale_near(
     context: _Context, module: torch.nn.Module, traced: TracedCalls, load: Load
 ) -> Scaling:
-    """As `certify_component`, on an accelerator while its memory allows."""
+    """Scale a component as `certify_component` does, on an accelerator while its memory allows."""
     scale = functools.partial(
         certify_component, module, traced, context.residual, hands_over=context.hands_over
     )
@@ -453,7 +452,7 @@ def _scale_near(
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
-    """What would be more precise, where bounds scale values of size 1 below fp16's normal numbers."""
+    """Suggest a more precise plan if bounds scale values of size 1 below fp16's normal numbers."""
     lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
     if residual != "native" or 2.0**lowest >= FORMATS["fp16"].smallest_normal:
         return ()
@@ -470,7 +469,7 @@ def open_component(
     module: torch.nn.Module,
     loaded: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[Load]:
-    """What loads a component's tensors; the system reads those in files in the order of the module."""
+    """Yield a loader of a component's tensors; the system reads files in the order of the module."""
     held: dict[str, Any] = dict(loaded or {})
     parts: dict[str, FilePart] = {}
     buffers = functools.cache(lambda: name_parameters(_make(source, name)))
@@ -498,7 +497,7 @@ def open_component(
 
 
 def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of one tensor, tied parameters above all, each to all of them."""
+    """Map each parameter to all names of its tensor; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for key, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(key)
@@ -506,7 +505,7 @@ def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _is_plain(source: Source, name: str) -> bool:
-    """Whether the configuration of a component asks for no way of its own to read weights."""
+    """Return whether a component's weights are read without a quantizer, by its configuration."""
     config = read_description(source.described / name / "config.json")
     return config.get("quantization_config") is None
 
@@ -516,7 +515,7 @@ def _fits(
     aliases: Mapping[str, tuple[str, ...]],
     stored: Mapping[str, StoredTensor],
 ) -> bool:
-    """Whether stored tensors are those of a module, by their names, sizes and formats."""
+    """Return whether stored tensors match those of a module in names, sizes and formats."""
     shapes = {name: tuple(x.shape) for name, x in module.named_parameters(remove_duplicate=False)}
     for key, names in aliases.items():
         found = [stored[name] for name in {key, *names} if name in stored]
@@ -526,7 +525,7 @@ def _fits(
 
 
 def build_with_tables(source: Source, name: str) -> torch.nn.Module:
-    """One component of a source on fake fp16 tensors, except for tensors in its plain attributes.
+    """Build one component of a source on fake fp16 tensors, except for tensors in its plain attributes.
 
     These are computed when the module is made. They are constants of a graph, and have their values.
     """
@@ -546,7 +545,7 @@ def build_with_tables(source: Source, name: str) -> torch.nn.Module:
 
 
 def _make(source: Source, name: str) -> torch.nn.Module:
-    """The component with its parameters on `meta`: its tables have the values that code gives them."""
+    """Build the component with its parameters on `meta`, and its tables with their real values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():
@@ -573,7 +572,7 @@ class _TensorReader:
         return tensor
 
     def hash_samples(self) -> str:
-        """The hash of the component's weights (`sample_weights`); what was not asked for is read now."""
+        """Return the hash of the component's weights (`sample_weights`); read those not requested yet."""
         for name in self._names:
             if name not in self._samples:
                 self(name)
@@ -612,11 +611,11 @@ def certify_component(
     *,
     hands_over: bool,
 ) -> Scaling:
-    """Exponents with the stream asked for, else as the model has it.
+    """Find exponents with the requested residual stream, else with the model's own.
 
     Args:
-        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. What
-            encoders give may then be anything that fp16 holds, if exponents for that cost nothing.
+        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
+            of encoders may then have any value that fp16 holds, if exponents for that cost nothing.
     """
     calls, captures = traced.calls, traced.captures
 
@@ -642,7 +641,7 @@ def certify_component(
 
 
 def _price(scaling: Scaling) -> tuple[float, ...]:
-    """What exponents cost: work in fp32, multiplies, values without a bound, digits of what is stored."""
+    """Return the cost of exponents: work in fp32, multiplies, values without a bound, digits of weights."""
     lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
     rest = scaling.values - scaling.bounded
     return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)

@@ -42,7 +42,7 @@ SMALL = {"height": 256, "width": 256, "frames": 9}
 def list_source_calls(
     source: Source, sizes: Mapping[str, int | None] | None = None
 ) -> tuple[dict[str, list[ComponentCall]], str]:
-    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
+    """Return a pipeline's first call of each kind by component, and the reason for an early end.
 
     Args:
         sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
@@ -63,7 +63,7 @@ def list_source_calls(
 def list_pipeline_calls(
     pipe: Any, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, list[ComponentCall]], str]:
-    """As `list_source_calls`, of a pipeline that is loaded, and stays as it is.
+    """Do as `list_source_calls` for a loaded pipeline, and leave it as it is.
 
     Args:
         arguments: of its call; its defaults for all others.
@@ -138,7 +138,7 @@ def _read_step(call: ComponentCall) -> float:
 
 
 def draw_calls(source: Source, request: Request) -> dict[str, list[ComponentCall]]:
-    """Component to a call of each kind that the pipeline makes, with random values in fp32.
+    """Draw a call of each kind that the pipeline makes, by component, with random values in fp32.
 
     Args:
         request: sizes; `SMALL` where there are none.
@@ -166,7 +166,7 @@ def _draw(call: ComponentCall) -> ComponentCall:
 def _fill(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Values as such an argument has them."""
+    """Make typical values for an argument by its name and dtype."""
     if dtype == torch.bool or "mask" in name:
         return torch.ones(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
     if "timestep" in name or "sigma" in name:

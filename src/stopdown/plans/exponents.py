@@ -36,7 +36,7 @@ def scale_component(
     *,
     verify: bool = True,
 ) -> tuple[Scaling, tuple[str, ...]]:
-    """Exponents for a component in fp32, found and tried, and what is to be said about them.
+    """Find and try exponents for a component in fp32; return them with notes on them in sentences.
 
     The module is left as it was. A made-up call that cannot be measured is left out.
 
@@ -77,7 +77,7 @@ def _find_exact(
 
 
 def _measure_inputs(kinds: Sequence[Sequence[ComponentCall]]) -> dict[str, float]:
-    """`method.argument` to the largest finite magnitude in these calls."""
+    """Map each `method.argument` to its largest finite magnitude in these calls."""
     found: dict[str, float] = {}
     for call in (call for kind in kinds for call in kind):
         names = call.callee.argument_names
@@ -99,7 +99,7 @@ def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
 def leave_out_failing(
     module: torch.nn.Module, calls: Sequence[ComponentCall]
 ) -> list[ComponentCall]:
-    """The calls that a pipeline made, and of the made-up ones those that the module takes.
+    """Return the calls that a pipeline made, and the made-up ones that the module takes.
 
     Cost: a forward for each made-up call.
     """
@@ -117,7 +117,7 @@ def _runs(module: torch.nn.Module, call: ComponentCall) -> bool:
 
 
 def describe_failure(error: Exception) -> str:
-    """Why a component was not scaled, as a sentence."""
+    """Explain in a sentence why a component was not scaled."""
     if isinstance(error, (CaptureError, ScalingError)):
         return error.what
     if isinstance(error, StopdownError):

@@ -57,7 +57,7 @@ def _sums_in_fp32(device: str) -> bool:
 
 
 def is_summed_in_fp32(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether `left @ right.T` is as near to that in float64 as sums in fp32 are in any order.
+    """Return whether `found` is as near to `left @ right.T` in float64 as sums in fp32 are in any order.
 
     Args:
         left, right: `[n, k]` each in fp32; the fewer `k`, the more do factors that were rounded stand out.

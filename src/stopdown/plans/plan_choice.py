@@ -179,7 +179,7 @@ def certified_on_arrival(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Iterator[None]:
-    """A block that downloads the weights of a source; it ends when they are downloaded and certified.
+    """Certify the weights of a source while a block downloads them; end when both are done.
 
     Args:
         source: without its weights, from `resolve_source(..., with_weights=False)`.

@@ -52,7 +52,7 @@ def read_class_versions() -> dict[str, str]:
 
 
 def seal_plan(plan: Plan) -> Plan:
-    """The plan as it will be read, with the seal that its content gives."""
+    """Return the plan as it will be read, with the seal of its content."""
     plan = from_json(_to_text(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
     return dataclasses.replace(plan, seal=_compute_seal(_to_text(plan)))
 
@@ -63,7 +63,10 @@ def _to_text(plan: Plan) -> str:
 
 
 def _compute_seal(text: str | bytes) -> str:
-    """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
+    """Compute the seal of a file's content.
+
+    A field that is newer than the file does not change it.
+    """
     content = parse_json(text.encode() if isinstance(text, str) else text)
     sealed = {x: y for x, y in content.items() if x != "memory"} | {"seal": "", "chosen": ""}
     return hashlib.sha256(msgspec.json.encode(sealed)).hexdigest()
@@ -186,7 +189,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def find_cached_path(fingerprint: str) -> Path:
-    """Where the plan that is made by itself for a checkpoint is kept, by today's versions."""
+    """Return the path of the automatic plan for a checkpoint by the installed versions."""
     names = [f"{name}{version}" for name, version in read_class_versions().items()]
     own = f"stopdown{read_version('stopdown') or ''}"
     return cache_folder() / "plans" / f"{fingerprint[:32]}-{'-'.join([own, *names])}.json"
@@ -214,7 +217,7 @@ def keep_plan(plan: Plan) -> None:
 
 
 def read_cached_plan(fingerprint: str) -> Plan | None:
-    """The plan that was kept for a checkpoint; None when there is none that can be used."""
+    """Read the cached plan of a checkpoint; return None if there is none that can be used."""
     try:
         return read_plan(find_cached_path(fingerprint))
     except PlanError:
@@ -235,7 +238,7 @@ _FOLD = re.compile(r"(?P<name>[^\[]+)(\[(:,)?(?P<start>\d{1,9}):(?P<stop>\d{1,9}
 
 
 def list_faults(plan: Plan) -> Iterator[str]:
-    """What no plan holds, each as the part of a sentence."""
+    """Yield the faults of a plan, each as a part of a sentence."""
     if plan.precision not in FORMATS:
         yield f"the precision {plan.precision[:40]!r}"
     if not (0 <= plan.steps <= 10**6 and plan.elapsed_s >= 0):
@@ -289,7 +292,7 @@ def _list_exponents(scaling: Scaling) -> Iterator[str]:
 
 
 def _list_names(scaling: Scaling) -> Iterator[str]:
-    """Names that are no paths; the component itself is "" where a module is meant."""
+    """Yield the names that are no paths, as parts of a sentence; "" may name the component as a module."""
     for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"
@@ -307,7 +310,7 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
 
 
 def _is_parameter(name: str) -> bool:
-    """Whether this is `path`, or `path[0:64]` or `path[:,0:64]`, rows or columns that are not empty."""
+    """Return whether a name is `path`, or its rows or columns: `path[0:64]`, `path[:,0:64]`, not empty."""
     fold = _FOLD.fullmatch(name)
     if fold is None or not _PATH.fullmatch(fold["name"]):
         return False

@@ -50,7 +50,7 @@ from stopdown.sources.sources import Source, read_stored_dtypes
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:
-    """What is known of each component that has weights, before anything is loaded.
+    """Gather the facts of each component with weights, before anything is loaded.
 
     The weights of a single file count for every component that it holds.
     """
@@ -182,7 +182,7 @@ def describe_calls(plan: Plan, facts: Iterable[ComponentFacts]) -> Iterator[Comp
 
 
 def _describe_basis(entry: ComponentPlan) -> str:
-    """What keeps it from overflowing: bounds, measured calls, or some of each."""
+    """Describe the protection of a component from overflow: bounds, measured calls, or some of each."""
     scaling = entry.in_force
     if scaling.certified:
         return "proven not to overflow"
@@ -194,7 +194,7 @@ def _describe_basis(entry: ComponentPlan) -> str:
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
-    """A component's entry in one sentence, or the reasons why it is not in fp16."""
+    """Describe a component's entry in one sentence, or give the reasons why it is not in fp16."""
     if entry.precision != "fp16" or entry.scaling is None:
         return f"{entry.precision} by {name}. {entry.reason}"
     scaling = entry.in_force
@@ -221,7 +221,10 @@ def _share_weights(decision: ComponentPlan, widest: str) -> ComponentPlan:
 
 
 def widest_by_component(decisions: tuple[ComponentPlan, ...]) -> dict[str, str]:
-    """Component → the format that it is loaded in: the widest of its calls, fp32 for fp16 and bf16."""
+    """Map each component to the widest format of its calls, fp32 for fp16 and bf16.
+
+    It is loaded in that format.
+    """
     widest: dict[str, str] = {}
     for decision in decisions:
         name = name_component(decision.component)

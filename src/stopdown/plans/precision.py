@@ -49,7 +49,7 @@ class ComponentFacts:
 
 
 def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
-    """What Python callers ask for, as the text that `parse_request` reads.
+    """Write a precision from Python as the text that `parse_request` reads.
 
     Args:
         asked: that text or a plan's path, a dtype, or component → text or dtype:
@@ -151,11 +151,11 @@ def _resolve_words(
 
 
 def parse_fp16(text: str, what: str) -> dict[str, str]:
-    """What of a plan for fp16 is to be in another precision, by component: `text_encoder=fp32`.
+    """Return the components of a plan for fp16 with another precision: `text_encoder=fp32`.
 
     Args:
-        text: `fp16`, or `auto`, which is the same; or components that are to be in another one.
-        what: is made, with its article: `A plan`.
+        text: `fp16`, or `auto`, which is the same; or components with another precision.
+        what: the kind of plan, with its article: `A plan`.
     """
     asked = parse_request(text)
     others = {name: x for name, x in asked.items() if name and not split_call(name)[1]}
@@ -176,7 +176,7 @@ def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
 def leave_components(
     entries: Iterable[ComponentPlan], wanted: Mapping[str, str]
 ) -> Iterator[ComponentPlan]:
-    """The entries of a plan, those that are to be in another precision without exponents."""
+    """Yield the entries of a plan; those with another precision have no exponents."""
     for entry in entries:
         precision = wanted.get(entry.component)
         yield entry if precision is None else leave_component(entry, precision)
@@ -253,7 +253,7 @@ def decide_precisions(
 
 
 def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:
-    """The precision of a component for which none was requested, and the reason as whole sentences."""
+    """Choose the precision of a component for which none was requested, with its reason in sentences."""
     stored = facts.stored_mostly
     if stored is None:
         return (
@@ -271,9 +271,10 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
 
 
 def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Support]) -> str:
-    """Why a device should run a checkpoint in fp16 by a plan, as half a sentence; "" when not.
+    """Explain in half a sentence why a device should run a checkpoint in fp16 by a plan.
 
-    That is so where weights are stored in bf16, the device is not good at bf16, and is at fp16.
+    That is so if weights are stored in bf16, and the device is good at fp16 but not at bf16. Return ""
+    otherwise.
     """
     stored = [facts.name for facts in components if facts.stored_mostly == "bf16"]
     if not stored or not prefers_fp16(supports):

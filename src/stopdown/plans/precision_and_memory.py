@@ -52,7 +52,7 @@ def list_ways(
     asked: str,
     plan: Plan | None = None,
 ) -> list[Plan]:
-    """The ways that are compared, the one that was asked for (or `auto` takes) first.
+    """List the plans to compare, the requested one (or the one that `auto` takes) first.
 
     Args:
         asked: a `--precision`: `auto` and a plan's path are compared with others, the rest is alone.

@@ -41,7 +41,7 @@ def sample_weights(module: torch.nn.Module) -> str:
 
 
 def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:
-    """As `sample_weights`, of tensors that come one by one in the order of their names."""
+    """Hash tensors as `sample_weights` does; they come one by one in the order of their names."""
     return join_samples((name, *take_samples(weight)) for name, weight in named)
 
 
