@@ -61,7 +61,7 @@ class Notes(threading.local):
 
     @property
     def bounds(self) -> list[Bounds]:
-        """Of the modules that clamp, then of the blocks, then of the inputs."""
+        """The bounds of the modules that clamp, then of the blocks, then of the inputs."""
         seen = [seen for _, seen in self.clamping]
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
 
@@ -121,14 +121,14 @@ def _bound(tensor: torch.Tensor) -> Bounds:
 
 
 def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that run as compiled code; "" is the component itself."""
+    """Find the paths of the modules that run as compiled code; "" is the component itself."""
     if not any(map(is_compiled, list_parts(module))):
         return ()
     return tuple(path for path, child in module.named_modules() if is_compiled(child))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of a module run as compiled code, by `torch.compile` or its own `compile`."""
+    """Return whether calls of a module run as compiled code, by `torch.compile` or its own `compile`."""
     own = vars(module)
     if type(module).__name__ == "OptimizedModule":  # its home takes seconds to import
         return True
@@ -147,7 +147,7 @@ _END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the modules of a component that clamp at fp16's maximum, by the source of their `forward`.
+    """Find the paths of the modules that clamp at fp16's maximum, by the source of their `forward`.
 
     T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504. A `clamp`, `clip`
     or `nan_to_num` beside that number or `finfo` shows it, unless it is in a function that `forward` calls.

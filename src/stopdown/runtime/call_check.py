@@ -53,25 +53,25 @@ class CallCheck:
 
     @property
     def is_good(self) -> bool:
-        """Whether what it returned can be gone on with."""
+        """Whether the run can go on with the output."""
         return self.is_finite and not self.clamped
 
     @property
     def is_hidden(self) -> bool:
-        """Whether all that was found are operations that made finite values of Inf."""
+        """Whether the only findings are operations that made finite values of Inf."""
         return self.is_finite and bool(self.clamped) and all(map(is_operation, self.clamped))
 
 
 def is_operation(path: str) -> bool:
-    """Whether this names an operation and not a module."""
+    """Return whether a path names an operation and not a module."""
     return path.endswith("()")
 
 
 def check_call(notes: Notes, output: Any) -> CallCheck:
-    """What a call's output and arguments are like.
+    """Check the values of a call's output and arguments.
 
     Args:
-        notes: what its modules and arguments gave meanwhile; they are forgotten.
+        notes: the bounds of its modules and arguments; they are forgotten.
 
     Cost: two operations, one for each note, and one host read.
     """
@@ -112,7 +112,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
 
 
 def list_readable(output: Any) -> list[torch.Tensor]:
-    """Floating values in what a call returned, as tensors that can be read.
+    """List the floating values in a call's output as readable tensors.
 
     Parts of complex tensors and arrays are among them; numbers if there is nothing else.
     """
@@ -132,7 +132,7 @@ def list_readable(output: Any) -> list[torch.Tensor]:
 
 
 def is_opaque(output: Any) -> bool:
-    """Whether an output holds what cannot be looked at: a generator, a function, a sparse tensor."""
+    """Return whether an output holds an unreadable part: a generator, a function, a sparse tensor."""
     plain = (torch.Tensor, np.ndarray, bool, int, float, str, bytes, type(None))
     if isinstance(output, torch.Tensor):
         return output.layout is not torch.strided
@@ -154,7 +154,7 @@ def _end(low: float, high: float) -> float:
 
 
 def _is_spoilt(name: str, low: float, high: float) -> bool:
-    """Whether an argument holds what is not finite; -Inf in a mask is what masks are made of."""
+    """Return whether an argument holds values that are not finite; -Inf is allowed in a mask."""
     if "mask" in name or "bias" in name:
         return math.isnan(low) or high == math.inf
     return not _is_finite(low, high)

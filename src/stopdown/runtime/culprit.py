@@ -64,7 +64,10 @@ class Culprit:
 
     @property
     def overflow(self) -> str:
-        """`its result is 113,000, and fp16 ends at 65,504`; "" for what is no overflow that is known."""
+        """The overflow in words: `its result is 113,000, and fp16 ends at 65,504`.
+
+        "" if there is none, or if its size is unknown.
+        """
         known = find_format(self.dtype)
         if self.kind not in ("range", "clamped") or known is None:
             return ""
@@ -74,7 +77,7 @@ class Culprit:
         return f"its result is {reached}, and {self.dtype} ends at {ends}"
 
     def describe(self, component: str) -> str:
-        """How it began, in whole sentences."""
+        """Describe the beginning of a fault in whole sentences."""
         module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
             return "The same call gave finite values when it was run again: a race, or memory."
@@ -100,7 +103,7 @@ class Culprit:
 
 
 def word_size(value: float) -> str:
-    """`113,000`: a number that people read, exact up to five digits and with three beyond."""
+    """Write a number for people, exact up to five digits and rounded to three beyond: `113,000`."""
     if value >= 1e9:
         return f"{value:.3g}"
     return f"{value if value < 1e5 else float(f'{value:.3g}'):,.0f}"
@@ -128,7 +131,7 @@ def find_culprit(
     call: Callable[[], Any],
     arguments: Mapping[str, Any],
 ) -> tuple[Culprit, Any]:
-    """Where a call goes wrong, and what it gave this time.
+    """Find the place where a call goes wrong; return it with the call's output.
 
     Cost: the call once, with one pass and one host read for each operation.
     """
@@ -143,9 +146,9 @@ def find_culprit(
 def find_origins(
     module: torch.nn.Module, call: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[frozenset[str], Any]:
-    """Of which kinds all is that is not finite in what a call returns, and what it returned.
+    """Find the kinds of the values that are not finite in a call's output; return them with the output.
 
-    Kinds are those of `Culprit`, `mask`, and `overflow` for what a wider format than that of the values
+    Kinds are those of `Culprit`, `mask`, and `overflow` for a value that a wider format than its own
     would hold.
 
     Cost: as `find_culprit`; a copy of what an operation overwrites.
@@ -215,13 +218,13 @@ class _Tracer(TorchDispatchMode):
         return frozenset(kinds)
 
     def note_returned(self, path: str, output: Any) -> None:
-        """A module gave this: what is not finite in it was handed on by it."""
+        """Note a module as one that handed on the values of its output that are not finite."""
         for tensor in _floats(output):
             if tensor in self._made:
                 self._made[tensor].returned_by.add(path)
 
     def conclude(self, output: Any) -> Culprit:
-        """What the output of the call, or a clamp on the way, leads back to."""
+        """Trace the call's output, or a clamp on the way, back to its culprit."""
         bad = [x for x in _floats(output) if not _is_finite(x)]
         if bad:
             return _trace_back(self._find_maker(bad[0]), "")
@@ -320,7 +323,7 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
 
 
 def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -> tuple[str, float]:
-    """What kind of fault an operation with finite operands made, and what it reaches in fp32."""
+    """Return the kind of an operation's fault with finite operands, and its largest result in fp32."""
     if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
         return "written", math.nan
     if func._schema.is_mutable or masked:  # its operands are gone, or belong to a mask
@@ -346,7 +349,7 @@ _GROWING = ("exp", "exp2", "expm1", "sinh", "cosh", "prod", "cumprod")
 
 
 def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: Any) -> str:
-    """Whether what is not finite in fp32 is in fp64: `overflow`, or `undefined`."""
+    """Return `overflow` if a result that is not finite in fp32 is finite in fp64, else `undefined`."""
     name = operation.rstrip("_")
     infinite = any(bool(x.isinf().any()) for x in _floats(result))
     if name in _GROWING:
@@ -391,9 +394,9 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    """Floating tensors; not those of 8 bits, which only store weights and cannot be compared.
+    """List the floating tensors, except those of 8 bits, which only store weights and cannot be compared.
 
-    Nor those without values: weights that wait elsewhere are put on `meta` in the middle of a call.
+    Those without values are left out too: waiting weights are put on `meta` in the middle of a call.
     """
     found = [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
     found = [x for x in found if not x.is_meta]
@@ -406,12 +409,12 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_only_low(tensor: torch.Tensor) -> bool:
-    """Whether all that is not finite in it is -Inf."""
+    """Return whether a tensor holds no NaN and no Inf; -Inf is allowed."""
     return not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
 
 
 def _has_sentinel(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Whether -Inf can be a mask's: it, or the lowest value of a format, went in."""
+    """Return whether -Inf may be a mask's: it, or the lowest value of a format, is among the operands."""
     if any(x <= _SENTINEL for x in _numbers(args, kwargs)):
         return True
     lows = [float(x.min()) for x in inputs]

@@ -44,7 +44,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
-    """Which module refused its operands, the innermost of the traceback, and what helps."""
+    """Describe the module that refused its operands, the innermost of the traceback, and a fix."""
     names = {id(part): (path, part) for path, part in module.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     path, part = ([names[id(x)] for x in running if id(x) in names] or [("", module)])[-1]
@@ -57,9 +57,9 @@ def describe_refusal(error: Exception, component: str, module: torch.nn.Module) 
 
 
 def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | None] | None:
-    """The output of a refused call, made again with casts in front of its layers; None where none helps.
+    """Repeat a refused call with casts in front of its layers; return None if none helps.
 
-    Where another thread put them on meanwhile there is no repair of its own.
+    If another thread put the casts on meanwhile, the output comes without a repair.
     """
     begun, guarded = time.perf_counter(), fault.guarded
     state, latest, module = guarded.state, guarded.latest, guarded.module
@@ -91,7 +91,10 @@ def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | Non
 
 
 def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given: Any) -> Operands:
-    """What makes a call's operands one; nothing where making it again changes what it is made of."""
+    """Find the casts that give a call's operands one dtype.
+
+    There are none if a repeat of the call changes its inputs or the module.
+    """
     tensors = [*module.buffers(), *iterate_tensors(given)]
     values = [x.clone() for x in tensors]
     marks = _mark(module, given)
@@ -105,7 +108,7 @@ def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an argument keeps nothing between calls, as a cache does."""
+    """Return whether an argument keeps nothing between calls, unlike a cache."""
     kinds = (
         torch.Tensor,
         torch.Generator,
@@ -121,7 +124,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
-    """What changes when a call writes: tensors, attributes of modules, lengths of containers."""
+    """List marks that change when a call writes: of tensors, attributes of modules, sizes of containers."""
     tensors = [*module.buffers(), *iterate_tensors(given)]
     marks: list[tuple[object, ...]] = [(id(x), count_writes(x)) for x in tensors]
     for part in module.modules():
@@ -134,7 +137,7 @@ def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
 
 
 def _measure(value: object) -> object:
-    """The lengths of nested containers."""
+    """Return the lengths of nested containers."""
     if isinstance(value, Mapping):
         return tuple(map(_measure, value.values()))
     return tuple(map(_measure, value)) if isinstance(value, list | tuple | deque) else 0

@@ -114,7 +114,7 @@ class FaultHandler:
 
     @property
     def _on_fault(self) -> OnFault:
-        """What was asked for; one of several processes repairs nothing, because the others go on."""
+        """The requested action; one of several processes repairs nothing, because the others go on."""
         asked = self._options.on_fault
         alone: OnFault = "warn" if self._hands_back else "raise"
         return alone if asked == "repair" and count_processes() > 1 else asked
@@ -124,7 +124,7 @@ class FaultHandler:
         return self._options.names_culprit and count_processes() == 1
 
     def answer(self, fault: Fault) -> Any:
-        """The output to go on with after a fault."""
+        """Return the output to go on with after a fault."""
         try:
             return self._answer(fault)
         except ReplacedError:
@@ -152,7 +152,7 @@ class FaultHandler:
             return self._work_on(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
-        """The output of a call that stopped because operands had different dtypes."""
+        """Return the output of a call that stopped because operands had different dtypes."""
         repaired = None
         if self._on_fault == "repair" and not fault.is_tracked:
             with find_lock(fault.guarded.module).changing():
@@ -228,7 +228,7 @@ class FaultHandler:
             fault.guarded.non_finite -= 1
 
     def _look_again(self, fault: Fault) -> Fault:
-        """The same call after a repair that another thread made meanwhile."""
+        """Repeat the call after a repair that another thread made meanwhile."""
         guarded = fault.guarded
         guarded.latest.restore()
         if not holds_for(guarded.module, fault.call):
@@ -242,11 +242,11 @@ class FaultHandler:
         raise ReplacedError
 
     def _is_meant(self, fault: Fault, output: Any, check: CallCheck) -> bool:
-        """Whether what operations hid is no fault: the result is as near to fp32's as bf16's is.
+        """Return whether a hidden overflow is no fault: the result is as near to fp32's as bf16's is.
 
         `tanh` of an overflow is 1, which is right when the value itself would have given 1. Such operations
-        are not watched in the component any more, which is recorded. It is reported if nothing is known
-        of the result: weights that wait elsewhere are not cast as a whole.
+        are not watched in the component any more, which is recorded. It is reported if the result cannot
+        be compared: weights that wait elsewhere are not cast as a whole.
         """
         if not check.is_hidden:
             return False
@@ -275,7 +275,7 @@ class FaultHandler:
         return True
 
     def _is_as_before(self, fault: Fault) -> bool:
-        """Whether a call gave such values as calls that were compared with fp32, and no others."""
+        """Return whether a call gave only values that calls compared with fp32 gave too."""
         check, known = fault.check, find_meaning(fault.guarded.module)
         if fault.callee.stage not in MEANT_STAGES:  # it may be called by itself as well
             return False
@@ -287,7 +287,7 @@ class FaultHandler:
         return True
 
     def _is_as_in_fp32(self, case: _Case, output: Any) -> bool:
-        """Whether what is not finite in an output is meant: fp32 has it too, and bf16 is no nearer to that.
+        """Return whether values that are not finite are meant: fp32 has them too, and bf16 is no nearer.
 
         It is reported once.
         """
@@ -318,7 +318,7 @@ class FaultHandler:
         return True
 
     def _find_meant(self, fault: Fault) -> Any:
-        """What the call gives in fp32, if that is not finite either and its code means it; else None."""
+        """Return the call's output in fp32 if it is not finite either and its code means it; else None."""
         guarded, state = fault.guarded, fault.guarded.state
         before, named = state.applied, fault.call.named
         is_plain = not before and fault.precision == "fp32"
@@ -409,7 +409,7 @@ class FaultHandler:
         return fault.output
 
     def _has_written(self, fault: Fault) -> bool:
-        """Whether the call wrote to tensors that it was given: another one would begin elsewhere."""
+        """Return whether the call wrote to its arguments: a repeat would begin with other values."""
         latest = fault.guarded.latest
         return latest.given is not None and latest.given.were_written
 
@@ -473,7 +473,7 @@ class FaultHandler:
         return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
     def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[ComponentPlan, ...]:
-        """What is to be in force when a remedy is tried."""
+        """Find the repairs to put in force for a remedy."""
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
         state.put_on(case.before)
@@ -508,7 +508,7 @@ class FaultHandler:
             raise ScalingError(describe_kept(guarded.module, guarded.latest.changed))
 
     def _replay(self, case: _Case, repairs: tuple[ComponentPlan, ...]) -> Any:
-        """The output of the same call with these repairs in force."""
+        """Repeat the call with these repairs in force."""
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
         guarded.latest.restore()
@@ -540,7 +540,7 @@ class FaultHandler:
         return f"{said} {self._describe_basis(case)}".rstrip()
 
     def _describe_basis(self, case: _Case) -> str:
-        """Whether the plan has values in the module of the culprit that no bound kept in range.
+        """Describe the plan's basis for the culprit's module if no bound kept all values there in range.
 
         A replay sees one linear as several operations, so their names are not compared.
         """
@@ -555,14 +555,14 @@ class FaultHandler:
         return f"No bound of the plan keeps all values there in range: they rested {basis}."
 
     def _describe_caller(self, case: _Case) -> str:
-        """Which component was called with values that were not finite, and what came of it."""
+        """Describe the component that was called with values that were not finite, and the result."""
         called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
         if case.fault.check.is_good:
             return f"{called}, and gave finite values."
         return f"{called}: {name_fault(case.fault)}"
 
     def _find_narrowed(self, fault: Fault) -> str:
-        """The component that was repaired in this run, whose values its caller had cast to fp16 by then."""
+        """Find the component that was repaired in this run and whose values its caller had cast to fp16."""
         repaired = {x.component for x in self._log.of_this_run if x.action == "rescaled"}
         states = self._session.components.values()
         wide = [x.name for x in states if x.returns_wide and x.name in repaired]
@@ -641,18 +641,18 @@ _AS_GIVEN = "The script gets it as the model gave it."
 
 
 def _may_be_meant(culprit: Culprit) -> bool:
-    """Whether fp32 may have the same: not where it is known to be finite."""
+    """Return whether fp32 may give the same values: not if its result is known to be finite."""
     is_guess = culprit.kind == "range" and math.isnan(culprit.reached)  # in place
     return is_guess or culprit.kind in ("unknown", "written", "undefined")
 
 
 def _name_kind(fault: Fault) -> str:
-    """What tells apart calls that a repair may help: what they are given, and whether that is finite."""
+    """Return a signature of calls that one repair may help: kind of call, and whether inputs are finite."""
     return f"{'not ' if fault.check.inputs else ''}finite|{fault.call.key}"
 
 
 def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
-    """Why a remedy does; where no graph was found, and so no exponents, what runs in fp16 instead."""
+    """Return the reason for a remedy; for a component without a graph, the note on its fp16 parts."""
     found = [x.scaling for x in applied if x.precision == "fp16" and x.scaling is not None]
     if remedy.action == "rescaled" and found and not found[0].exponents and found[0].note:
         return found[0].note

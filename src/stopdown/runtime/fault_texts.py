@@ -46,12 +46,12 @@ class Fault:
 
     @property
     def component(self) -> str:
-        """As in records: `vae.decode`."""
+        """The name in records: `vae.decode`."""
         return self.guarded.name
 
 
 def name_fault(fault: Fault) -> str:
-    """What was found and where, in one sentence."""
+    """Name the finding and its place in one sentence."""
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
         begun = f"`{fault.component}` returned finite values although values inside it were not finite: "
@@ -76,18 +76,18 @@ _NAMES = {
 
 
 def word_overflow(component: str, overflow: str) -> str:
-    """`Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504.`; "" without one."""
+    """Write `Overflow in the text encoder: its result is 113,000, and fp16 ends at 65,504.`, or ""."""
     return f"Overflow in {_NAMES.get(component, f'`{component}`')}: {overflow}." if overflow else ""
 
 
 def make_error(
     fault: Fault, found: str = "", *, has_bf16: bool, verdict: str = ""
 ) -> NonFiniteError:
-    """The error that ends a run at a fault.
+    """Make the error that ends a run at a fault.
 
     Args:
-        found: what is known besides of how it began, in whole sentences.
-        verdict: what happened, for people; "" where only the output is known.
+        found: further facts about the beginning of the fault, in whole sentences.
+        verdict: the event, for people; "" if only the output is known.
     """
     precision = fault.precision
     inputs = [
@@ -105,7 +105,7 @@ def make_error(
 
 
 def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
-    """`3 NaN in 24 values` of floating tensors; empty where all are finite."""
+    """Count bad values of floating tensors: `3 NaN in 24 values`; "" if all are finite."""
     floats = [x for x in tensors if x.is_floating_point()]
     nan, infinite = map(sum, zip((0, 0), *map(count_non_finite, floats), strict=True))
     total = sum(x.numel() for x in floats)
@@ -113,13 +113,13 @@ def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def name_counts(nan: int, infinite: int) -> str:
-    """`3 NaN and 1 Inf`."""
+    """Join counts as `3 NaN and 1 Inf`."""
     parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count]
     return " and ".join(parts)
 
 
 def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
-    """The fix after a component returned NaN or Inf in a precision."""
+    """Suggest a fix after a component returned NaN or Inf in a precision."""
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "
@@ -134,7 +134,7 @@ def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
 
 
 def _describe_part(fault: Fault) -> str:
-    """` (row 2 of 2, frame 3 of 5)`; "" when the fault is everywhere in its output."""
+    """Write ` (row 2 of 2, frame 3 of 5)`; "" if the fault is everywhere in its output."""
     given = fault.call.named
     for tensor in iterate_tensors(fault.output):
         if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
@@ -144,7 +144,7 @@ def _describe_part(fault: Fault) -> str:
 
 
 def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
-    """Whether the fault came in from outside, and the largest value that did."""
+    """Describe the inputs: the count of bad values, or else the largest value."""
     spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
     if spoilt:
         return f"Its inputs already held {spoilt} values that are not finite."
@@ -161,7 +161,7 @@ _MOST_RANGES = 4
 
 
 def name_axes(callee: Callee, shape: tuple[int, ...], arguments: dict[str, Any]) -> tuple[str, ...]:
-    """What each dimension of a call's output counts; "" for channels, heights and widths.
+    """Name the unit of each dimension of a call's output; "" for channels, heights and widths.
 
     Args:
         shape: of the output. Five dimensions are a video: autoencoders have `[B, C, T, H, W]`,
@@ -187,11 +187,11 @@ def _has_frames_first(callee: Callee, shape: tuple[int, ...]) -> bool:
 
 
 def describe_place(bad: torch.Tensor, axes: tuple[str, ...]) -> str:
-    """`row 2 of 2, frames 3 to 5 of 9`, counted from 1; "" when the fault is everywhere.
+    """Describe a place as `row 2 of 2, frames 3 to 5 of 9`, from 1; "" if the fault is everywhere.
 
     Args:
         bad: boolean, of the shape of the output.
-        axes: as `name_axes` gives them.
+        axes: from `name_axes`.
 
     Cost: one pass and one host read for each named dimension.
     """
@@ -208,7 +208,7 @@ def _describe_axes(bad: torch.Tensor, axes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _name_ranges(indices: list[int]) -> str:
-    """`1, 3 to 5 and 8` for indices from 0; how many they are when there are many ranges."""
+    """Write indices from 0 as `1, 3 to 5 and 8`; with many ranges, write the ends and the count."""
     ranges: list[list[int]] = []
     for index in indices:
         if ranges and index == ranges[-1][1] + 1:

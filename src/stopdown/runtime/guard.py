@@ -190,7 +190,7 @@ class Guard(SameInCopies):
 
     @property
     def record(self) -> GuardRecord:
-        """What was seen and done so far."""
+        """The findings and repairs so far."""
         calls, journal = self.session.calls.values(), self._journal
         own_s = (self._watch.own_s, self._runs.own_s, journal.own_s if journal else 0.0)
         return GuardRecord(
@@ -218,11 +218,11 @@ class Guard(SameInCopies):
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """One for each fault, in order."""
+        """One repair for each fault, in order."""
         return self._log.repairs
 
     def updated_plan(self) -> Plan | None:
-        """The plan with the repairs in it, sealed; None when there is no plan, or was no repair."""
+        """Return the plan with the repairs in it, sealed; None if there is no plan, or no repair."""
         states = self.session.components.values()
         if self.plan is None or not any(x.is_planned_anew for x in states):
             return None
@@ -343,10 +343,12 @@ _NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
 def update_entry(
     entry: ComponentPlan, applied: tuple[ComponentPlan, ...], calls: int, reasons: Iterable[str]
 ) -> ComponentPlan:
-    """A plan's entry with the repairs in its place; casts of inputs, which depend on a script, are none.
+    """Return a plan's entry with the repairs in its place.
+
+    Casts of inputs are no part of it, because they depend on a script.
 
     Args:
-        calls: how many failing calls new exponents rest on.
+        calls: the number of failing calls that new exponents rest on.
     """
     bare = dataclasses.replace(entry, scaling=None, calls=0, prompts=0, reasons=())
     found = dataclasses.replace(bare, prompts=entry.prompts)
@@ -368,7 +370,7 @@ def update_entry(
 
 
 def _withdraw_claims(scaling: Scaling) -> Scaling:
-    """Exponents under which a call failed, or that were found since: no bound or trial speaks for them.
+    """Withdraw the claims of bounds and trials for exponents that failed or are newer than these.
 
     The limits of the inputs stay: calls beyond them are still named.
     """

@@ -43,7 +43,7 @@ class GivenTensors:
 
     @property
     def were_written(self) -> bool:
-        """Whether they were written to since.
+        """Whether the arguments were written to since.
 
         Cost: a host read for each argument of inference mode.
         """
@@ -137,7 +137,7 @@ class GuardedCall:
 
     @property
     def name(self) -> str:
-        """As in records: `vae.decode`."""
+        """The name in records: `vae.decode`."""
         return self.callee.name
 
     @property
@@ -146,7 +146,7 @@ class GuardedCall:
 
     @property
     def precision(self) -> str:
-        """Of the autocast around it, or of most of its weights."""
+        """The precision of the autocast around it, or of most of its weights."""
         return self.precisions[0] if self.precisions else "fp32"
 
     def move_to(self, callee: Callee, state: ComponentState, slot: str) -> None:
@@ -179,7 +179,7 @@ class GuardedCall:
             self.precisions = tuple(dict.fromkeys((*now, *self.precisions)))
 
     def note_own_precision(self, precision: str) -> None:
-        """What its code brings values to by itself, beside its weights: with autocast inside, or casts."""
+        """Note the precision of the code's own autocast or casts, beside that of its weights."""
         self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
 
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
@@ -214,7 +214,7 @@ class GuardedCall:
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
-        """Where its calls are computed; weights that are offloaded wait elsewhere until then."""
+        """Find the device that computes its calls; offloaded weights wait elsewhere until then."""
         if self.device is None:
             weights = (x.device for x in self.module.parameters() if not x.is_meta)
             self.device = next(weights, torch.device("cpu"))
@@ -241,7 +241,7 @@ class GuardedCall:
             yield self._describe_excess(name, seen)
 
     def list_excesses(self) -> list[str]:
-        """The calls that a plan's certificate does not cover, a sentence for each argument."""
+        """Describe the calls that a plan's certificate does not cover, a sentence for each argument."""
         return [self._describe_excess(name, seen) for (name, _), seen in self.excesses.items()]
 
     def _describe_excess(self, name: str, seen: Excess) -> str:

@@ -155,7 +155,7 @@ def _put_on() -> None:
 
 @functools.cache
 def _watch(original: Any, name: str) -> Any:
-    """The same function for good: code that was compiled with it is not compiled again."""
+    """Return a watched function that stays in place, so compiled code that calls it stays valid."""
     positions, is_masked = FUNCTIONS[name], name in _MASKED
 
     @functools.wraps(original)
@@ -177,7 +177,7 @@ def _watch(original: Any, name: str) -> Any:
 
 
 def _hides(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation makes finite values of infinite ones with these arguments."""
+    """Return whether an operation makes finite values of infinite ones with these arguments."""
     if name in _CASTS:
         given = (*args[1:], *kwargs.values())
         return not _WHOLE.isdisjoint(x for x in given if isinstance(x, torch.dtype))

@@ -152,7 +152,7 @@ class Journal:
 
     @property
     def use(self) -> JournalUse:
-        """What the journal did for this run so far."""
+        """The journal's part in this run so far."""
         size = sum(path.stat().st_size for path in self._list_entries())
         folder, counts = str(self.folder), self._answered
         return JournalUse(
@@ -249,7 +249,7 @@ class Journal:
         self._announce(text)
 
     def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
-        """A call as it was written; None where the journal has no such call, or none to trust."""
+        """Read a recorded call; return None if the journal has no such call, or none to trust."""
         path = self._find_entry(number)
         if path is None:
             if any(_read_number(other) > number for other in self._list_entries()):
@@ -288,7 +288,7 @@ class Journal:
         return sorted(path for path in self.folder.iterdir() if _ENTRY.fullmatch(path.name))
 
     def _read_head(self) -> dict[str, Any] | None:
-        """What the journal was written for; None when there is none, or when it is damaged."""
+        """Read the journal's description of its run; None if there is none, or if it is damaged."""
         path = self.folder / _HEAD
         why = "is damaged"
         try:
@@ -320,7 +320,7 @@ class Journal:
 
 
 def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> Any:
-    """The output of a call that was made before, with random numbers as after it."""
+    """Return the output of a recorded call, and set random sources as after it."""
     if found.repaired:
         call.proceed()
     for index, state in found.random.items():
@@ -337,7 +337,7 @@ def _read_drawn(
 
 
 def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
-    """What a file holds, after a look whether its bytes are those that were written."""
+    """Load an entry from a file, and check that its bytes are those that were written."""
     matched = _ENTRY.fullmatch(path.name)
     try:
         content = read_small_file(path, most_bytes=LIMIT_BYTES)
@@ -413,7 +413,7 @@ def _hold(folder: Path, stack: ExitStack) -> None:
 
 
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
-    """What of a pipeline and a machine decides the bits of a run, by names for people."""
+    """Describe the facts of pipeline and machine that decide a run's bits, by names for people."""
     machine = describe_machine()
     device = _find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
@@ -435,7 +435,7 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
 
 
 def _read_settings(scheduler: Any) -> str:
-    """A scheduler's configuration, without Diffusers' own notes, whose order is another in each process."""
+    """Read a scheduler's configuration without Diffusers' own notes, whose order varies by process."""
     config = dict(getattr(scheduler, "config", {}))
     return repr(sorted((name, x) for name, x in config.items() if not name.startswith("_")))
 
@@ -471,5 +471,5 @@ def _find_device(callee: Callee) -> torch.device:
 
 
 def _to_plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Convert a value to the form in which it comes back from JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))

@@ -27,7 +27,7 @@ class PackingError(Exception):
 
 
 def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A value as a structure for JSON, and its tensors: contiguous copies on the CPU.
+    """Pack a value into a structure for JSON and its tensors: contiguous copies on the CPU.
 
     Cost: a host copy of every tensor.
     """
@@ -104,7 +104,7 @@ def _unpack(node: dict[str, Any], tensors: list[torch.Tensor], made: dict[int, A
 
 
 def _place(tensor: torch.Tensor, strides: list[int], device: str) -> torch.Tensor:
-    """The tensor where it was, laid out as it was."""
+    """Copy a tensor to its former device with its former strides."""
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
     into = made
     for dim, stride in enumerate(strides):
@@ -115,12 +115,12 @@ def _place(tensor: torch.Tensor, strides: list[int], device: str) -> torch.Tenso
 
 
 def _is_output(kind: type) -> bool:
-    """Whether this is a class of model outputs, as Diffusers and Transformers write them."""
+    """Return whether this is a class of model outputs, as Diffusers and Transformers write them."""
     return issubclass(kind, OrderedDict) and dataclasses.is_dataclass(kind)
 
 
 def _is_distribution(kind: type) -> bool:
-    """Whether this is what autoencoders encode to: plain attributes with a way to sample them."""
+    """Return whether this is a distribution that autoencoders encode to: plain attributes, and sampling."""
     is_plain = kind.__new__ is object.__new__ and kind.__setattr__ is object.__setattr__
     return is_plain and all(callable(getattr(kind, name, None)) for name in ("sample", "mode"))
 
@@ -175,7 +175,7 @@ def _iterate_bytes(value: Any) -> Iterator[Any]:
 
 
 def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes on the CPU, `[n]` uint8; a view where that is possible."""
+    """View a tensor's bytes on the CPU as `[n]` uint8; a copy is made only if necessary."""
     dense = tensor.detach().to("cpu").contiguous()
     # `view` wants a stride of 1, which a contiguous tensor with a single value need not have.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

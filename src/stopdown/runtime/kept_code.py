@@ -45,7 +45,7 @@ class KeptCode:
     def numbered(
         self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]
     ) -> Iterator[None]:
-        """With the numbers for the hooks of these repairs that they had before."""
+        """Give the hooks of these repairs the numbers that they had before, inside the block."""
         self._compare_hooks()
         now = RemovableHandle.next_id
         first = self._known[module][1] if self.knows(module, repairs) else now

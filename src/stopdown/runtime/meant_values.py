@@ -49,7 +49,7 @@ class Meaning:
     counts: set[int] = field(default_factory=set)
 
     def covers(self, output: Any, precision: str) -> bool:
-        """Whether an output has no other values that are not finite than calls that were compared.
+        """Return whether an output's values that are not finite are like those of compared calls.
 
         Cost: three passes, and as many host reads.
         """
@@ -68,12 +68,12 @@ _MEANINGS: MutableMapping[torch.nn.Module, Meaning] = WeakKeyDictionary()
 
 
 def find_meaning(module: torch.nn.Module) -> Meaning:
-    """What is known of a module."""
+    """Find the known meaning of a module's values."""
     return _MEANINGS.setdefault(module, Meaning())
 
 
 def _count_kinds(output: Any) -> dict[str, int]:
-    """How many values are NaN, Inf and -Inf, without those that there are none of."""
+    """Count the values that are NaN, Inf and -Inf; kinds without a value are left out."""
     tensors = list_readable(output)
     found = {name: sum(int(of(x).sum()) for x in tensors) for name, of in _KINDS.items()}
     return {name: count for name, count in found.items() if count}
@@ -92,7 +92,7 @@ class Difference:
     error: float
 
     def is_within(self, other: Difference | None) -> bool:
-        """Whether it is no further off than another one; than what is believed, if there is none."""
+        """Return whether it is no larger than another difference; without one, than the believed error."""
         if other is None:
             return self.places == 0 and self.error <= LARGEST_ERROR
         return self.places <= other.places and self.error <= max(ROUNDED_ONCE, other.error)

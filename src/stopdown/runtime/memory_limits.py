@@ -47,7 +47,7 @@ def ask_memory(
 
 
 def count_limit(asked: MemoryPlan, device: Device) -> int:
-    """Bytes that a run may take on a device."""
+    """Return the bytes that a run may take on a device."""
     if asked.asked != "auto":
         return parse_bytes(asked.asked)
     there = find_host_bytes() if device.type == "cpu" else device.memory_bytes
@@ -173,7 +173,7 @@ SEGMENTED = ("cuda", "xpu")
 
 
 def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
-    """What every strategy of a run takes.
+    """Predict the memory and time of every strategy of a run.
 
     Args:
         pipe: may be without weights.

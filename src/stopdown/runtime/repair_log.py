@@ -40,7 +40,7 @@ class RepairLog:
 
     @property
     def of_this_run(self) -> tuple[Repair, ...]:
-        """Those since the pipeline was called last."""
+        """The repairs since the last call of the pipeline."""
         return tuple(self._repairs[self._run_begins :])
 
     @property
@@ -88,7 +88,7 @@ class RepairLog:
 
 
 def format_line(repair: Repair) -> str:
-    """A repair as one line that a service's log can be searched for."""
+    """Format a repair as one searchable line of a service's log."""
     step = "" if repair.step is None else f" step={repair.step + 1}"
     return (
         f"repair action={repair.action} component={repair.component} module={repair.module_path} "
@@ -97,7 +97,7 @@ def format_line(repair: Repair) -> str:
 
 
 def describe_repair(repair: Repair) -> str:
-    """A repair in whole sentences, for people."""
+    """Describe a repair in whole sentences, for people."""
     done = {
         "rescaled": f"Rescaled `{repair.component}` by powers of two",
         "fp32-module": "One module was put in fp32",

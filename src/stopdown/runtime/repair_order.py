@@ -42,7 +42,7 @@ class Remedy:
 def list_remedies(
     kind: str, precision: str, around: tuple[str, ...] = (), has_bf16: bool = False
 ) -> tuple[Remedy, ...]:
-    """What to try after a fault, best first; empty when nothing here can help.
+    """List the remedies to try after a fault, best first; empty if nothing here can help.
 
     Args:
         around: modules around the fault that can be an fp32 module, innermost first.

@@ -214,7 +214,7 @@ class ComponentState:
             watch.take_help(options)
 
     def _list_help(self) -> WatchOptions:
-        """What a guard does for calls that exponents do not hold for."""
+        """Return a guard's reactions to calls outside the range of the exponents."""
         return WatchOptions(self.name, self._extend, self._announce_once)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
@@ -376,7 +376,7 @@ class ComponentState:
 
     @property
     def returns_wide(self) -> bool:
-        """Whether a repair has it return values that fp16 does not hold."""
+        """Whether a repair makes it return values beyond fp16's range."""
         return any(x.scaling is not None and x.scaling.outputs for x in self.applied)
 
     def keep_wide(self, others: Iterable[ComponentState]) -> None:
@@ -410,7 +410,7 @@ class ComponentState:
         return True
 
     def _find_scaling(self, call: ComponentCall) -> Scaling:
-        """Exponents for all calls that failed so far, relative to the component as it was found."""
+        """Find exponents for all calls that failed so far, relative to the component as it was found."""
         before = self.applied
         self.take_off()
         try:
@@ -433,32 +433,32 @@ class ComponentState:
 
     @property
     def is_repaired(self) -> bool:
-        """Whether something else is in force than a plan put there."""
+        """Whether other repairs are in force than the plan's own."""
         return self.applied != self.planned
 
     @property
     def is_planned_anew(self) -> bool:
-        """Whether a plan has to change to hold what is in force; casts of inputs need none."""
+        """Whether the plan must change to hold the repairs in force; casts of inputs need no change."""
         return tuple(x for x in self.applied if not is_cast_of_inputs(x)) != self.planned
 
     def overlaps(self, modules: Collection[int]) -> bool:
-        """Whether it is guarded and shares modules with these, given by identity."""
+        """Return whether it is guarded and shares modules with these, given by identity."""
         own = (id(part) for part in self.module.modules())
         return bool(self.is_admitted) and any(part in modules for part in own)
 
     def name_precisions(self) -> tuple[str, ...]:
-        """Formats that it computes in, that of most of its weights first."""
+        """Name the formats that it computes in, that of most of its weights first."""
         return tuple(map(name_dtype, self.read_precisions()))
 
     def read_precisions(self) -> tuple[torch.dtype, ...]:
-        """What it computes in: the dtypes of its weights, or what they are cast to at each call."""
+        """Return the dtypes that it computes in: those of its weights, or of their casts at each call."""
         if self.computes_in is not None:
             return (self.dtype or self.computes_in,)
         return read_precisions(self.module)
 
 
 def _find_training_code(module: torch.nn.Module) -> str | None:
-    """Path of the first part in training mode whose `forward` asks for it; None without one."""
+    """Find the first part in training mode whose `forward` asks for it; return its path or None."""
     for path, part in module.named_modules():
         is_idle = getattr(part, "p", None) == 0  # a dropout that drops nothing
         if part.training and not is_idle and _asks_for_training(type(part)):  # type: ignore[arg-type]
@@ -531,7 +531,7 @@ def merge_scalings(
 def _merge_streams(
     before: ResidualStream | None, found: ResidualStream | None, keeps: Callable[[str], bool]
 ) -> ResidualStream | None:
-    """What is new, and the casts of the old stream on parts that are kept; None for none at all."""
+    """Merge the new stream with the casts of the old one on kept parts; None if there are none at all."""
     if before is None:
         return found
     paths: dict[str, Any] = {
@@ -593,7 +593,7 @@ class RepairCache:
 
 
 def _sign(module: torch.nn.Module) -> str:
-    """What its weights and its code are known by; empty when the weights are not there."""
+    """Return a signature of a module's weights and code; "" if the weights are not loaded."""
     if any(tensor.is_meta for tensor in module.parameters()):
         return ""
     return f"{sample_weights(module)} {read_precisions(module)} {sign_settings(module)}"

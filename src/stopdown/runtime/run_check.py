@@ -41,7 +41,7 @@ _WHOLE_VIDEO = 4
 
 
 def count_bad(output: Any) -> tuple[int, int, int]:
-    """How many values of a result are NaN, how many infinite, and how many there are in all.
+    """Count the values of a result that are NaN, those that are infinite, and all values.
 
     Cost: a pass over it; one host read when it holds tensors that are not on the CPU.
     """
@@ -103,7 +103,7 @@ def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _to_array(picture: Any) -> np.ndarray[Any, Any]:
-    """Of a tensor with its colours last, which Diffusers has before the rows."""
+    """Convert a picture to an array with its colours last; Diffusers' tensors have them before the rows."""
     if not isinstance(picture, torch.Tensor):
         return np.asarray(picture)
     array = picture.detach().float().cpu().numpy()
@@ -130,7 +130,7 @@ def find_origin(
     given: Mapping[str, Any],
     unwatched: Iterable[str],
 ) -> Origin:
-    """Where values came from that are not finite.
+    """Find the origin of the values that are not finite.
 
     Args:
         unwatched: components that could not be examined, each as a sentence.

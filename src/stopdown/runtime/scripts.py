@@ -77,7 +77,7 @@ class ModuleCalls:
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def name_callee(self, module: torch.nn.Module, method: str) -> Callee:
-        """A module's call, named by class and order: `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
+        """Name a module's call by class and order: `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
         with self._counting:
             if module not in self._names:
                 kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
@@ -94,7 +94,7 @@ class ModuleCalls:
         return self.calls[component].calls if component in self.calls else 0
 
     def add(self, record: GuardRecord) -> None:
-        """What the guard of one call saw and did."""
+        """Add the record of one call's guard."""
         for call in record.calls:  # of one module one thread at a time
             before = self.calls.get(call.component)
             self.calls[call.component] = before.add(call) if before else call
@@ -105,12 +105,12 @@ class ModuleCalls:
         self._reused |= dict.fromkeys(record.reused)
 
     def note_failure(self, name: str, error: Exception) -> None:
-        """A call of this name raised what is no fault of values."""
+        """Note a call of this name that raised an error other than a fault of values."""
         self._unwatched[f"A call of {name} ended with {type(error).__name__}."] = None
 
     @property
     def record(self) -> GuardRecord | None:
-        """All of it as one record; None when no module was called without a pipeline."""
+        """All calls as one record; None if no module was called without a pipeline."""
         alone = [
             f"{name}: {count} call{'s' * (count != 1)} {why}, left alone."
             for (name, why), count in self.left.items()
@@ -129,7 +129,7 @@ class ModuleCalls:
 
 
 def _explain_leaving(module: torch.nn.Module) -> str:
-    """Why a call of now is left alone; "" when it is guarded."""
+    """Explain why a call is left alone now; "" if it is guarded."""
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
     return "in training" if is_in_training(module) else ""
@@ -193,13 +193,13 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Around an outermost call of a module that no pipeline makes."""
+        """Wrap an outermost call of a module that no pipeline makes."""
         is_left = bool(_explain_leaving(module))
         with contextlib.nullcontext() if is_left else find_lock(module).owned():
             yield from self._guard_call(module, method)
 
     def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Around such a call, while no other thread makes one of the module."""
+        """Guard such a call, while no other thread calls the module."""
         callee = self.modules.name_callee(module, method)
         guarding = self._guard_module(callee)
         if guarding is None:
@@ -216,7 +216,7 @@ class ScriptGuard:
 
     @contextlib.contextmanager
     def _casting(self, callees: Iterable[Callee]) -> Iterator[None]:
-        """With component calls in the precision that was asked for; outputs come back as before."""
+        """Run component calls in the requested precision; outputs come back as before."""
         with Patches() as patches:
             if self.precision is not None:
                 for callee in callees:
@@ -225,7 +225,7 @@ class ScriptGuard:
             yield
 
     def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:
-        """Cast a component whose weights have other 16 bits; whether it was cast now or before."""
+        """Cast a component from the other 16-bit format; return whether it was cast now or before."""
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)
         if found in (torch.float16, torch.bfloat16) and found != wanted:
@@ -237,7 +237,7 @@ class ScriptGuard:
         return module in self._cast
 
     def _guard_module(self, callee: Callee) -> Guard | None:
-        """A guard of one call; None where it is to be left alone."""
+        """Make the guard of one call; return None for a call to leave alone."""
         why = _explain_leaving(callee.owner)
         if why:
             self.modules.left[callee.name, why] += 1
@@ -272,7 +272,7 @@ class ScriptGuard:
             self.announce(text)
 
     def _guard_by_plan(self, pipe: Any, options: GuardOptions) -> Guard | None:
-        """A guard with the plan; None when there is none, or it is another model's."""
+        """Make a guard with the plan; return None if there is none, or it is another model's."""
         if self.plan is None:
             return None
         try:
@@ -282,7 +282,7 @@ class ScriptGuard:
             return None
 
     def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:
-        """A guard with the repairs of earlier calls."""
+        """Make a guard with the repairs of earlier calls."""
         options = dataclasses.replace(options, repair_cache=self._repair_cache)
         made = Guard(program, options).put_on()
         while self._repair_cache.outdated:

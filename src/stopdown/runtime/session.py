@@ -381,7 +381,7 @@ class Session(SameInCopies):
                         guarded.patches.undo()
 
     def _find_name(self, module: torch.nn.Module | None) -> str | None:
-        """The name of a module of the program, or of the one that was compiled to this."""
+        """Find the name of a module of the program, or of its source if it is compiled."""
         inner = getattr(module, "_orig_mod", module)
         return self._names.get(id(module), self._names.get(id(inner)))
 
@@ -420,7 +420,7 @@ class Session(SameInCopies):
             self.announce(text)
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether a call is one of training, which is reported once."""
+        """Return whether a call belongs to training, which is reported once."""
         if not is_in_training(module):
             return False
         self.log.leave(
@@ -431,7 +431,10 @@ class Session(SameInCopies):
         return True
 
     def _admit(self, state: ComponentState, name: str) -> bool:
-        """Whether a component is guarded; not when a part of it, or what it is a part of, is already."""
+        """Return whether a component is guarded.
+
+        It is not if one of its parts, or a component around it, is guarded already.
+        """
         with self.counting:
             if state.is_admitted is None:
                 inside = {id(part) for part in state.module.modules()}

@@ -141,7 +141,7 @@ class Watch:
 
 
 def _word_choice(precision: str, reason: str) -> str:
-    """Why a component ran in a precision: `You asked for fp16.`, or the reason that was found for it."""
+    """Explain why a component ran in a precision: `You asked for fp16.`, or another reason."""
     asked, word, rest = reason.partition("Requested.")
     if word and not asked:
         return f"You asked for {precision}.{rest}"
