@@ -235,7 +235,7 @@ def demand(holds: Any, what: str) -> None:
 
 
 def read_json(content: bytes, name: str = "it") -> Any:
-    """Data without a name twice in one object, and without NaN and infinities."""
+    """Parse JSON; refuse a name that occurs twice in one object, NaN and infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -254,7 +254,7 @@ def read_json(content: bytes, name: str = "it") -> Any:
 
 
 def list_faults(value: Any, keys: dict[str, Kind]) -> list[str]:
-    """What keeps an object from having exactly these keys, each with its type and range."""
+    """List the keys of an object that are missing, unknown, or have values of the wrong type or range."""
     found = [f"{key!r} is no key of it" for key in value if key not in keys]
     for key, kind in keys.items():
         if key not in value:
@@ -278,7 +278,7 @@ FORMS = {  # of each rule how many values a form is made of, and all of its keys
 
 
 def check_node(n: Node) -> None:
-    """The keys of a node are those of one form of its rule."""
+    """Refuse a node unless its keys match one form of its rule."""
     forms = FORMS.get(rule, ()) if type(rule := n.get("rule")) is str else ()
     if any(not list_faults(n, keys) and len(n["from"]) in allowed for allowed, keys in forms):
         return
@@ -296,7 +296,7 @@ def check_node(n: Node) -> None:
 
 
 def check_graph(graph: Node, weights: dict[str, Any]) -> None:
-    """Each node has the form of its rule, and names only what stands before it."""
+    """Check that each node has the form of its rule and refers only to earlier nodes."""
     check_keys(graph, GRAPH)
     seen, times = set[str](), 0
     for number, n in enumerate(graph["nodes"]):
@@ -320,10 +320,10 @@ def check_graph(graph: Node, weights: dict[str, Any]) -> None:
 
 
 def check_grammar(stated: Node) -> None:
-    """A component has the keys, types and ranges of the tables above.
+    """Check that a component has the keys, types and ranges of the tables above.
 
     Raises:
-        Refused: with the first place that has not, and what was expected there.
+        Refused: names the first fault and the expected value.
     """
     check_keys(stated, COMPONENT)
     demand(len({*stated["files"]}) == len(stated["files"]), "a file is listed twice")
@@ -344,7 +344,7 @@ def broadcast(*shapes: Shape) -> Shape | None:
 
 
 def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> None:  # noqa: C901 (a table of cases)
-    """The stated shape is the one that the rule makes."""
+    """Check that the stated shape of a node follows from its rule."""
     rule, shape, dim = n["rule"], tuple(n["shape"]), n.get("dim", 0)
     rank, first, wrong = len(shape), (*shapes, ())[0], "the shape does not follow"
     if rule not in ("input", "unknown"):
@@ -407,7 +407,7 @@ def check_shape(n: Node, shapes: list[Shape], weights: dict[str, Weight]) -> Non
 
 
 def check_product(n: Node, first: Shape, shape: Shape, weights: dict[str, Weight]) -> None:
-    """A linear has a matrix, a convolution groups and a weight of more dimensions."""
+    """Check that a linear has a matrix, and a convolution groups and a weight of higher rank."""
     w, groups = weights[n["weight"]].shape, n.get("groups", 1)
     demand(len(w) == 2 if "groups" not in n else len(w) > 2, "the weight has other dimensions")
     start, stop = n.get("part", (0, w[0]))
@@ -451,12 +451,12 @@ class Value:
     affine: tuple[tuple[Any, ...], ...] = ()
 
     def store(self) -> Array:
-        """The peak of what is stored."""
+        """Return the peak of the stored value."""
         return self.peak * 2.0**self.exponents if np.any(self.exponents) else self.peak
 
 
 def follows(pair: Sequence[int], found: float) -> bool:
-    """Whether a stated bound is at least a derived one and less than TOLERANCE times it, exactly."""
+    """Return whether a stated bound is between a derived one and TOLERANCE times it; the test is exact."""
     stated, exponent = pair
     number, below = found.as_integer_ratio()
     stated, number = (stated * below) << max(exponent, 0), number << max(-exponent, 0)
@@ -464,7 +464,12 @@ def follows(pair: Sequence[int], found: float) -> bool:
 
 
 def write_number(number: float) -> list[int]:
-    """A mantissa and an exponent, no less than a number and less than TOLERANCE times it."""
+    """Return an integer mantissa and an exponent of 2; their number slightly exceeds the given one.
+
+    It is less than TOLERANCE times the given number.
+
+    It is less than TOLERANCE times the given number.
+    """
     mantissa, exponent = math.frexp(number * (1 + 2.0**-11))
     return [math.ceil(math.ldexp(mantissa, 16)), exponent - 16]
 
@@ -477,7 +482,7 @@ def top(array: Array, dims: Any) -> Array:
 
 
 def over(squares: Array, shape: Shape, dims: Any) -> float:
-    """The largest sum over dimensions of what may stand for every index at once."""
+    """Return the largest sum over dimensions of an array that may be broadcast from size 1."""
     for dim in dims:
         sums = squares.sum(axis=dim, keepdims=True)
         squares = squares * shape[dim] if squares.shape[dim] == 1 else sums
@@ -485,7 +490,7 @@ def over(squares: Array, shape: Shape, dims: Any) -> float:
 
 
 def few(array: Array) -> Array:
-    """With size 1 in each dimension along which nothing changes."""
+    """Reduce each dimension along which the array is constant to size 1."""
     for dim in range(array.ndim):
         first = array[(slice(None),) * dim + (slice(0, 1),)]
         if array.shape[dim] > 1 and (array == first).all():
@@ -494,7 +499,7 @@ def few(array: Array) -> Array:
 
 
 def bound(shape: Shape, peak: Array, norm: float = math.inf, rows: Any = ()) -> Value:
-    """A value with a peak, and a norm where one is known; else that of a row of peaks."""
+    """Return a value with a peak and a norm; without a known norm, the norm follows from a row of peaks."""
     peak = np.asarray(peak, dtype=np.float64) * UP
     peak = few(peak.reshape((1,) * (len(shape) - peak.ndim) + peak.shape))
     while peak.size > MOST:  # the longest dimension but the last, as long as there is one
@@ -516,7 +521,7 @@ def by_channel(x: Value) -> Array:
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of two shapes that hold the same elements."""
+    """Group the dimensions of two shapes into runs that hold the same elements."""
     groups, i, j = [], 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -539,7 +544,7 @@ def view(array: Array, shape: Shape, target: Shape) -> Array:
 
 
 def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Array:
-    """What a moving rule makes of arrays, whose `lead` first dimensions stay."""
+    """Apply a moving rule to arrays; their first `lead` dimensions remain unchanged."""
     rule, first, front, dim = n["rule"], arrays[0], arrays[0].shape[:lead], n.get("dim", 0) + lead
     if rule == "view":
         return view(first, (*front, *shapes[0]), (*front, *n["shape"]))
@@ -558,7 +563,7 @@ def move(n: Node, arrays: list[Array], shapes: list[Shape], lead: int = 0) -> Ar
 
 
 def move_value(n: Node, xs: list[Value]) -> Value:
-    """Peaks move along, and so does a norm where its dimensions stay recognisable."""
+    """Apply a moving rule to the peaks of values, and to a norm if its dimensions remain recognisable."""
     shapes, shape, x, rule = [x.shape for x in xs], tuple(n["shape"]), xs[0], n["rule"]
     norm, rows, added, peaks = x.norm, set(x.rows), len(shape) - len(x.shape), [x.peak for x in xs]
     if rule == "view":
@@ -602,14 +607,14 @@ def rule_multiply(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def operands(n: Node, xs: list[Value]) -> tuple[Value, Value]:
-    """Both operands in the shape of the result; a number is one, too."""
+    """Return both operands broadcast to the result's shape; a number also counts as an operand."""
     shape = tuple(n["shape"])
     made = [move_value({"rule": "spread", "shape": shape}, [x]) for x in xs]
     return (*made, bound(shape, abs(float(n.get("number", 0)))))[:2]  # type: ignore[return-value]
 
 
 def rule_unit(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """`x * m ** -0.5` with `m >= mean(x**2)`: a row is no longer than the root of its length."""
+    """Bound `x * m ** -0.5` with `m >= mean(x**2)`: the norm of a row is at most the root of its length."""
     shape, below, kinds = tuple(n["shape"]), n["from"][1], set[str]()
     power, factor, fits, safe = 1.0, 1.0, True, False
     while fits and (at := c.nodes[c.bare(below, kinds)])["rule"] not in ("mix", "unknown"):
@@ -643,7 +648,7 @@ def rule_same(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """No larger than a number, whatever goes in, and some functions no larger than that."""
+    """Bound a function by its largest value, and some functions also by their input."""
     shape, name = tuple(n["shape"]), n["function"]
     most = float(n.get("number", 1))
     if name in SHRINKING and xs and xs[0].peak is not None:
@@ -652,9 +657,9 @@ def rule_bounded(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_mix(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Each element is one at the same place of the other dimensions, a mean of such, or 0.
+    """Bound a result whose elements are elements of the input along other dimensions, their means, or 0.
 
-    Only where all of a row is taken together is it no longer than the longest row.
+    The norm of the longest row applies only if all of a row is taken together.
     """
     x, shape, dims = xs[0], tuple(n["shape"]), n["dims"]
     whole = n["of"] != "places" and not x.rows & {*dims}
@@ -681,14 +686,14 @@ def rule_matmul(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_attention(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """A mean of the values, token by token."""
+    """Bound attention, a mean of the values for each token."""
     value, shape, last = xs[2], tuple(n["shape"]), len(n["shape"]) - 1
     cut = [d for d in range(last) if d != last - 2 or value.shape[d] != shape[d]]
     return bound(shape, top(value.peak, cut), norm_over(value, [last]), (last,))
 
 
 def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """A row of mean square 1 is no longer than the root of its length, whatever went into it."""
+    """Bound a normalised row: its mean square is 1, so its norm is the root of its length for any input."""
     shape, groups, rank = tuple(n["shape"]), n.get("groups", 0), len(n["shape"])
     dims = range(1, rank) if groups else range(rank - n["inner"], rank)
     count = math.prod(shape[d] for d in dims) / max(groups, 1)
@@ -708,7 +713,7 @@ def rule_norm(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Any row of a table."""
+    """Bound the rows of a table."""
     w = c.weights[n["weight"]]
     peak = np.max([w.find_largest(part, 0) for _, part in w.read_raw()], axis=0)
     norm = math.sqrt(max(sum_squares(rows).max() for _, rows in w.read(entries=CHUNK)))
@@ -718,7 +723,7 @@ def rule_lookup(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
-    """Linears and convolutions: the least of what magnitudes, norms and rows behind a norm allow."""
+    """Bound a linear or convolution: the least bound from magnitudes, norms, and rows behind a norm."""
     x, w, shape, groups = xs[0], c.weights[n["weight"]], tuple(n["shape"]), n.get("groups", 1)
     start, stop = n.get("part", (0, w.shape[0]))
     rank, places, width = len(shape), math.prod(w.shape[2:]), math.prod(w.shape[1:])
@@ -768,18 +773,18 @@ def rule_product(c: Graph, n: Node, xs: list[Value]) -> Value:
 
 
 def find_extremes(rows: Array, steps: Array) -> Array:
-    """The largest magnitude of each row times all steps."""
+    """Return the largest magnitude of each row times all steps."""
     count = math.ceil(len(rows) * len(steps) / CHUNK)
     made = (x @ steps.T for x in np.array_split(rows, count))
     return np.concatenate([np.maximum(x.max(1), -x.min(1)) for x in made])
 
 
 def compose_heads(c: Graph, n: Node, x: Value) -> Array:
-    """Of a linear after attention: values and output as one map for each head, O (sum_j p_j (V x_j + b)).
+    """Bound a linear after attention; for each head, the values and the output form one map.
 
-    Each output is at most the sum over heads of norm((O_h V_h)_i) times the norm of one x_j, and |O b|.
-    What roundings of weights, values and their mean add passes through |O|. With L L^T = V_h V_h^T, a norm
-    is that of o L; float64 is off by less than the traces below.
+    The map is O (sum_j p_j (V x_j + b)). Each output is at most the sum over heads of norm((O_h V_h)_i)
+    times the norm of one x_j, plus |O b|. Rounding errors of weights, values and their mean pass through
+    |O|. With L L^T = V_h V_h^T, a norm is that of o L; the error of float64 is less than the traces below.
     """
     chain = c.find_heads(n)
     if chain is None or chain[2]["id"] not in c.errors:
@@ -809,7 +814,11 @@ def compose_heads(c: Graph, n: Node, x: Value) -> Array:
 
 
 def split_table(table: Array) -> tuple[Array, Array, Array, Array]:
-    """A table over timesteps as steps times few rows, what they leave by channel, and its largest."""
+    """Factor a table over timesteps into steps times a few rows.
+
+    Returns:
+        The steps, the rows, the residual by channel, and the largest magnitude by channel.
+    """
     largest = np.abs(table).max(0)
     if len(table) <= BASIS:
         return np.eye(len(table)), table, largest * 0, largest
@@ -850,7 +859,7 @@ UNASKED = ("bounded", "norm", "unit", "lookup")  # bounds that need none of the 
 
 
 def compute(c: Graph, n: Node, xs: list[Value]) -> Known | None:
-    """Centre, radius and length of a result whose inputs are known; its own rounding is not in it."""
+    """Compute the centre, radius and length of a result with known inputs, before its own rounding."""
     rule, shapes = n["rule"], [x.shape for x in xs]
     known = [x.exact for x in xs if x.exact is not None]
     if not known or len(known) < len(xs):
@@ -888,7 +897,7 @@ def wide(array: Array, rank: int, lead: int) -> Array:
 
 
 def sum_squares(array: Array) -> Array:
-    """By row, without the squares in memory."""
+    """Sum the squares of each row without an array of squares in memory."""
     return np.einsum("...i,...i->...", array, array)
 
 
@@ -897,7 +906,7 @@ def row_error(radius: Array, shape: Shape, length: float) -> float:
 
 
 def follow(n: Node, xs: list[Value], peak: Array) -> tuple[tuple[Any, ...], ...]:
-    """The rows behind a norm of a result, as far as they are known; its own rounding is not in them."""
+    """Return the known rows behind the norm of a result, before its own rounding."""
     rule, last = n["rule"], n["shape"][-1:]
     alike = rule in ("view", "spread", "part") or (
         rule == "same" and n["function"] in ("cast", "copy")
@@ -1019,14 +1028,14 @@ class Weight:
         entries: int = ENTRIES,
         dtype: Any = np.float64,
     ) -> Iterator[tuple[slice, Array]]:
-        """Slices of rows and their values, flattened to two dimensions, in float64."""
+        """Yield slices of rows with their values in `dtype`, flattened to two dimensions."""
         for place, part in self.read_raw(start, stop, entries):
             yield place, self.widen(part).astype(dtype)
 
     def read_raw(
         self, start: int = 0, stop: int | None = None, entries: int = ENTRIES
     ) -> Iterator[tuple[slice, Array]]:
-        """Slices of rows and their values as they are stored."""
+        """Yield slices of rows with their stored values, flattened to two dimensions."""
         count, width = (self.shape or (1,))[0], max(math.prod(self.shape[1:]), 1)
         stop, step = count if stop is None else stop, max(1, entries // width)
         for at in range(start, stop, step):
@@ -1034,14 +1043,14 @@ class Weight:
             yield slice(at, min(at + step, stop)), part.reshape(-1, width)
 
     def widen(self, part: Array) -> Array:
-        """Stored values as numbers: NumPy has no bf16."""
+        """Convert stored bf16 to fp32, since NumPy has no bf16; other types are unchanged."""
         return (part.astype(np.uint32) << 16).view(np.float32) if self.kind == "BF16" else part
 
     def find_largest(self, part: Array, axis: int) -> Array:
-        """The largest magnitudes of stored values along an axis, without a copy of them in float64.
+        """Return the largest magnitudes of stored values along an axis, without a float64 copy.
 
-        The bits of a number without its sign, as a whole number, are larger for a larger magnitude, and
-        those of an infinity and of what is no number are the largest.
+        Without the sign bit, floating-point numbers sort by magnitude when their bits are read as integers.
+        Inf and NaN sort last.
         """
         if self.kind not in ("BF16", "F16", "F32", "F64"):
             return np.abs(part.astype(np.float64)).max(axis)
@@ -1050,7 +1059,7 @@ class Weight:
         return self.widen(most.view(part.dtype)).astype(np.float64)
 
     def multiply(self, start: int, stop: int, *columns: Sequence[Array]) -> tuple[Array, ...]:
-        """The rows times columns: their magnitudes, their squares, and as they are."""
+        """Multiply rows by columns: their magnitudes, their squares, and the rows themselves."""
         wide = [np.stack(x, 1) if len(x) else None for x in columns]
         made: tuple[list[Array], ...] = ([], [], [])
         for _, rows in self.read(start, stop, CHUNK):
@@ -1061,11 +1070,14 @@ class Weight:
         return tuple(np.concatenate(x) * (UP if i < 2 else 1) for i, x in enumerate(made))
 
     def check_sigma(self, start: int, stop: int, squares: Sequence[Any]) -> float:
-        """The largest singular value is no more than the root of the sum of stated squares.
+        """Return a bound of the largest singular value: the root of the sum of stated squares.
 
-        Of columns side by side the square is at most the sum of the squares. For each part, t - W^T W has a
-        Cholesky decomposition in float64, so that no eigenvalue is above t by more than 2 n (n + 1) 2**-53
+        For columns side by side, the square is at most the sum of the squares. For each part, t - W^T W has
+        a Cholesky decomposition in float64, so that no eigenvalue exceeds t by more than 2 n (n + 1) 2**-53
         of it (Rump 2006); the products of 512 rows are summed in fp32.
+
+        Raises:
+            Refused: a singular value is larger than stated.
         """
         cuts = np.linspace(0, self.shape[1], len(squares) + 1).astype(int)
         grams = [np.zeros((b - a, b - a)) for a, b in itertools.pairwise(cuts)]
@@ -1087,12 +1099,12 @@ class Weight:
         return math.sqrt(total) * UP
 
     def is_held(self) -> bool:
-        """Whether fp16 has all digits of each value: 11, as bf16 has 8."""
+        """Return whether fp16 holds all digits of each value: it has 11 binary digits, and bf16 has 8."""
         parts = (np.frexp(x)[0] * 2.0**11 for _, x in self.read())
         return self.kind in ("BF16", "F16") or all(bool((x == np.rint(x)).all()) for x in parts)
 
     def measure(self) -> float:
-        """The largest magnitude as it is stored in fp16."""
+        """Return the largest magnitude of the tensor as stored in fp16."""
         columns = np.repeat(self.columns, max(math.prod(self.shape[2:]), 1))
         found, exponents = [0.0], sorted({*columns.tolist()})
         for place, part in self.read_raw():
@@ -1103,10 +1115,10 @@ class Weight:
 
 
 def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, Weight]:
-    """The tensors of safetensors files by name; no other file of the folder can be loaded in their place.
+    """Open the tensors of safetensors files, by name; refuse other files that a loader could take instead.
 
     Raises:
-        Refused: a header that safetensors does not have, an unknown dtype, another file of weights.
+        Refused: a header is invalid, a dtype is unknown, or the folder has another file of weights.
     """
     found: dict[str, Weight] = {}
     places: dict[str, str] = {}
@@ -1126,7 +1138,7 @@ def open_weights(folder: Path, files: Sequence[str], stated: Node) -> dict[str, 
 
 
 def read_header(path: Path) -> dict[str, tuple[int, Node]]:
-    """Where the data of a safetensors file begins, and what it says of each tensor."""
+    """Read the header of a safetensors file: the start of its data and the entry of each tensor."""
     length = path.stat().st_size
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -1152,7 +1164,7 @@ def read_header(path: Path) -> dict[str, tuple[int, Node]]:
 
 
 def check_folder(folder: Path, places: dict[str, str], files: Sequence[str]) -> None:
-    """What a loader takes are the listed files: no other weights, and an index that names just these."""
+    """Refuse a folder in which a loader could take other weights, or whose index names other files."""
     indices = 0
     for name in sorted(path.name for path in folder.iterdir()):
         lower = name.lower()
@@ -1182,7 +1194,7 @@ class Graph:
         """Of linears: the norm of a row that they read, and how far roundings move what they give."""
 
     def split(self, table: Array) -> tuple[Array, ...]:
-        """`split_table`, once for the linears that read one value."""
+        """Return `split_table` of a table, computed once for all linears that read the same value."""
         found = next((made for own, made in self.tables if own is table), None)
         if found is None:
             found = split_table(table)
@@ -1190,7 +1202,12 @@ class Graph:
         return found
 
     def find_heads(self, n: Node) -> tuple[int, int, Node] | None:
-        """Heads and width of the attention that a linear reads, and the linear that gave its values."""
+        """Return the heads and width of the attention that a linear reads, and the linear of its values.
+
+        None if the graph has another structure.
+
+        None if the graph has another structure.
+        """
         ends, kinds = [n], set[str]()
         for rule in ("view", "order", "attention", "order", "view", "product"):
             at = 2 if ends[-1]["rule"] == "attention" else 0
@@ -1213,7 +1230,7 @@ class Graph:
         return (heads, width, inner) if fits else None
 
     def bare(self, name: str, passed: set[str] | None = None) -> str:
-        """The value behind casts and copies; the dtypes that it is cast to go into `passed`."""
+        """Return the name of the value before casts and copies; add the dtypes of the casts to `passed`."""
         while (n := self.nodes[name])["rule"] == "same" and n["function"] in ("cast", "copy"):
             name, dtype = n["from"][0], n["dtype"]
             if passed is not None and self.nodes[name]["dtype"] != dtype:
@@ -1221,7 +1238,7 @@ class Graph:
         return name
 
     def vector(self, n: Node, key: str, default: float) -> tuple[Array, Array]:
-        """A bias or a norm's weight, and how far fp16 rounds what is subnormal of it."""
+        """Return a bias or a norm's weight, and the rounding error of its subnormal values in fp16."""
         if key not in n:
             return np.full(1, default), np.zeros(1)
         w, cut = self.weights[n[key]], slice(*n.get("part", (None,)) if key == "bias" else (None,))
@@ -1237,14 +1254,14 @@ class Graph:
         return made
 
     def fits(self, n: Node, made: Array, place: Sequence[int]) -> bool:
-        """Whether a bias has the exponents of what it is added to."""
+        """Return whether a bias has the same exponents as its sum."""
         if "bias" not in n:
             return True
         own = self.weights[n["bias"]].rows[slice(*n.get("part", (None,)))]
         return bool((made == own.reshape(place)).all())
 
     def compute_linear(self, n: Node, known: Known) -> Known:
-        """A linear of values that are known at each timestep, with the errors of all roundings."""
+        """Compute a linear of inputs that are known at each timestep, with all rounding errors."""
         center, radius, length = known
         w, shape = self.weights[n["weight"]], n["shape"]
         start, stop = n.get("part", (0, w.shape[0]))
@@ -1273,7 +1290,7 @@ class Graph:
         return result, (carried + own).reshape((*radius.shape[:-1], -1)), length
 
     def start(self, n: Node) -> Value:
-        """Inputs, constants and parameters."""
+        """Return the value of an input, a timestep, a constant or a parameter."""
         rule, shape = n["rule"], tuple(n["shape"])
         zero, ones = np.zeros((1,) * len(shape), dtype=np.int64), (1,) * len(shape)
         if rule == "input":
@@ -1304,7 +1321,7 @@ class Graph:
         return replace(bound_exact(shape, exact), exponents=few(zero))
 
     def derive(self, n: Node) -> Value:
-        """The bound of one value, with its own rounding."""
+        """Derive the bound of a node's value, including its own rounding."""
         rule, xs, shape = n["rule"], [self.values[i] for i in n["from"]], tuple(n["shape"])
         check_shape(n, [x.shape for x in xs], self.weights)
         if not xs and rule not in ("bounded", "lookup", "unknown"):
@@ -1328,7 +1345,7 @@ class Graph:
         return made if is_moved(n) and (wider or whole) else self.round(n, made)
 
     def limit(self, n: Node, x: Value) -> Value:
-        """Of what may leave the range of a dtype wider than fp16 there is no bound."""
+        """Remove the bound of a value that may exceed the range of a dtype wider than fp16."""
         most = RANGE.get(n["dtype"], math.inf)
         within = x.peak is None or most == math.inf or not (x.store() > most).any()
         return x if within else Value(x.shape, exponents=x.exponents)
@@ -1373,7 +1390,7 @@ class Graph:
                     self.values[name] = Value(self.values[name].shape)
 
     def compare(self, n: Node, value: Value, users: list[Node]) -> None:
-        """The derived bound beside the stated one, and beside what fp16 holds."""
+        """Compare the derived bound with the stated one, and with the range of fp16."""
         self.read |= {(n[key], n["dtype"]) for key in ("weight", "bias") if key in n}
         found = None if value.peak is None else float(value.peak.max()) if value.peak.size else 0.0
         exponents = sorted({int(e) for e in value.exponents.reshape(-1)})
@@ -1402,7 +1419,9 @@ class Graph:
 
 
 def find_lost(values: Array, dtype: str) -> Array:
-    """How far stated values are from numbers of a dtype; those beyond fp16 are listed."""
+    """Return the rounding errors of stated values in a dtype; 0 for values beyond its range, listed
+    elsewhere.
+    """
     held = values
     if dtype == "bf16":
         bits = values.astype(np.float32).view(np.uint32)
@@ -1418,7 +1437,7 @@ WIDER = {("fp16", "fp32"), ("fp16", "fp64"), ("bf16", "fp32"), ("fp32", "fp64")}
 
 
 def is_moved(n: Node) -> bool:
-    """Whether a value is as its source was, but for a cast."""
+    """Return whether a node only moves or casts its input."""
     return n["rule"] in MOVING or (n["rule"] == "same" and n["function"] in KEEPING)
 
 
@@ -1438,13 +1457,16 @@ def bound_exact(shape: Shape, exact: Known) -> Value:
 
 
 def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[int, int, list[str]]:
-    """How many fp16 values and weights a component has, how many are covered, and which are not.
+    """Check a component.
 
     Args:
-        write: fill in what the derivation finds, instead of comparing with it.
+        write: fill in the results of the derivation, instead of comparing with them.
+
+    Returns:
+        The number of fp16 values and weights, the number that are covered, and the names of the others.
 
     Raises:
-        Refused: the certificate does not prove what it says.
+        Refused: the certificate does not prove its claim.
     """
     if write:
         prepare(stated)
@@ -1477,7 +1499,7 @@ def check_component(stated: Node, folder: Path, write: bool = False) -> tuple[in
 
 
 def prepare(stated: Node) -> None:
-    """Put in the keys that the derivation fills in."""
+    """Add the keys that the derivation fills in."""
     stated.update({"unread": [], "uncovered": []})
     for entry in stated["weights"].values():
         entry["sha256"] = "0" * 64
@@ -1498,7 +1520,7 @@ def show(number: float) -> str:
 
 
 def describe_times(n: Node) -> str:
-    """The timesteps that are looked at, in words; refuse a list of them that leaves some out."""
+    """Describe the timesteps of a proof in words; refuse a list of them with gaps."""
     first, last, count = Fraction(n["first"]), Fraction(n["last"]), n["count"]
     name, ends = n["name"], f"from {show(n['first'])} to {show(n['last'])}"
     alike = f", the same at all {math.prod(n['shape'])} places" if math.prod(n["shape"]) > 1 else ""
@@ -1517,7 +1539,7 @@ def name_method(graph: Node) -> str:
 
 
 def list_inputs(stated: Node) -> list[str]:
-    """The inputs that a component is proven for: limits, shapes and timesteps."""
+    """List the inputs that the proof of a component covers: limits, shapes and timesteps."""
     made = []
     for graph in stated["graphs"]:
         found = [describe_input(n) for n in graph["nodes"] if n["rule"] in ("input", "times")]
@@ -1533,7 +1555,7 @@ def describe_input(n: Node) -> str:
 
 
 def list_assumed(stated: Node) -> list[str]:
-    """What is taken from the file: of constants in no file of weights, dtypes and operations."""
+    """List the facts taken from the file: constants without a file of weights, dtypes and operations."""
     made = []
     for graph in stated["graphs"]:
         method = name_method(graph)
@@ -1555,7 +1577,7 @@ def describe_assumed(n: Node) -> Iterator[str]:
 
 
 def list_saturated(stated: Node) -> list[str]:
-    """Values beyond fp16 that are not listed, since only a saturating function reads them."""
+    """List the values beyond fp16 that count as covered, since only a saturating function reads them."""
     found = []
     for number, graph in enumerate(stated["graphs"]):
         for n in (n for n in graph["nodes"] if n["dtype"] == "fp16" and n["bound"]):
@@ -1566,10 +1588,10 @@ def list_saturated(stated: Node) -> list[str]:
 
 
 def examine(certificate: Node, folder: Path) -> dict[str, Any]:
-    """What a certificate proves of the weights in a folder, as data.
+    """Check a certificate against the weights in a folder, and return the results as data.
 
     Raises:
-        Refused: the certificate does not prove what it says.
+        Refused: the certificate does not prove its claim.
     """
     check_keys(certificate, CERTIFICATE)
     names = [stated.get("component") for stated in certificate["components"]]
@@ -1601,7 +1623,7 @@ def examine(certificate: Node, folder: Path) -> dict[str, Any]:
 
 
 def write_verdict(found: dict[str, Any]) -> str:
-    """The first line: whether everything is proven, and how much is not."""
+    """Return the first line of the result: proven or not, and the number of values that are not covered."""
     share = f"{found['covered']} of {found['values']} fp16 values and weights"
     if found["verdict"] == "proven":
         return f"Proven: none of {share.partition(' of ')[2]} exceeds 65504, for the inputs below."
@@ -1629,12 +1651,12 @@ def write_lines(found: dict[str, Any]) -> list[str]:
 
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
-    """What a certificate proves of the weights in a folder, in lines."""
+    """Check a certificate against the weights in a folder, and return the results as lines."""
     return write_lines(examine(certificate, folder))
 
 
 def print_safely(words: str, stream: Any) -> None:
-    """Without characters that move a terminal's cursor, in whatever encoding the stream has."""
+    """Print text with control characters escaped, in the encoding of the stream."""
     kept = "".join(x if x.isprintable() or x == "\n" else ascii(x)[1:-1] for x in words)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(kept.encode(encoding, "backslashreplace").decode(encoding) + "\n")
@@ -1660,9 +1682,12 @@ FORMULAS = {  # what implies a bound; p, N: the peak and the norm of what goes i
 
 
 def list_places(certificate: Node) -> dict[str, tuple[Node, int | None, str]]:
-    """The names that a value can be asked for by: the component's, and its own, its module's or a tensor's.
+    """Return the names that `--explain` accepts: each names a component and a value, module or tensor.
 
-    Of a module it is the last value; the values of a second call have names of their own, as `1:add`.
+    A module stands for its last value. Values of a second call have their own names, such as `1:add`.
+
+    Returns:
+        By name: the component, the number of its graph (None for a tensor), and the name in it.
     """
     found: dict[str, tuple[Node, int | None, str]] = {}
     for stated in certificate["components"]:
@@ -1690,9 +1715,9 @@ def find_place(certificate: Node, name: str) -> tuple[Node, int | None, str]:
 
 
 def find_needed(nodes: Iterable[Node]) -> dict[str, list[str]]:
-    """The values that each bound follows from; that of a norm, for one, follows from none.
+    """Return the names of the values that each bound follows from; the bound of a norm needs none.
 
-    What depends on nothing but the timestep is computed, also behind a function that limits its result.
+    Values that depend only on the timestep are computed, even behind a function that limits its result.
     """
     found: dict[str, list[str]] = {}
     computed = set[str]()
@@ -1713,7 +1738,7 @@ def list_needed(n: Node) -> list[str]:
 
 
 def explain(certificate: Node, name: str) -> dict[str, Any]:
-    """The stated bound of one value and of those that it follows from, the first of them first, as data."""
+    """Return the stated bounds of a value and of all values that it follows from, in order, as data."""
     stated, number, key = find_place(certificate, name)
     if number is None:
         return {"name": name, **explain_tensor(stated, key)}
@@ -1736,7 +1761,7 @@ def explain(certificate: Node, name: str) -> dict[str, Any]:
 
 
 def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
-    """What is said of a tensor, and which values read it."""
+    """Return the facts about a tensor, and the values that read it."""
     nodes = [(i, n) for i, graph in enumerate(stated["graphs"]) for n in graph["nodes"]]
     reads = [f"{i}:{n['id']}" for i, n in nodes if key in (n.get("weight"), n.get("bias"))]
     return {"tensor": key, "read_by": reads, "wide": stated["weights"][key]["wide"],
@@ -1745,7 +1770,7 @@ def explain_tensor(stated: Node, key: str) -> dict[str, Any]:
 
 
 def describe_rule(n: Node, free: bool) -> str:
-    """The rule of a value in words, with what it is applied to."""
+    """Describe the rule of a value and its inputs in words."""
     rule, names = n["rule"], [*dict.fromkeys(n["from"])]
     if rule in ("input", "times"):
         return f"{rule}: {describe_input(n)}"
@@ -1759,7 +1784,7 @@ def describe_rule(n: Node, free: bool) -> str:
 
 
 def write_explained(found: dict[str, Any]) -> list[str]:
-    """The chain in lines, what is asked for last, and the formulas of its rules."""
+    """Return the chain of bounds as lines, the requested value last, then the formulas of its rules."""
     if "tensor" in found:
         dtype = "fp32" if found["wide"] else "fp16"
         folds = [
@@ -1805,7 +1830,7 @@ UNCHECKED = "Not checked: these are the file's own words. --weights FOLDER deriv
 
 
 def read_certificate(path: Path) -> Node:
-    """A certificate whose grammar has not been looked at.
+    """Read a certificate without a check of its grammar.
 
     Raises:
         OSError: it can't be read, or is a file of another kind, such as a plan.
@@ -1838,7 +1863,7 @@ def examine_or_explain(path: Path, folder: Path | None, name: str | None) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a file; the exit code is 0 only if it proves what it says, of every component."""
+    """Check a file, and return the exit code: 0 only if it proves its claim for every component."""
     parser = argparse.ArgumentParser(
         prog="stopdown-verify", description=(__doc__ or "").split("\n")[0], epilog=CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
