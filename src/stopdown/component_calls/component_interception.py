@@ -21,8 +21,8 @@ def intercept_components(
     """Put something around every component call of a program, until `patches` is undone.
 
     Args:
-        put: given a call, and the patches that take off what it puts there. Around calls that are found as
-            they happen it is there during the call alone.
+        put: given a call, and the patches that undo its changes. Around calls that are found only as they
+            happen, its changes last for the call.
     """
     adapter = find_adapter(program)
     for callee in adapter.find_callees(program):
@@ -43,6 +43,6 @@ def intercept_components(
 
 
 def _enter_call(call: ComponentCall) -> Any:
-    """Have a method that a program calls count as the outermost call, with what it calls inside."""
+    """Mark a method that a program calls as the outermost call, together with its inner calls."""
     with entered(call.callee.owner, call.callee.method):
         return call.proceed()

@@ -118,8 +118,8 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
     """Return whether a program is run by `run` rather than by its own call.
 
     Args:
-        run: what runs it; None without.
-        arguments: of a pipeline's call; None without.
+        run: a function that runs it; None without one.
+        arguments: of a pipeline's call; None without any.
         name: of the function that was called.
 
     Raises:
@@ -143,7 +143,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
 
 
 def refuse_run(run: Any, what: object) -> None:
-    """Refuse what would run something that is run by its own call."""
+    """Refuse a `run` function for a program that is run by its own call."""
     if run is not None:
         raise InputError(
             f"A function that runs it was given for {what}.",
@@ -328,8 +328,8 @@ class _ConfigRead(Exception):
 def read_config(module_class: Any, folder: Path) -> Any:
     """Return the configuration that a class of Transformers is built from, out of a folder.
 
-    A class that a pipeline of Diffusers defines may take a part of what the folder has (PRX's encoder), so
-    its own `from_pretrained` is asked.
+    A class that a pipeline of Diffusers defines may take a part of the folder's configuration (PRX's
+    encoder), so its own `from_pretrained` is asked.
     """
     from transformers import PreTrainedModel
 
@@ -436,11 +436,11 @@ def cast_component_(
 ) -> torch.nn.Module:
     """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
 
-    What its authors keep in fp32 is in fp32, and what is not a weight stays as it is.
+    Parts that its authors keep in fp32 are cast to fp32; values other than weights are not cast.
 
     Args:
-        put: given each weight and what it becomes: `wait_` leaves parameters in the files that they were
-            mapped from, for a `WeightStore` to read. None casts them.
+        put: given each weight and its `StoredWeight`: `wait_` leaves parameters in the files that they
+            were mapped from, for a `WeightStore` to read. None casts them.
     """
     kept = find_kept_fp32(type(module), name_dtype(dtype))
     for name, tensor in module.state_dict(keep_vars=True).items():

@@ -170,8 +170,8 @@ def stop_without_kernels(patches: Patches) -> None:
 def _list_device_takers() -> list[tuple[Any, str]]:
     """List the functions that take a device, which move, load or make tensors or set the default device.
 
-    What makes tensors is torch's own list, which torch keeps from the first time that it is asked for. It
-    is made anew here, before any of these functions is replaced: Transformers may have had a
+    The functions that make tensors are torch's own list, which torch caches when it is first asked for. It
+    is made again here, before any of these functions is replaced: Transformers may have had a
     `torch.linspace` of its own in place when it was made (5.23.0).
     """
     from diffusers import DiffusionPipeline

@@ -54,13 +54,13 @@ _classes: dict[type, Patches] = {}
 def state_dtypes(
     narrow: Collection[nn.Module], wide: Collection[nn.Module], patches: Patches
 ) -> None:
-    """Have modules in fp16 say fp32 to pipelines that hold a wide one, until `patches` is undone.
+    """Have fp16 modules report fp32 to pipelines that hold a wide one, until `patches` is undone.
 
-    Inside of their own calls, and to libraries that load and place them, they say what they are in.
+    Inside of their own calls, and to libraries that load and place them, they report their true dtype.
 
     Args:
-        narrow: in fp16, and what they are given is cast at their entrance.
-        wide: they may return values that fp16 cannot hold.
+        narrow: modules in fp16, whose arguments are cast at their entrance.
+        wide: modules that may return values beyond fp16.
     """
     with _LOCK:
         for known, modules in ((_narrow, narrow), (_wide, wide)):

@@ -43,7 +43,7 @@ class StepCounter:
         Args:
             pipe: one without a scheduler makes no steps.
             on_begin: called when a run's steps are set, before the scheduler sets them.
-            on_step: given what the scheduler returned, before the step counts as done.
+            on_step: given the scheduler's result, before the step counts as done.
         """
         self.pipe, self.done = pipe, 0
         self.last_result: Any = None

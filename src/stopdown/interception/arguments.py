@@ -42,7 +42,7 @@ def replace_tensors(
 
     Args:
         names: of the positional arguments, in order.
-        keeps: by name, also of what a mapping holds.
+        keeps: whether the argument, or the item of a mapping, of this name stays unchanged.
     """
     replaced: list[Replaced] = []
     padded = [*names, *[""] * len(args)]

@@ -61,7 +61,7 @@ def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
     """Collect the dtypes of autocasts that code of this thread enters by itself inside the block.
 
     Args:
-        is_off: it has no effect there: what is fp32 stays fp32.
+        is_off: disable autocast that the code enters: fp32 values stay fp32.
     """
     watcher = _Watcher(threading.get_ident(), is_off)
     with _LOCK:

@@ -20,7 +20,7 @@ def find_home(value: Any) -> str:
 def is_from(value: Any, homes: tuple[str, ...]) -> bool:
     """Return whether a hook's code, and the class that it is bound to if any, are from these modules.
 
-    A method that a library wrote may call what a user's class has in the place of another.
+    A library's method may call code of the user's class that overrides another method.
     """
     bound = getattr(_unwrap(value), "__self__", None)
     is_bound = bound is None or f"{type(bound).__module__}.".startswith(homes)

@@ -17,10 +17,10 @@ def set_own_dtypes(
 ) -> None:
     """Let the plain attributes `dtype` of modules with parameters follow when these are cast.
 
-    Code of SAT, ComfyUI and TRELLIS casts to that attribute what it makes itself.
+    Code of SAT, ComfyUI and TRELLIS casts the tensors that it makes to that attribute.
 
     Args:
-        before: what their parameters had.
+        before: the dtypes that their parameters had.
     """
     for part in module.modules():
         if vars(part).get("dtype") in before and next(part.parameters(), None) is not None:

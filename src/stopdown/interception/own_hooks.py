@@ -70,10 +70,10 @@ class _OwnHooks:
 def hook_own_output(
     module: torch.nn.Module, hook: Hook, patches: Patches, *, prepend: bool = False
 ) -> None:
-    """Change what a module returns, until `patches` is undone.
+    """Change a module's output by a hook, until `patches` is undone.
 
     Args:
-        prepend: before what other hooks change.
+        prepend: run the hook before others.
     """
     own = _find_own(module)
     own.add(own.hooks, hook, patches, first=prepend)

@@ -67,7 +67,7 @@ class Patches:
     def scale_tensor(
         self, target: torch.Tensor, exponent: int | torch.Tensor, place: Place = ()
     ) -> None:
-        """Multiply a tensor, or what is at some place in it, in place by `2**exponent`.
+        """Multiply a tensor, or one place in it, in place by `2**exponent`.
 
         Several exponents are spread over the tensor as in any arithmetic. The values are kept only
         when multiplying back would not restore every bit. Undoing acts on what the tensor holds by

@@ -77,7 +77,7 @@ def kept_random(
 
 @contextlib.contextmanager
 def same_noise() -> Iterator[None]:
-    """Let one seed be one noise in each format: what `torch.randn` draws on the CPU in fp32, rounded.
+    """Give a seed the same noise in each format: the CPU's fp32 values of `torch.randn`, rounded.
 
     PyTorch draws other numbers in fp16 and bf16 (2.11.0), or other ones at the end of a tensor whose size
     is no multiple of 16 (2.13.0).

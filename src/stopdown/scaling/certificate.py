@@ -121,9 +121,9 @@ def bound_kinds(
     Args:
         module: where `load` is given only its modules and their attributes are looked at.
         load: gives a parameter or buffer by name; None takes the module's own.
-        loose: parameters with the loose room for what is subnormal of them.
+        loose: parameters with the loose room for their subnormal values.
         before: the same without any of those.
-        encoded: the limit of what encoders give.
+        encoded: the limit of encoders' outputs.
 
     Cost: one pass over the weights for each kind; with `before` over those that are loose.
     """
@@ -270,7 +270,7 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
     """Describe the certified share: `100 % of 253 fp16 values certified.`, or less and the rest's evidence.
 
     Args:
-        limits: `, for latents up to 64`: what the certificate assumes.
+        limits: the assumptions of the certificate: `, for latents up to 64`.
     """
     if not values:
         return "No value is in fp16."

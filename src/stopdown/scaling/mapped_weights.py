@@ -175,7 +175,7 @@ def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:
 
 
 def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
-    """Return what a waiting parameter is read from; None for a tensor that has its values."""
+    """Return the stored weight that a waiting parameter is read from; None for a tensor with values."""
     stored: StoredWeight | None = vars(tensor).get(_STORED)
     return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
 

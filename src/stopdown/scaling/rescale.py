@@ -49,7 +49,7 @@ def rescale_(
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in fp16 without overflow.
 
-    For these calls the module's function stays what it was, to the last bit in fp32; no dtype changes. A
+    These calls return the same values as before, to the last bit in fp32; no dtype changes. A
     call with other optional arguments or outputs is traced, and refused if the exponents do not hold for
     it. So the whole way is
     `rescale_`, then `cast_`, then a call in fp16:
@@ -76,7 +76,7 @@ def rescale_(
             bounds where they cost nothing. None is `measured`.
         verify: run the calls before and after, in fp32 to compare every bit when the module is in
             fp32, and once as `cast_` leaves it: `.trial` of the result has the error, beside bf16's,
-            and what could not be run. Code that does not run with its exponents in place is tried
+            or the reason for none. Code that does not run with its exponents in place is tried
             with as much of it in fp16 as hooks show that fp16 holds; the scaling's `note` says so.
         cast: also cast it, as `cast_` does; undoing the result takes both back.
 
@@ -84,8 +84,8 @@ def rescale_(
         CaptureError: the code cannot be traced.
         TrialError: cast to fp16, a call raises, or returns NaN, Inf, other shapes or other values.
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
-            named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
-            not changed.
+            named; a value is NaN or Inf in fp32; the module would return other values in fp32. The
+            module was not changed.
         OptionError: there is no call, or it fails in the module itself; the residual is none of
             `RESIDUALS`, the ranges none of theirs.
 
@@ -145,7 +145,7 @@ def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
 
 
 def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[PlainCall]:
-    """Return what is called, with its arguments: the module itself first."""
+    """List the calls with their arguments: that of the module itself first."""
     remedy = "Use rescale_(module, args, kwargs), or calls=[(module.decode, (x,), {})]."
     args = (args,) if isinstance(args, torch.Tensor) else args
     expected = "Positional arguments are a tensor, or a tuple of all; keyword arguments a table."

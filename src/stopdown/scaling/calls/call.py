@@ -64,8 +64,8 @@ class ComponentCall:
     def proceed_with(self, change: Change, keeps: Keeps) -> Any:
         """Go on with every tensor changed, except in arguments whose names `keeps` accepts.
 
-        A caller's lists and mappings hold what they held before when the call is over, except where the
-        component wrote into them.
+        A caller's lists and mappings are restored when the call is over, except where the component wrote
+        into them.
         """
         assert self.below is not None
         args, kwargs, replaced = replace_tensors(
@@ -81,7 +81,7 @@ class ComponentCall:
     ) -> Any:
         """Go on with floating arguments cast to `dtype`, and outputs cast back (`bring_back`).
 
-        What a decoder returns stays as it is: it is the picture, and nothing computes with it. Arguments
+        A decoder's output is not cast back: it is the picture, and nothing computes with it. Arguments
         that the call `keeps` are not cast.
 
         Args:
@@ -104,7 +104,7 @@ class ComponentCall:
     def list_beyond(self, dtype: torch.dtype) -> list[str]:
         """Return the names of arguments with finite values that a dtype cannot hold.
 
-        Masks are left out: an infinite value means in them what a large one means.
+        Masks are left out: infinite and large values mean the same in them.
 
         Cost: for arguments that are cast to fp16, a host read of each that was not looked at before.
         """
@@ -117,7 +117,7 @@ class ComponentCall:
         ]
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
-        """Make the call anew from outside of all layers; of another module if one is given."""
+        """Make the call again from outside of all layers; of another module if one is given."""
         owner = self.callee.owner if module is None else module
         return self.callee.bind(owner)(*self.args, **self.kwargs)
 
@@ -177,7 +177,7 @@ class HeldContainers:
         )
 
     def restore(self) -> None:
-        """Leave in them what they held."""
+        """Restore the earlier contents of the lists, sets and dicts."""
         for container, held in self._containers:
             if list(map(id, _list_items(container))) != list(map(id, _list_items(held))):
                 container.clear()
@@ -263,15 +263,15 @@ def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def bring_back(
     output: Any, computed_in: torch.dtype, came_as: torch.dtype, wide: Collection[int] = ()
 ) -> Any:
-    """Bring what a call returned to the dtype of its arguments, but for what that would change.
+    """Cast a call's output to the dtype of its arguments, except tensors that the cast would change.
 
-    What its code returned in fp32 although it was computed in 16 bits stays in fp32, and so does a tensor
-    with values beyond the largest of `came_as`.
+    A tensor that the code returns in fp32 although it computes in 16 bits stays in fp32, and so does a
+    tensor with values beyond the largest of `came_as`.
 
     Args:
         wide: numbers of the tensors that stay in fp32 as well.
 
-    Cost: where `came_as` has the smaller range, a pass over what is cast, and a host read.
+    Cost: where `came_as` has the smaller range, a pass over the cast tensors, and a host read.
     """
     narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
@@ -309,7 +309,7 @@ def _loses_values(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return the same nest with floating tensors cast to `dtype`.
 
-    Times and positions in dicts stay as they are, and so does what `dtype` cannot hold.
+    Times and positions in dicts are not cast, and neither are tensors with values beyond `dtype`.
     """
     return map_tensors(value, functools.partial(narrow, dtype=dtype), keeps=is_kept)
 
@@ -327,7 +327,7 @@ def map_tensors(
     """Return the same nest with `change` applied to every tensor, also in an autoencoder's distribution.
 
     Args:
-        keeps: whether what a dict has under a name stays as it is.
+        keeps: whether a dict's value of this name stays unchanged.
     """
     again = functools.partial(map_tensors, change=change, keeps=keeps)
 

@@ -77,7 +77,7 @@ class _Stack:
         self.is_forward = method == "forward" and isinstance(owner, torch.nn.Module)
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what was there before; of a module's `forward`, with the hooks that are part of it."""
+        """Call the method without layers; a module's `forward` with the hooks that are part of it."""
         if self.is_forward:
             return run_with_hooks(self.owner, self.original, args, kwargs)
         return self.original(*args, **kwargs)
@@ -89,14 +89,14 @@ class _Stack:
             self.original = types.MethodType(cast(Any, now), self.owner)
 
     def hide(self, patches: Patches, method: str) -> None:
-        """Let this thread find what was there before in the stack's place, until `patches` is undone."""
+        """Hide the stack from this thread, until `patches` is undone: it finds the original method."""
         patches.set_attribute(self.owner, method, _Bypass(self))
 
     def add(self, entry: tuple[Rank, Callee, Layer]) -> None:
         self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
-        """Take one layer off, and the stack with the last one; what somebody put in its place stays."""
+        """Remove one layer, and the stack with the last one, unless somebody replaced it."""
         with _CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
             found = vars(self.owner).get(self.method)
@@ -169,7 +169,7 @@ def put_layer(
 
     Args:
         rank: outside of the layers of a lower or the same rank, inside of those of a higher one.
-        callee: what the layer is told is called; None for the method itself.
+        callee: the call's name for the layer; None for the method itself.
     """
     entry = (rank, callee or Callee(method, owner, method, "call"), layer)
     with _CHANGING:
@@ -257,7 +257,7 @@ def show_parts(parts: list[PartCall]) -> None:
 
 
 def hide_parts(parts: list[PartCall]) -> None:
-    """Undo `show_parts`; what was compiled since stays."""
+    """Undo `show_parts`; code that was compiled since stays."""
     for one in parts:
         if one.own.get(_COMPILED) is one:
             if one.code is None:
@@ -285,7 +285,7 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
 def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank) -> None:
     """Put the layers of one module on a copy of it, in their order: those `below` a rank.
 
-    What exponents need at the ends of a call is left out: a copy without weights has none.
+    The layer that scales the ends of a call is left out: a copy without weights has no exponents.
     """
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):

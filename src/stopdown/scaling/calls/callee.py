@@ -55,7 +55,7 @@ class Callee:
         return _read_names(type(self.owner), self.method)  # type: ignore[arg-type]
 
     def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return what is called if this module is the owner: itself, or its `encode` or `decode`."""
+        """Return the function to call with this module as owner: itself, or its `encode` or `decode`."""
         return module if self.method == "forward" else getattr(module, self.method)
 
 

@@ -49,8 +49,8 @@ class Entrance:
         """Go on as `call.proceed_in` does, with arguments in fp32 that `dtype` cannot hold.
 
         Args:
-            refuses: raise BeyondError where that does not do; False gives what the component gives, for a
-                guard that repairs it.
+            refuses: raise BeyondError if that fails or its output is not finite; False returns the output,
+                for a guard to repair.
             wide: numbers of the outputs that its code returns in fp32 by itself.
         """
         beyond = call.list_beyond(dtype)

@@ -43,7 +43,7 @@ class KeptState:
         }
 
     def list_changes(self) -> list[str]:
-        """Return the names of what a call has written since.
+        """Return the names of the buffers, attributes and hooks that a call has changed since.
 
         Cost: of each buffer that was written a comparison and a host read; of others none.
         """
@@ -71,7 +71,7 @@ class KeptState:
         return [x for x, hook in _list_hooks(part).items() if x not in known and not is_own(hook)]
 
     def restore(self, names: list[str]) -> None:
-        """Leave what `list_changes` named as it was; everything else may have been cast or scaled since.
+        """Restore what `list_changes` named; everything else may have been cast or scaled since.
 
         Of hooks, those that later calls of the same kind put on go as well.
         """
@@ -114,7 +114,7 @@ def _list_tables(part: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def describe_kept(module: torch.nn.Module, names: list[str]) -> str:
-    """Return what a module keeps, as a sentence."""
+    """Describe the state that a module keeps between calls, as a sentence."""
     return f"{type(module).__name__} keeps {list_some(names)} from one call to the next."
 
 

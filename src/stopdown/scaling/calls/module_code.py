@@ -60,7 +60,7 @@ def find_own_code(part: torch.nn.Module, name: str, value: Any) -> Any:
     """Return the code that replaces a method, beneath libraries' wrappers; `MISSING` for the class's own.
 
     Args:
-        value: what the part has under that name.
+        value: the part's attribute of that name.
     """
     of_class = _strip(inspect.getattr_static(type(part), name, None))
     while value is not MISSING:
@@ -150,7 +150,7 @@ class Hooks:
     def __init__(self, parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """
         Args:
-            parts: path and module of each, without the module itself: its hooks see what its caller sees.
+            parts: path and module of each, without the module itself, whose hooks run outside of it.
         """
         self._tables = _list_hook_tables(parts)
         self._first = {number for _, table in self._tables for number in table}
@@ -180,7 +180,7 @@ def is_alike_code(before: Any, now: Any) -> bool:
 
 
 def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...]:
-    """Return what tells apart the code that calls of these parts run, in this process.
+    """Return a signature of the code that calls of these parts run, valid in this process.
 
     Args:
         parts: path and module of each, the module itself first.
@@ -199,7 +199,7 @@ def sign_code(parts: Sequence[tuple[str, torch.nn.Module]]) -> tuple[object, ...
 def _list_set_code(
     parts: Sequence[tuple[str, torch.nn.Module]],
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, name and function of what is set on a part in the place of its class's."""
+    """Yield the path, name and function of each attribute that replaces a method of the class."""
     for path, part in parts:
         for name, value in vars(part).items():
             if is_code(part, name):

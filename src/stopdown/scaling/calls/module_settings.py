@@ -143,9 +143,9 @@ def _list_inner(part: Any) -> Iterator[Any]:
 
 
 def sign_settings(module: torch.nn.Module) -> str:
-    """Return what tells apart how calls of a module go: its code, and flags and numbers that are set on it.
+    """Return a signature of the code and the settings (flags, numbers) that calls of a module depend on.
 
-    It holds in this process, and keeps nothing of the module alive.
+    It is valid in this process, and keeps nothing of the module alive.
     """
     named = list(module.named_modules())
     plain = [
@@ -175,14 +175,14 @@ class ModuleSettings:
         self.note()
 
     def note(self) -> None:
-        """Take what is set now as the work of a call, or of exponents that were put on or taken off."""
+        """Accept the present settings as set by a call, or by exponents that were put on or taken off."""
         held: list[_Part | Functions] = [*self._parts, *self._functions]
         for one in held:
             if not one.is_same():
                 one.note()
 
     def read(self) -> None:
-        """Look for what was set since the last look or `note`.
+        """Read the settings that changed since the last read or `note`.
 
         Cost: a comparison of two dicts for each part and class, below a microsecond.
         """
@@ -238,7 +238,7 @@ class ModuleSettings:
         return tuple(sorted((*found, *self._put)))
 
     def set_on(self, skeleton: torch.nn.Module) -> None:
-        """Set on a copy of the module what is set on the module."""
+        """Copy the module's present settings to a copy of it."""
         parts = dict(skeleton.named_modules())
         for place, first in self._first.items():
             value = self._set.get(place, first)

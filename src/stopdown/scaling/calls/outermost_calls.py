@@ -176,7 +176,7 @@ def is_in_training(module: torch.nn.Module) -> bool:
 
     Modules are in training mode until somebody says `eval()`, so that alone shows nothing.
 
-    Cost: for the first call in training mode with gradients on what `wants_gradients` costs.
+    Cost: that of `wants_gradients`, for the first call in training mode with gradients on.
     """
     if not (module.training and torch.is_grad_enabled()):
         return False

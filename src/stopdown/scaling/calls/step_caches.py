@@ -100,7 +100,7 @@ def _keeps_states(hook: Any) -> bool:
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Drop what step caches kept from earlier calls: they count from here as from a run's start."""
+    """Clear a component's step caches: they count from here as from a run's start."""
     for hook in _find_hooks(module):
         for value in vars(hook).values():
             if isinstance(states := getattr(value, "_state_cache", None), dict):
@@ -110,7 +110,7 @@ def clear_caches(module: torch.nn.Module) -> None:
 
 
 def _find_states(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield what holds the state of step caches in a module: Diffusers' hooks, managers and states."""
+    """Yield the objects with the state of a module's step caches: Diffusers' managers and states."""
     seen: set[int] = set()
     for hook in _find_hooks(module):
         for value in vars(hook).values():

@@ -47,10 +47,10 @@ class CallUnknowns(Protocol):
         """Return the exponent of a number that this place clamps from below, or None if it is fixed."""
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp is part of what the model computes."""
+        """Return whether a clamp is part of the model's computation."""
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep what a root or reciprocal in 16 bits is taken of away from 0."""
+        """Keep the argument of a root or reciprocal in 16 bits away from 0."""
 
 
 @dataclass
@@ -258,7 +258,7 @@ def attention(op: Operation) -> None:
 def attend_by_kernel(op: Operation) -> None:
     """Treat an attention kernel as attention: query, key, value come first; other results are statistics.
 
-    What else is given, as to the function that changes a score, counts with its own values.
+    Other inputs, such as those of the function that changes a score, are pinned.
     """
     first = op.node.args[:3]
     query, key, value = (op.of(x) for x in first)

@@ -164,7 +164,7 @@ def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Find the clamps at fp16's maximum that are part of what the model computes."""
+    """Find the clamps at fp16's maximum that are part of the model's computation."""
     return frozenset(
         node
         for node in capture.graph.graph.nodes
@@ -391,11 +391,11 @@ class CallStatement:
         return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp is part of what the model computes."""
+        """Return whether a clamp is part of the model's computation."""
         return _is_kept(node, self.call.capture)
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep what a root or reciprocal in 16 bits is taken of away from 0: it would give Inf.
+        """Keep the argument of a root or reciprocal in 16 bits away from 0: it would give Inf.
 
         An RMS norm in its own dtype over a stream that is scaled down has squares and an eps that
         fp16 does not hold, in the first row that is nothing but zeros.
@@ -489,7 +489,7 @@ class CallStatement:
         return split if split is not None and split.dim == 1 and is_read_so else None
 
     def _note_layer(self, stated: Operation) -> None:
-        """Remember what goes into a product with a parameter of the module, and what comes out."""
+        """Note the exponents of the input and output of a product with a parameter of the module."""
         node, weight = stated.node, stated.given.get("weight")
         if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
             return

@@ -224,7 +224,7 @@ class _FollowedLayer(SameInCopies):
             self._done[name] = state, list(parts.values()), patches
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
-        """Scale one adapter; what is returned gives it back what it had."""
+        """Scale one adapter; undoing the returned patches restores it."""
         layer: Any = self._layer()
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
@@ -354,7 +354,7 @@ def find_part_exponents(
     Args:
         rows: `[out]` integers, exponents of the rows of the weight.
         bias: those of the layer's bias, None where it has none.
-        columns: `[in]` integers, what exponents of columns add to those of rows; None for nothing.
+        columns: `[in]` integers, exponents of the columns, added to those of the rows; None for zeros.
 
     Returns:
         Exponents of a shape that is spread over the tensor.

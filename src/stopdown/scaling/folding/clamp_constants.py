@@ -31,7 +31,7 @@ def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patche
     """Have a module's calls clamp at other numbers, until `patches` is undone.
 
     Args:
-        factors: number in the code to what it is multiplied with.
+        factors: the factor of each number in the code.
     """
     scaled = _ScaledClamps(factors)
 

@@ -143,8 +143,8 @@ def load_scaled(
     stored values are let go.
 
     Args:
-        dtype: of its weights; what the scaling keeps in fp32 is in fp32.
-        put: given each parameter and buffer, and what it becomes: `wait_` leaves parameters in their
+        dtype: of its weights, except those that the scaling keeps in fp32.
+        put: given each parameter and buffer, and its `StoredWeight`: `wait_` leaves parameters in their
             files, for a `WeightStore` to read.
 
     Returns:
@@ -321,7 +321,7 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
 
 def require_module(given: object, function: str) -> None:
-    """Refuse what is no module, and say what takes a whole pipeline."""
+    """Refuse anything but a module; the error names the functions for a whole pipeline."""
     if not isinstance(given, torch.nn.Module):
         raise InputError(
             f"{function} was given a {type(given).__name__}, which is no module.",
@@ -368,7 +368,7 @@ def cast_(
 
     Args:
         dtype: a floating-point dtype or its name: `torch.float16`, `"fp16"`.
-        rescaling_or_plan: what `rescale_` gave for this module; None casts it plainly.
+        rescaling_or_plan: the result of `rescale_` for this module; None casts it plainly.
 
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
@@ -531,9 +531,9 @@ _UNMEASURED = _UnmeasuredCalls()
 
 
 def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-    """Make a call of which no range is known: what its narrow dtype cannot hold is handed over in fp32.
+    """Make a call of unknown ranges; outputs beyond its narrow dtype are returned in fp32.
 
-    Cost: a host read, where the module narrows what it returns.
+    Cost: a host read, where the module narrows its output.
     """
     before = dict(vars(_UNMEASURED))
     vars(_UNMEASURED).update(module=module, dtype=None, wide=frozenset())
@@ -669,10 +669,10 @@ def _hook_output(
 ) -> None:
     """Change the output of a part, or of the module itself beneath the layers on it.
 
-    Hooks of others, such as those that record hidden states, read what the part gives after that.
+    Hooks of others, such as those that record hidden states, read the part's output after that.
 
     Args:
-        first: before what other hooks of Stopdown change.
+        first: run the hook before others of Stopdown.
     """
     if path:
         part = _find_module(module, path)

@@ -80,7 +80,7 @@ def scale_by_hooks(
     Args:
         module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
         failure: why; its words go into the note of the result.
-        reference: gives what its calls are tried against; None tries none.
+        reference: returns the reference that the calls are tried against; None tries none.
 
     Cost: a forward in fp32 for each call, and one in fp16 (not of large calls on a processor).
     """

@@ -63,9 +63,9 @@ def find_stream(
 
     Args:
         captures: its calls, captured in the dtype that its matrices are to have.
-        attention: narrow what modules with functional attention are given as well: some of them
+        attention: narrow the inputs of modules with functional attention as well: some of them
             cast query and key to the dtype of their input.
-        rows: keep in fp32 what is next to no work: linears outside of lists of blocks that multiply one row
+        rows: keep layers with little work in fp32: linears outside of lists of blocks that multiply one row
             for each picture (embeddings of a timestep, which every block reads), and layers that read the
             stream with no norm between (shortcuts, downsamplers), which its bounds would scale down most.
     """

@@ -342,11 +342,11 @@ def scale_by_bounds(
     """Find exponents that rest on bounds: wherever bounds exist, or where they cost nothing.
 
     Args:
-        kinds: what was captured and measured.
+        kinds: the captured and measured calls.
         ranges: `bound` or `auto`.
         find: finds exponents for calls.
-        find_in_fp16: the same without modules in fp32. Where what was measured needs none, none are
-            taken, and a bound holds with hardly any headroom, too.
+        find_in_fp16: the same without modules in fp32. It is used if the measured ranges need none, and a
+            bound holds with hardly any headroom, too.
 
     Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
@@ -376,14 +376,14 @@ def scale_unmeasured(
 ) -> Scaling:
     """Find exponents from the weights alone: no value was measured, typical sizes are guessed.
 
-    Those with the most bounds that leave the least in fp32.
+    Exponents that leave the least in fp32 are taken, of these the ones with the most bounds.
 
     Args:
         module: fake; only its modules and their attributes are looked at.
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
         find: finds exponents for calls, as `find_scaling`.
-        encoded: the limit of what encoders give.
+        encoded: the limit of encoders' outputs.
 
     Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
@@ -513,7 +513,7 @@ def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
 def _measure_strain(scaling: Scaling, calls: Sequence[MeasuredCall]) -> float:
     """Return the mean number of bits by which the typical sizes of folded weights are too low.
 
-    Biases are left out: what they lose is below the last place of the sum that they are added to.
+    Biases are left out: the bits that they lose are below the last place of the sum they are added to.
     """
     lost = [
         _measure_lost(scaling, call, node)
@@ -564,7 +564,7 @@ def scale_calls(
         kinds: calls by kind: those of one kind share a graph.
         residual: `native` or `fp32`.
         ranges: `measured`, `bound` or `auto`.
-        verify: run the first call of each kind with what was found, as `try_scaling` does.
+        verify: run the first call of each kind with the exponents, as `try_scaling` does.
 
     Raises:
         CaptureError: there is no graph, and hooks do not do either.

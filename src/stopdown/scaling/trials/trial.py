@@ -79,10 +79,10 @@ class Reference:
 
 
 def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Reference:
-    """Run calls of a module as it is, and in fp32 those that are tried later in bf16 as well.
+    """Run calls of the unchanged module; of a module in fp32 run those to be tried in bf16, too.
 
     Raises:
-        ScalingError: it does not run in fp32, or its result depends on what it keeps between calls.
+        ScalingError: it does not run in fp32, or its result depends on state kept between calls.
 
     Cost: a forward for each call, and one in bf16; the outputs are kept.
     """
@@ -104,7 +104,7 @@ def run_reference(module: torch.nn.Module, calls: Sequence[PlainCall]) -> Refere
 def _refuse_kept_state(
     module: torch.nn.Module, call: PlainCall, run: Run, kept: KeptState, *, is_fp32: bool
 ) -> None:
-    """Refuse a module whose first call gives other values the second time because of what it keeps.
+    """Refuse a module whose first call returns other values when repeated, because of kept state.
 
     Cost: a forward if a call wrote anything.
     """
@@ -141,7 +141,7 @@ def try_scaling(module: torch.nn.Module, scaling: Scaling, reference: Reference)
 
     Raises:
         TrialError: a call raises in fp16, or returns something else than in fp32.
-        ScalingError: in fp32 the module is not bit for bit what it was.
+        ScalingError: in fp32 the module's outputs are not bit for bit the same.
 
     Cost: a forward in fp32 and one in fp16 for each call.
     """
@@ -418,7 +418,7 @@ def _refuse(why: str) -> TrialError:
 def measure_error(output: Any, reference: Any) -> float:
     """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
 
-    What is not finite in the reference is left out.
+    Values that are not finite in the reference are left out.
     """
     errors = [0.0]
     for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):

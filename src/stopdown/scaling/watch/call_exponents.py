@@ -175,12 +175,12 @@ class _Exponents:
         return self._known.setdefault(self._system.find(unknown), exponent) == exponent
 
     def settle(self, unknown: int) -> bool:
-        """Take 0 for what nothing decides; whether all equations can hold."""
+        """Fix an undecided exponent at 0; return whether all equations can hold."""
         self._known.setdefault(self._system.find(unknown), 0)
         return self.spread()
 
     def settle_rest(self) -> bool:
-        """Take 0 for what nothing decides in any equation."""
+        """Fix the undecided exponents of all equations at 0; return whether the equations can hold."""
         while self._rows:
             if not self.settle(next(x for x in self._rows[0] if x not in self._known)):
                 return False

@@ -195,7 +195,7 @@ class CallWatch(SameInCopies):
         self._settings.note()
 
     def accept_settings(self) -> None:
-        """Take what is set on the module now as what exponents were found for."""
+        """Accept the module's present settings as those that exponents were found for."""
         self._settings.note()
 
     def take_help(self, options: WatchOptions) -> None:
@@ -216,7 +216,7 @@ class CallWatch(SameInCopies):
 
     @contextlib.contextmanager
     def _meet(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Be before the calls of what `torch.compile` made of the module."""
+        """Lead the calls of the module's `torch.compile` wrapper through the watch."""
         with Patches() as layers:
             if method == "forward" and getattr(module, "_orig_mod", None) is self.module:
                 put_layer(module, "forward", self._lead_now, layers, Rank.EXPONENTS)
@@ -225,7 +225,7 @@ class CallWatch(SameInCopies):
             yield
 
     def _lead_now(self, call: ComponentCall) -> Any:
-        """Make a call with the watch of now: this one may have been replaced since the call began."""
+        """Make a call with the present watch, which may have replaced this one since the call began."""
         watch = find_watch(self.module)
         return call.proceed() if watch is None else watch.lead(call)
 
@@ -284,7 +284,7 @@ class CallWatch(SameInCopies):
     # Around a call
 
     def lead(self, call: ComponentCall) -> Any:
-        """Make a call of what was compiled from the module, inside of which no layer is asked."""
+        """Make a call of code compiled from the module, in which layers do not run."""
         callee = Callee("", call.callee.owner, "forward", "decode", GENERAL_KEEPS)
         return self._enter(replace(call, callee=callee))
 
@@ -410,7 +410,7 @@ class CallWatch(SameInCopies):
         return call.save(self.module, device)
 
     def sign(self, call: ComponentCall) -> Key:
-        """Return the signature of a call, with what was set since exponents were put on, and its sizes."""
+        """Return a call's signature, with settings changed since exponents were put on, and its sizes."""
         with self.switch.held():
             if not self.switch.is_used:  # what a call sets is not what leads it elsewhere
                 self._settings.read()
@@ -439,7 +439,7 @@ class CallWatch(SameInCopies):
         return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
 
     def _call_planned(self, call: ComponentCall) -> Any:
-        """Make a call that exponents were found for; report it once if it exceeds what was measured."""
+        """Make a call that exponents were found for; report it once if it exceeds the measured ranges."""
         output, method = call.proceed(), call.callee.method
         is_noted = self.scaling.inputs and is_plain()
         if is_noted and not (self._is_guarded(call) or self.switch.is_removed):
@@ -487,7 +487,7 @@ class CallWatch(SameInCopies):
         return watch is not None and watch.scaling is self.scaling
 
     def _call_bare(self, call: ComponentCall) -> Any:
-        """Make a call without the exponents; what fits comes back in the dtype of the arguments."""
+        """Make a call without the exponents; outputs that fit are cast to the dtype of the arguments."""
         if not self._casts:
             return call.proceed()
         came_as = find_float_dtype(call.named, call.keeps)
@@ -499,10 +499,10 @@ class CallWatch(SameInCopies):
     # What holds for a signature
 
     def _judge(self, key: Key, call: ComponentCall, held: HeldContainers) -> None:
-        """Find what holds for calls of a signature and sizes that were not met before.
+        """Find the verdict on calls of a new signature or new sizes.
 
         Args:
-            held: what the call's arguments hold, which a trace may change.
+            held: the contents of the call's arguments, which a trace may change.
         """
         method, path = call.callee.method, find_path(call)
         collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
@@ -599,10 +599,10 @@ def find_watch(module: torch.nn.Module) -> CallWatch | None:
 
 
 def scale_ends(module: torch.nn.Module, call: ComponentCall) -> Any:
-    """Make a call with what exponents need at its ends, if its signature needs anything there.
+    """Make a call with its ends multiplied as the exponents need, if its signature needs that.
 
-    Next to the module, beneath casts and a guard: what a guard keeps for a replay, repairs and compares is
-    what the program gives and gets. A replay under other exponents comes here, too, and goes on as it is.
+    This layer is next to the module, beneath casts and a guard, so a guard keeps, repairs and compares the
+    program's own values. A replay under other exponents comes here, too, and is not multiplied.
     """
     found = _thread.scaled
     if found is None or found[0].module is not module or not found[0].is_in_force:
@@ -632,7 +632,7 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
     """Multiply arguments by their exponents.
 
     Args:
-        narrows: bring to fp16 what it could not hold before.
+        narrows: cast arguments to fp16 that it could not hold before.
     """
     if not ends.inputs:
         return call

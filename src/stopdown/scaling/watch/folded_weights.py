@@ -33,7 +33,7 @@ class FoldedWeights:
         """
         Args:
             name: of the component, for messages.
-            casts: the module is cast, and keeps in fp32 what would lose values in 16 bits.
+            casts: the module is cast, and keeps tensors in fp32 that would lose values in 16 bits.
         """
         self._module, self._scaling, self._name, self._casts = module, scaling, name, casts
         self._weights: list[_Weight] = []

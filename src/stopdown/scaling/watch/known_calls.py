@@ -143,7 +143,7 @@ class KnownCalls:
     ) -> CallEnds | None:
         """Find the exponents at a call's ends under which the scaling holds; None if none do.
 
-        Cost: for sizes that read what is folded as others of the signature did, a run without values; else
+        Cost: for sizes that read folded tensors as others of the signature did, a run without values; else
             a capture.
         """
         signature, sizes = key
@@ -204,7 +204,7 @@ class KnownCalls:
         """Find the exponents at a call's ends by the equations of its graph; None if none do.
 
         Args:
-            answers: what its code asked tensors for, and got.
+            answers: the values that its code read from tensors.
             is_short: a video is cut to its first frames where that can be traced.
         """
         skeleton = self._skeleton

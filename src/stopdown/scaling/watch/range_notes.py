@@ -67,7 +67,7 @@ class RangeNotes:
         self.read(waits=False)
 
     def read(self, *, waits: bool) -> None:
-        """Read what has arrived; or wait for all of it."""
+        """Read the ranges that have arrived, or wait for all of them."""
         while self._pending:
             places, host, event = self._pending[0]
             if waits:
