@@ -31,7 +31,7 @@ _ADAPTERS = (
 def list_entries(
     seal: str, components: Iterable[ConvertedComponent], exponents: Mapping[str, int]
 ) -> dict[str, str]:
-    """Entries of a file with these components, and these exponents of its tensors by their names."""
+    """Return metadata entries for a file with these components and exponents of its tensors, by name."""
     listed = list(components)
     entries = {MARK: f"{read_version('stopdown')} plan {seal}"}
     if rescaled := [entry.component for entry in listed if entry.folded]:
@@ -46,7 +46,7 @@ def list_entries(
 
 
 def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
-    """Refuse weights that were multiplied by powers of two before: nothing is done twice.
+    """Refuse weights that are already multiplied by powers of two: nothing is scaled twice.
 
     Args:
         said: by their metadata; "" for weights as they were.
@@ -60,7 +60,7 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
 
 
 def word_card(record: Conversion, where: str, name: str = "") -> str:
-    """The card of what was converted, for people.
+    """Write the text of a conversion's card, in Markdown.
 
     Args:
         name: what it is called, where that is not its source.
@@ -85,7 +85,7 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
 
 
 def _word_calls(record: Conversion) -> str:
-    """Calls that the files are for, and arguments that they are not for."""
+    """Describe the calls for which the files are valid, and the arguments for which they are not."""
     rows = "".join(
         f"| {x.component} | {_list_code(x.signatures)} | {_list_code(x.not_for) or 'none'} |\n"
         for x in record.components
@@ -105,7 +105,7 @@ def _list_code(words: Iterable[str]) -> str:
 
 
 def write_card_beside(file: Path, text: str) -> None:
-    """Write the card of a single file under its name with `.md`; one of anybody else's stays."""
+    """Write the card of a single file under its name with `.md`; leave a foreign file there as it is."""
     path = file.with_suffix(".md")
     if not path.exists() or CARD_LINE in path.read_text(encoding="utf-8", errors="replace")[:500]:
         path.write_text(text, encoding="utf-8")

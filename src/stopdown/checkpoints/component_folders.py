@@ -39,7 +39,11 @@ _LEGAL = ("license", "licence", "notice", "readme")
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> torch.nn.Module:
-    """A component with its exponents, in fp16, tensor by tensor from the format that it is in."""
+    """Apply exponents to a component and cast it to fp16 in place, tensor by tensor from the stored format.
+
+    Raises:
+        OptionError: a weight is beyond 65504, so no fp16 value holds it.
+    """
     load_scaled(module, torch.float16, found.scaling)
     bad = [
         f"{name}:{tensor_name}"
@@ -58,7 +62,7 @@ def fold_to_fp16(name: str, module: torch.nn.Module, found: FileExponents) -> to
 def write_component(
     module: torch.nn.Module, folder: Path, entries: Mapping[str, str], fields: Mapping[str, Any]
 ) -> None:
-    """Write the weights of a component in fp16, and what changes in its configuration.
+    """Write the weights of a component in fp16, and the changes in its configuration.
 
     Args:
         fields: of `config.json`, with their new values.
@@ -97,7 +101,7 @@ def describe_component(
 
 
 def describe_effect(found: FileExponents) -> str:
-    """Why exponents whose eps no configuration sets are refused, as the part of a sentence."""
+    """Explain, as part of a sentence, the refusal of exponents whose eps no configuration field sets."""
     return (
         f"no configuration field sets {list_some(sorted(found.left))}, and without it the output is "
         f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} is accepted."
@@ -105,7 +109,7 @@ def describe_effect(found: FileExponents) -> str:
 
 
 def describe_left(found: FileExponents) -> str:
-    """What the eps change that no configuration sets, as sentences."""
+    """Describe, in sentences, the effect of eps that no configuration field sets."""
     most = f"{100 * found.effect:.2g} %"
     change = f"changes the output by at most {most}" if found.effect else "changes no bit"
     return (
@@ -116,7 +120,7 @@ def describe_left(found: FileExponents) -> str:
 
 
 def write_record(folder: Path, record: Conversion, name: str = "") -> Conversion:
-    """Put the card and the record into a folder; the record with all that is there beside it.
+    """Write the card and the record into a folder; the record lists the sizes of all other files there.
 
     Args:
         name: of a component that was converted alone, by no plan, from a folder that is the user's.
@@ -130,7 +134,7 @@ def write_record(folder: Path, record: Conversion, name: str = "") -> Conversion
 def copy_descriptions(
     folder: Path, target: Path, components: Iterable[str], *, with_index: bool = True
 ) -> None:
-    """Copy the index, the licences and what describes the components; no weights."""
+    """Copy the index, the licences and the descriptions of the components, without weights."""
     target.mkdir()
     for path in folder.iterdir():
         is_index = path.name == "model_index.json" and with_index
@@ -147,7 +151,7 @@ def copy_descriptions(
 def write_weights(
     module: torch.nn.Module, folder: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a component's weights as its class does, and nothing else, into its folder.
+    """Write a component's weights into its folder as its class does, and nothing else.
 
     Args:
         metadata: entries beside those that the class writes into each file.
@@ -168,7 +172,7 @@ def write_weights(
 
 
 def write_card(folder: Path, text: str) -> None:
-    """Put a text first in a folder's `README.md`, behind its front matter; the rest stays below."""
+    """Insert a text at the top of a folder's `README.md`, after its front matter; the rest stays below."""
     path = folder / "README.md"
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     front, rest = "", old
@@ -206,14 +210,14 @@ def edit_config(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def find_dtype_field(path: Path) -> str | None:
-    """Under which name a `config.json` says what its weights are stored in; None when it does not."""
+    """Return the name of the dtype field of a `config.json`; None if it has none."""
     content = json.loads(path.read_bytes())
     return next((name for name in ("dtype", "torch_dtype") if name in content), None)
 
 
 @contextmanager
 def told_as_oserror() -> Iterator[None]:
-    """What safetensors says about a disk that refuses, as the `OSError` behind it."""
+    """Turn a safetensors error about a disk into the underlying `OSError`."""
     try:
         yield
     except SafetensorError as error:

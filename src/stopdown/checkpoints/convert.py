@@ -143,7 +143,7 @@ def convert(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write a checkpoint so that programs without Stopdown run it in fp16 as its plan says.
+    """Write a checkpoint that programs without Stopdown run in fp16, with the exponents of its plan.
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
@@ -200,7 +200,7 @@ def convert(
 
 
 def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
-    """Refuse weights that were multiplied by powers of two before: nothing is done twice."""
+    """Refuse weights that are already multiplied by powers of two: nothing is scaled twice."""
     for name, files in list_weight_files(source).items():
         if name not in leave:
             copied = f' Or copy that component: leave="{name}".' if source.kind != "file" else ""
@@ -216,7 +216,7 @@ def _open(
     request: Request | None,
     progress: Progress | None,
 ) -> _Work:
-    """The pipeline as it is stored, after a look whether plan and options belong to it."""
+    """Check that plan and options belong to the pipeline, then load it in its stored dtypes."""
     check_source(plan, source)
     source = select_class(complete_source(source), request)
     names = [entry.component for entry in plan.components]
@@ -249,7 +249,7 @@ def _is_left(work: _Work, entry: ComponentPlan) -> bool:
 
 
 def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progress | None) -> None:
-    """Bring every component into a form that files hold, or note why there is none."""
+    """Express every component's exponents in a form that files hold, or note the reason for failure."""
 
     @functools.cache
     def record() -> Mapping[str, Sequence[ComponentCall]]:
@@ -291,7 +291,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
 
 def _widen(pipe: Any) -> None:
-    """Cast all weights to fp32, in temporary files if they are large beside the machine's memory."""
+    """Cast all weights to fp32, in temporary files if they are large relative to the machine's memory."""
     modules = find_components(pipe).values()
     tensors = [x for module in modules for x in module.state_dict(keep_vars=True).values()]
     narrow = {id(x): x for x in tensors if x.is_floating_point() and x.dtype != torch.float32}
@@ -305,7 +305,7 @@ def _widen(pipe: Any) -> None:
 
 
 def _refuse(work: _Work, allow_eps: bool) -> None:
-    """Refuse what cannot be written, all components in one message."""
+    """Refuse all components that cannot be written, in one message."""
     if not work.problems:
         return
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
@@ -328,7 +328,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
 
 
 def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
-    """Write everything; the tensors of a single file that Diffusers does not read come back."""
+    """Write everything; return the tensors of a single file that Diffusers does not read."""
     if _is_laid_out(work):
         _write_laid_out(work, part, progress)
         return ()
@@ -364,19 +364,19 @@ def _fold(work: _Work, name: str) -> Any:
 def _list_entries(
     work: _Work, names: Collection[str], exponents: Mapping[str, int]
 ) -> dict[str, str]:
-    """What the metadata of a file with these components and exponents of tensors says."""
+    """Return the metadata entries of a file with these components and exponents of tensors."""
     planned = [entry for entry in work.plan.components if entry.component in names]
     components = [_describe_component(work, entry) for entry in planned]
     return list_entries(work.plan.seal, components, exponents)
 
 
 def _is_laid_out(work: _Work) -> bool:
-    """Whether tensors get the names of single files; a single file that stays one keeps its own."""
+    """Return whether tensors get the names of single files; a single file that stays one keeps its own."""
     return work.form == "comfyui" or (work.form == "single" and work.source.kind != "file")
 
 
 def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
-    """Components in the names of single files: each in a file of its own, or all in one."""
+    """Write components in the names of single files: each in a file of its own, or all in one."""
     table, whole = find_whole(work.source.pipeline_class), dict[str, torch.Tensor]()
     exponents: dict[str, int] = {}
     names = [entry.component for entry in work.plan.components]
@@ -404,7 +404,7 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
 def _place_exponents(
     module: torch.nn.Module, exponents: Mapping[str, int], table: str
 ) -> dict[str, int]:
-    """The exponents of a component's tensors by the names of its file."""
+    """Return the exponents of a component's tensors by their names in its file."""
     folds, merged = list_folds(exponents), list_merged(module, table)
     rows, columns = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for target, pieces in lay_out(module, table).items():
@@ -422,7 +422,7 @@ def _place_exponents(
 def _read_piece(
     module: torch.nn.Module, piece: Piece, folds: Mapping[str, Folds], after: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents of a piece's rows, and what those of its columns add: nothing in the first column.
+    """Return the exponents of a piece's rows, and those that its columns add, which are 0 in the first.
 
     Args:
         after: the tensor that was multiplied into it.
@@ -442,14 +442,14 @@ def _read_piece(
 
 
 def _restore(work: _Work, name: str) -> Any:
-    """A component that is left, in the dtype that it is stored in."""
+    """Cast a component that is left unconverted to its stored dtype, and return it."""
     module = getattr(work.pipe, name)
     cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
     return module
 
 
 def _list_fields(work: _Work, name: str) -> dict[str, Any]:
-    """Fields of a component's configuration that change, with their new values."""
+    """Return the fields of a component's configuration that change, with their new values."""
     module = getattr(work.pipe, name)
     fields: dict[str, Any] = dict(work.expressed[name].fields)
     if is_autoencoder(module) and getattr(module.config, "force_upcast", False):
@@ -458,7 +458,7 @@ def _list_fields(work: _Work, name: str) -> dict[str, Any]:
 
 
 def _find_stored(work: _Work, name: str) -> str:
-    """The format that most of a component is stored in, among those that Diffusers loads."""
+    """Return the format that holds most bytes of a component, among those that Diffusers loads."""
     stored = read_stored_dtypes(work.source)
     counts = stored.get(name, stored.get("checkpoint", {}))
     known = {dtype: size for dtype, size in counts.items() if dtype in ("fp16", "bf16", "fp32")}
@@ -558,7 +558,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: FileExponents) -> It
 
 
 def _describe_load(work: _Work, output: Path) -> str:
-    """How plain Diffusers, or ComfyUI, loads what was written."""
+    """Return the code or command that loads the output in plain Diffusers or ComfyUI."""
     if work.form == "comfyui":
         folders = f"{output}/{{diffusion_models,text_encoders,vae}}"
         return f"copy its folders into those of ComfyUI/models: cp -R {folders} ComfyUI/models/"
@@ -579,7 +579,7 @@ def _describe_load(work: _Work, output: Path) -> str:
 
 
 def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
-    """The first component of a file; Transformers' classes read no single files."""
+    """Return the code that loads a file's first component; Transformers' classes read no single files."""
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'

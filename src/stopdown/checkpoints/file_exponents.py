@@ -87,7 +87,7 @@ def express_component(
     *,
     has_config: bool = True,
 ) -> FileExponents:
-    """A component's exponents as files hold them, with the least effect that was found.
+    """Express a component's exponents in a form that files hold, with the least effect on outputs found.
 
     Args:
         module: in fp32; left as it was.
@@ -134,7 +134,7 @@ def express_component(
 
 
 def describe_rest(entry: ComponentPlan) -> str:
-    """What a plan has besides folds: `2 multiplies and the fp32_modules patch_embed`."""
+    """Describe a plan's parts other than folds: `2 multiplies and the fp32_modules patch_embed`."""
     parts, scaling = [], entry.in_force
     if count := len(scaling.multiplies):
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
@@ -153,12 +153,12 @@ def describe_rest(entry: ComponentPlan) -> str:
 
 
 def rests_on_bounds(scaling: Scaling) -> bool:
-    """Whether bounds state the range of some of its values, and not of weights alone."""
+    """Return whether bounds state the range of some of its values, and not of weights alone."""
     return bool(scaling.bounded and scaling.range_note)
 
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
-    """Whether a file can hold everything but perhaps some eps."""
+    """Check whether a file can hold everything in a plan except perhaps some eps."""
     stored = module.state_dict().keys()
     are_stored = all(split_name(name)[0] in stored for name in entry.in_force.exponents)
     return are_stored and not has_more_than_folds(entry.in_force)
@@ -193,7 +193,11 @@ class _Search:
     def find_best(
         self, planned: FileExponents | None, *, certified: bool
     ) -> tuple[FileExponents | None, _Find | None]:
-        """What changes the outputs least, or little enough; and its search, unless it is the plan's."""
+        """Find the exponents with the least effect on the outputs, or with one small enough.
+
+        Returns:
+            The exponents, None if there are none; and their search, None for the plan's own exponents.
+        """
         best: FileExponents | None = None
         found_by: _Find | None = None
         if planned is not None and not self.narrow:
@@ -214,7 +218,7 @@ class _Search:
         return best, found_by
 
     def certify(self, best: FileExponents, find: _Find, ranges: str) -> FileExponents:
-        """The same kind of exponents with as many bounds as change the outputs little enough.
+        """Find the same kind of exponents with as many bounds as keep the effect on outputs small enough.
 
         Cost: passes over the weights and solutions, as for `scale_by_bounds`, and after each solution a
         forward in fp32 for each call.
@@ -245,7 +249,7 @@ class _Search:
         return list(_run(self.module, self.calls))
 
     def _list_finds(self, planned: FileExponents | None) -> Iterator[tuple[_Find, float]]:
-        """Ways to find exponents but for some eps, and with which effect to look no further."""
+        """Yield searches for exponents without some eps, each with the effect at which to stop."""
         groups, find = list(self.fields.values()), functools.partial(find_folds, narrow=self.narrow)
         for free, most in _list_free(self.module, planned, self.calls):
             yield functools.partial(find, groups=groups, free=free), most
@@ -256,7 +260,7 @@ class _Search:
 def _list_free(
     module: torch.nn.Module, planned: FileExponents | None, calls: Sequence[ComponentCall]
 ) -> Iterator[tuple[Collection[str] | None, float]]:
-    """Sets of eps that may change, the smallest first, and with which effect to look no further."""
+    """Yield sets of eps that may change, the smallest first, each with the effect at which to stop."""
     yield (), EFFECT_LIMIT
     effects = measure_norms(module, planned.left, calls) if planned is not None else {}
     known: set[str] = set()
@@ -271,7 +275,7 @@ def _list_free(
 def measure_norms(
     module: torch.nn.Module, eps: Mapping[str, int], calls: Sequence[ComponentCall]
 ) -> dict[str, float]:
-    """What each of these eps changes in its own norm's output if it stays while the input is scaled.
+    """Measure the change in each norm's output if its eps stays while the norm's input is scaled.
 
     Args:
         eps: `module.path.attribute` to the exponent that it should have; of numbers in
@@ -308,7 +312,7 @@ def measure_norms(
 def _write_eps(
     module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
 ) -> FileExponents:
-    """Split the eps of a scaling into those that fields set and those that none does."""
+    """Split the eps of a scaling into those with a configuration field and those without."""
     written: dict[str, int] = {}
     values: dict[str, float] = {}
     for name, places in fields.items():
@@ -328,7 +332,7 @@ def _measure_effect(
     calls: Sequence[ComponentCall],
     before: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Relative L2 change of the outputs that the eps left behind make; infinite when not finite."""
+    """Measure the relative L2 change in the outputs from the eps left unchanged; infinite if not finite."""
     worst = 0.0
     rescaling = fold_scaling(module, expressed.scaling)
     try:
@@ -358,7 +362,7 @@ _LARGEST = 0.1
 
 
 def find_eps_fields(module: torch.nn.Module) -> dict[str, frozenset[str]]:
-    """Field of a component's configuration to the places `module.path.attribute` whose eps it sets.
+    """Map each configuration field that sets eps to the places that it sets, `module.path.attribute`.
 
     A field inside another configuration is written `text_config.rms_norm_eps`. Empty for a module
     without a configuration.
@@ -384,7 +388,7 @@ def read_field(module: torch.nn.Module, name: str) -> float:
 
 
 def list_eps(module: torch.nn.Module) -> dict[str, float]:
-    """`module.path.attribute` of every eps of a module to its value."""
+    """Return the value of every eps of a module by `module.path.attribute`."""
     return {
         ".".join(filter(None, (path, name))): held
         for path, owner in module.named_modules()
@@ -413,7 +417,7 @@ def _iterate_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _build(module: torch.nn.Module, changes: Mapping[str, float]) -> torch.nn.Module:
-    """The component as its configuration with some changes describes it, without memory."""
+    """Build the component from its configuration with some changes, on fake tensors without memory."""
     kind: Any = type(module)
     if isinstance(module.config, Mapping):
         changed = {**module.config, **changes}

@@ -74,7 +74,7 @@ class Weights:
     folder: Path | None = None
 
     def read_rows(self, layer: Layer, kind: str) -> torch.Tensor | None:
-        """The exponents of the rows of a layer's `weight` or `bias`; None where it has none."""
+        """Read the exponents of the rows of a layer's `weight` or `bias`; None if it has none."""
         shape = self.shapes[layer.component].get(layer.name_tensor(kind))
         if shape is None:
             return None
@@ -83,7 +83,7 @@ class Weights:
         return rows.chunk(parts)[place]
 
     def read_columns(self, layer: Layer) -> torch.Tensor | None:
-        """What exponents of the columns of a layer's weight add to those of its rows."""
+        """Read the exponents of the columns of a layer's weight, which add to those of its rows."""
         shape = self.shapes[layer.component].get(layer.name_tensor("weight"), ())
         return spread_columns(self._find_folds(layer, "weight"), shape[1]) if shape[1:] else None
 
@@ -94,7 +94,7 @@ class Weights:
 def convert_lora(
     lora: str | Path, output: str | Path, plan: Plan | str | Path, *, overwrite: bool = False
 ) -> Conversion:
-    """Write a LoRA file for a model that `convert` wrote.
+    """Convert a LoRA file for a model that `convert` wrote.
 
     Args:
         lora: a safetensors file, in the names of Diffusers, PEFT, kohya's trainers or ComfyUI.
@@ -140,7 +140,7 @@ def convert_lora(
 
 
 def _open(path: Path) -> dict[str, str]:
-    """The metadata of a LoRA that was not scaled."""
+    """Read the metadata of a LoRA; refuse one that is already scaled."""
     with refusing_damage(f"The LoRA {path} is"):
         read_header(path)
         metadata = read_metadata(path)
@@ -154,7 +154,7 @@ def _open(path: Path) -> dict[str, str]:
 
 
 def read_weights(plan: Plan | str | Path) -> Weights:
-    """A model's tensors with their exponents: from what `convert` wrote, or from a plan and its model."""
+    """Read a model's tensors with their exponents, from `convert`'s output or from a plan and its model."""
     if isinstance(plan, Plan):
         return _read_planned(plan)
     path = Path(plan)
@@ -244,7 +244,7 @@ def _read_file(
     seal: str,
     note: str,
 ) -> Weights:
-    """A single file with the exponents that its tensors get, by its own names."""
+    """Read a single file with the exponents of its tensors, by the file's own names."""
     rows = trace_rows(source)
     named = name_exponents(
         spread_exponents(rows, exponents, left), trace_columns(source, rows, exponents)
@@ -254,7 +254,7 @@ def _read_file(
 
 
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:
-    """The tensors in names that the model has: as they are, or as Diffusers names them for its class."""
+    """Rename tensors to names in the model: leave known ones, or use Diffusers' names for its class."""
     index = _index(weights)
     is_known = all(find_layer(stem, index) for stem in _group_by_layer(tensors)[0])
     if is_known or weights.folder is None:
@@ -273,7 +273,7 @@ def _index(weights: Weights) -> dict[str, dict[str, Layer]]:
 def _scale_all(
     path: Path, tensors: Tensors, weights: Weights
 ) -> tuple[dict[str, torch.Tensor], Counter[str]]:
-    """Every tensor as it is written, and how many of each component were scaled."""
+    """Scale every tensor for the output; also count the scaled ones of each component."""
     groups, others = _group_by_layer(tensors)
     index = _index(weights)
     written, changed = dict(tensors), Counter[str]()
@@ -306,7 +306,7 @@ def _scale_all(
 
 
 def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Group the names in a LoRA file: layer to role (up, down, alpha) to name; and names of no role."""
+    """Group the names in a LoRA file: layer → role (up, down, alpha) → name; list the rest separately."""
     groups: dict[str, dict[str, str]] = {}
     others = []
     for name in tensors:
@@ -318,7 +318,7 @@ def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str
 
 
 def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
-    """The shape of the weight that matrices are for, where the model's is another."""
+    """Return the shape of the weight that the matrices fit if it differs from the model's; else None."""
     if "lora_A" in parts and "lora_B" in parts:
         wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
         same = wanted[:2] == shape[:2] or (len(shape) < 2)
@@ -333,7 +333,7 @@ def _show(shape: Any) -> str:
 
 
 def _scale(tensor: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """A tensor times powers of two, in fp32 where its own dtype would lose a bit."""
+    """Multiply a tensor by powers of two, in fp32 if its own dtype would lose a bit."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ScalingError(f"a tensor of it is {tensor.dtype}")
     for dtype in (tensor.dtype, torch.float32):

@@ -42,7 +42,7 @@ class Target:
 
 
 def _refuse_quantised(source: Source) -> None:
-    """Refuse to write codes and scales again: exponents are folded into values in fp16."""
+    """Refuse to rewrite quantised weights: exponents are folded into values in fp16."""
     file = open_weight_file(source.path)
     if not file.is_quantised:
         return
@@ -56,7 +56,7 @@ def _refuse_quantised(source: Source) -> None:
 
 
 def choose_target(output: str | Path | Target, source: Source) -> Target:
-    """The place and its form; by the name of the place where no form is given."""
+    """Return the target with its form, inferred from the path if none is given; refuse a misfit."""
     if not isinstance(output, Target):
         is_file = Path(output).suffix.lower() in WEIGHT_FILES
         output = Target(output, "single" if is_file else "diffusers")
@@ -96,7 +96,7 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
 
 
 def _refuse_unread(source: Source) -> None:
-    """Refuse one file for a pipeline that no program reads from one."""
+    """Refuse a single file for a pipeline that no program reads from one."""
     names = [name for name in source.components if source.has_weights(name)]
     missing = [name for name in names if name not in find_whole(source.pipeline_class).prefixes]
     if missing and len(names) > 1:
@@ -111,7 +111,11 @@ def _refuse_unread(source: Source) -> None:
 def check_place(
     source: Source, target: Path, plan: str | Path | None, force: bool
 ) -> Callable[[Path], str]:
-    """Refuse a place before anything is loaded; what may be replaced there comes back."""
+    """Refuse an unusable OUT before anything is loaded.
+
+    Returns:
+        A function that describes an obstacle at a path; "" if the path may be replaced.
+    """
     is_file = target.suffix.lower() in WEIGHT_FILES
     _refuse_nested(source, target, plan)
     describe = describe_other_file if is_file else describe_other_folder
@@ -134,7 +138,7 @@ def check_place(
 
 
 def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
-    """Refuse an OUT that is, holds or lies in what is read; links are followed."""
+    """Refuse an OUT that is an input, contains one or lies in one; links are followed."""
     place = Path(os.path.realpath(target))
     folder = Path(os.path.realpath(source.path))
     if place == folder:
@@ -159,7 +163,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
 
 
 def _list_files(path: Path) -> list[Path]:
-    """A file itself; of a folder every file, also behind links."""
+    """List all files of a folder, following links, or just the file itself."""
     if not path.is_dir():
         return [path]
     return [
@@ -168,7 +172,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def describe_other_folder(folder: Path) -> str:
-    """What a folder holds that `convert` did not write there; empty when that is all it holds."""
+    """Describe the contents of a folder that `convert` did not write; "" if there are none."""
     try:
         record = read_record(folder / RECORD_NAME, Conversion)
     except InputError:
@@ -181,7 +185,10 @@ def describe_other_folder(folder: Path) -> str:
 
 
 def measure_files(folder: Path) -> dict[str, int]:
-    """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
+    """Return the size of each file below a folder in bytes, by relative path, without the record.
+
+    Links and other entries that are not regular files, and empty folders, have -1.
+    """
     found = {}
     for place, folders, names in os.walk(folder):
         links = [name for name in folders if Path(place, name).is_symlink()]
@@ -198,7 +205,7 @@ def measure_files(folder: Path) -> dict[str, int]:
 
 
 def describe_other_file(path: Path) -> str:
-    """What a weight file is that `convert` did not write; empty when it did."""
+    """Describe a weight file that `convert` did not write; "" if it did."""
     try:
         return "" if MARK in open_weight_file(path).metadata else _NOT_CONVERTED
     except (DamagedFileError, OSError, OptionError):

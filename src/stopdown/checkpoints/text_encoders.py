@@ -95,7 +95,7 @@ def find_encoder(
     *,
     revision: str | None = None,
 ) -> Encoder | None:
-    """The text encoder in a folder of Transformers, or in a component of a Diffusers folder.
+    """Find the text encoder in a Transformers folder, or in a component of a Diffusers folder.
 
     Returns:
         None where SOURCE is no such folder.
@@ -216,7 +216,7 @@ def load_encoder(encoder: Encoder) -> Any:
 def list_calls(
     module: Any, *, states: bool, lengths: Collection[int] = LENGTHS
 ) -> list[ComponentCall]:
-    """Calls of a text encoder: tokens of the whole vocabulary, with a mask.
+    """Make calls of a text encoder: tokens from the whole vocabulary, with a mask.
 
     Args:
         lengths: in tokens; no longer than the model takes.
@@ -258,7 +258,7 @@ def _find_options(module: Any, states: bool) -> dict[str, Any]:
 def _express(
     encoder: Encoder, module: Any, certify: bool, allow_eps: bool
 ) -> tuple[FileExponents, ComponentPlan, list[str]]:
-    """Exponents as files hold them: with hidden states as they are, or else with what is returned alone."""
+    """Express the exponents in a form that files hold, for calls with hidden states, or else without."""
     bare = ComponentPlan(encoder.name, encoder.class_name, sample_weights(module), "fp16")
     problems: list[str] = []
     is_unread = encoder.config.get("model_type") in _UNREAD_STATES

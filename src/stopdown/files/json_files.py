@@ -46,7 +46,7 @@ def read_json_table(
 
 
 def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file; nothing else is waited for."""
+    """Read the content of a regular file, without waiting for pipes or devices."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -55,7 +55,11 @@ def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """A regular file to read bytes from, at its beginning."""
+    """Open a regular file to read bytes.
+
+    Raises:
+        UnreadableError: it cannot be opened, or is not a regular file.
+    """
     try:
         # Without O_NONBLOCK opening a named pipe waits for somebody who writes into it.
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # the caller closes it
@@ -73,7 +77,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
-    """What a text in JSON says, within the limits of this module.
+    """Parse a JSON text within the limits of this module.
 
     Args:
         content: UTF-8.
@@ -128,7 +132,7 @@ def _check_depth(content: Any) -> None:
 
 
 def _check_characters(content: bytes, found: Any) -> None:
-    """Half of a surrogate pair is text that cannot be printed or written."""
+    """Refuse half of a surrogate pair, which is text that cannot be printed or written."""
     if _SURROGATE.search(content):
         try:
             json.dumps(found, ensure_ascii=False).encode()

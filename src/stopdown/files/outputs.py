@@ -47,7 +47,7 @@ _PROBE_BYTES = 65536
 
 
 def refuse_nameless(path: str | os.PathLike[str], option: str = "with -o") -> None:
-    """Refuse `/`, `.` and `..`, which no file or folder of ours can take the place of."""
+    """Refuse `/`, `.` and `..`, which cannot be replaced by a file or folder."""
     if Path(path).name in ("", ".."):
         raise OutputError(
             f"The output {os.fspath(path)} is a folder that cannot be replaced.",
@@ -57,7 +57,7 @@ def refuse_nameless(path: str | os.PathLike[str], option: str = "with -o") -> No
 
 
 def check_suffix(path: Path, *suffixes: str, expected: str = "") -> None:
-    """Refuse an output whose name does not end as its format does.
+    """Refuse an output without the suffix of its format.
 
     Args:
         suffixes: that are taken, in lower case, the usual one first.
@@ -82,7 +82,7 @@ def check_target(
     force: bool = True,
     inputs: Iterable[str | os.PathLike[str] | None] = (),
 ) -> None:
-    """Refuse a place that could not be written, before hours are spent on what belongs there.
+    """Refuse a place that cannot be written, before hours are spent on its content.
 
     A small file is made beside the target, and removed, with the folders that were missing.
 
@@ -131,7 +131,7 @@ def check_target(
 def written_beside(
     path: str | os.PathLike[str], *, option: str = "with -o", replaces: Replaces | None = None
 ) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to `path` when the block ends without an error.
+    """Yield a temporary path beside `path`, renamed to `path` when the block ends without an error.
 
     After an error, Ctrl-C included, what was written is removed and `path` is as it was. When the
     name has been taken meanwhile by what must stay, what was written is kept under a numbered one.
@@ -153,7 +153,7 @@ def written_beside(
 def write_numbered(
     path: str | os.PathLike[str], write: Callable[[Path], object], *companions: str
 ) -> Path:
-    """Write under a name that Stopdown chose, or the first numbered one that is free.
+    """Write to the preferred name, or to the first free numbered one.
 
     Args:
         path: the first choice.
@@ -173,7 +173,7 @@ def write_numbered(
 
 
 def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
-    """The path itself, or the first of `NAME-2.SUFFIX`, `NAME-3.SUFFIX`… that is free.
+    """Return the path itself, or the first of `NAME-2.SUFFIX`, `NAME-3.SUFFIX`… that is free.
 
     Args:
         companions: as for `write_numbered`.
@@ -188,14 +188,18 @@ def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
 
 
 def find_record_path(output: str | os.PathLike[str]) -> Path:
-    """Where the record of an output stands: `clip.mp4.json` beside `clip.mp4`."""
+    """Return the path of an output's record: `clip.mp4.json` beside `clip.mp4`."""
     path = Path(output)
     return path.with_name(path.name + ".json")
 
 
 @contextmanager
 def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
-    """An existing folder for this process alone within the block, after which its lock is gone."""
+    """Lock an existing folder for this process within the block, and remove the lock afterwards.
+
+    Raises:
+        InputError: `busy`, if another process holds the folder.
+    """
     import filelock
 
     lock = filelock.FileLock(folder / LOCK)
@@ -219,14 +223,14 @@ _held: set[Path] = set()
 
 
 def drop_locks() -> None:
-    """Remove the locks of this process, which is left without anything being unwound."""
+    """Remove the locks of this process, for exits that skip cleanup."""
     for path in tuple(_held):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def _remove_lock(lock: filelock.BaseFileLock, path: Path) -> None:
-    """Remove a lock's file, also if a signal came while it was made, and never another process's."""
+    """Remove a lock's file, also if a signal interrupted its creation, and never another process's."""
     import filelock
 
     with contextlib.suppress(filelock.Timeout, OSError):  # Windows removes it when it is released
@@ -250,7 +254,7 @@ _KINDS = {
 
 
 def _find_kind(target: Path) -> str:
-    """What is at a path; empty for nothing."""
+    """Return the kind of file at a path; "" if there is none."""
     try:
         return _KINDS[stat.S_IFMT(target.stat().st_mode)]
     except (FileNotFoundError, NotADirectoryError):
@@ -258,7 +262,7 @@ def _find_kind(target: Path) -> str:
 
 
 def _refuse_kind(shown: Path, noun: str, found: str, folder: bool) -> None:
-    """Refuse a file in the place of a folder, a folder in the place of a file, and everything else."""
+    """Refuse a file in place of a folder, a folder in place of a file, and pipes, sockets and devices."""
     if found in ("pipe", "socket", "device"):
         raise OutputError(
             f"The {noun} {shown} is a {found}.",
@@ -295,7 +299,7 @@ def _refuse_inputs(
 def _refuse_taken(
     shown: Path, noun: str, target: Path, option: str, replaces: Replaces | None
 ) -> None:
-    """Refuse what is at the target and must stay."""
+    """Refuse a target whose present content must stay."""
     if target.is_dir() and replaces is None and any(target.iterdir()):
         raise OutputError(
             f"The {noun} folder {shown} is not empty.",
@@ -312,7 +316,7 @@ def _refuse_taken(
 
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
-    """A temporary path in the folder of a target; whatever is there at the end is removed.
+    """Yield a temporary path in the folder of a target; remove anything there at the end.
 
     Folders that are missing are made, and removed if nothing is left in them.
     """
@@ -333,7 +337,7 @@ def _made_beside(target: Path) -> Iterator[Path]:
 
 @functools.cache
 def _name_machine() -> str:
-    """Where process ids mean the same: the host, and on Linux the namespace of a container."""
+    """Return a hash of the scope of process ids: the host, and on Linux the container's namespace."""
     with contextlib.suppress(OSError):
         return _hash(socket.gethostname() + os.readlink("/proc/self/ns/pid"))
     return _hash(socket.gethostname())
@@ -344,7 +348,7 @@ def _hash(text: str) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes of this machine left that are no more."""
+    """Remove the leftovers of ended processes of this machine."""
     pattern = re.compile(rf"\.stopdown-{_name_machine()}-(\d{{1,9}})-[0-9a-f]{{8}}\.part")
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
@@ -354,7 +358,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process is there, or may be."""
+    """Return whether a process exists, or may exist."""
     if os.name != "posix":  # where asking by a signal would end it
         return not _has_ended_on_windows(pid)
     try:
@@ -367,7 +371,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _has_ended_on_windows(pid: int) -> bool:
-    """Whether Windows knows no process of this number, or one that has ended."""
+    """Return whether Windows knows no process of this number, or one that has ended."""
     import ctypes
 
     kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
@@ -385,7 +389,7 @@ _SYNCHRONIZE, _NO_SUCH_PROCESS = 0x00100000, 87
 
 
 def discard(part: Path) -> None:
-    """Remove a file or folder; nothing happens when there is none, or when it cannot be removed."""
+    """Remove a file or folder; do nothing if there is none, or if it cannot be removed."""
     if part.is_dir() and not part.is_symlink():
         shutil.rmtree(part, ignore_errors=True)
     else:
@@ -394,7 +398,7 @@ def discard(part: Path) -> None:
 
 
 def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replaces | None) -> None:
-    """Rename what is whole; when its place cannot be had, to a numbered name, which the error tells."""
+    """Rename finished output; if its place is unavailable, use a numbered name and raise with that name."""
     try:
         _refuse_taken(shown, "output", target, option, replaces)
         _rename(part, target)
@@ -409,7 +413,7 @@ def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replac
 
 
 def _rename(part: Path, target: Path) -> None:
-    """In one step where the system can; a folder with files in it stays until the new one is there."""
+    """Rename in one step if the system can; a folder with files in it stays until the new one is there."""
     if not (part.is_dir() and target.is_dir()):
         os.replace(part, target)
     elif not any(target.iterdir()):
@@ -429,7 +433,7 @@ def _rename(part: Path, target: Path) -> None:
 
 
 def _rename_numbered(part: Path, shown: Path, *companions: str) -> Path:
-    """Rename to the first free name without replacing what comes there at the same moment."""
+    """Rename to the first free name, without replacing files that appear at the same moment."""
     while True:
         free = find_free(shown, *companions)
         try:
@@ -470,7 +474,7 @@ _FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
-    """What the system said about a place, as an error with cause and remedy."""
+    """Return an error with cause and remedy for the system's refusal to write an output."""
     known = _REFUSALS.get(error.errno or 0)
     cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
     return OutputError(

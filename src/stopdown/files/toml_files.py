@@ -15,14 +15,17 @@ _Row = TypeVar("_Row")
 
 
 def read_folder(folder: str) -> dict[str, dict[str, Any]]:
-    """The tables of each file in a folder of `knowledge/`, by file name, sorted."""
+    """Read the tables of each file in a folder of `knowledge/`, by file name, sorted."""
     names = sorted(entry.name for entry in _find(folder).iterdir())
     return {name: _read(folder, name) for name in names if name.endswith(".toml")}
 
 
 @functools.cache
 def read_rules(name: str) -> dict[str, Any]:
-    """The tables of one file of `knowledge/rules/`: `versions` for `versions.toml`. Not to be changed."""
+    """Return the cached tables of a file in `knowledge/rules/`: `versions` for `versions.toml`.
+
+    Callers must not change them.
+    """
     return _read("rules", f"{name}.toml")
 
 
@@ -35,7 +38,7 @@ def _find(*parts: str) -> Traversable:
 
 
 def read_rows(name: str, table: str, kind: type[_Row]) -> tuple[_Row, ...]:
-    """The rows of one table of `knowledge/rules/`, as records."""
+    """Read the rows of one table of a file in `knowledge/rules/`, as records."""
     rows: tuple[_Row, ...] = _parse_table(name, table, cast(Any, kind))
     return rows
 
@@ -46,5 +49,5 @@ def _parse_table(name: str, table: str, kind: Any) -> Any:
 
 
 def parse_rows(rows: Iterable[Any], kind: type[_Row]) -> tuple[_Row, ...]:
-    """Rows of a table that was read, as records."""
+    """Convert the rows of a parsed table to records."""
     return tuple(msgspec.convert(row, kind) for row in rows)

@@ -72,7 +72,7 @@ _STILL = 2.0  # largest change of a 4x4 block against the first frame, of 255
 
 
 def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
-    """Every fault that can be seen in finished frames; an empty list when they look healthy.
+    """Find all visible faults in finished frames; return an empty list if they look healthy.
 
     **Catches**
 
@@ -142,7 +142,7 @@ def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
 
 
 def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
-    """What `find_frame_faults` finds, as a record holds it: `black-frames`, `frozen-frames`…
+    """Return the faults from `find_frame_faults` as records' findings: `black-frames`, `frozen-frames`…
 
     Args:
         frames: `[T, H, W, 3]` uint8.
@@ -155,7 +155,7 @@ def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
 
 
 def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
-    """Means of blocks of `factor` x `factor` pixels; a picture too small for two stays as it is."""
+    """Return the means of blocks of `factor` x `factor` pixels; a picture smaller than two is unchanged."""
     import numpy as np
 
     height, width = (size // factor * factor for size in picture.shape[:2])
@@ -167,7 +167,7 @@ def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
 
 
 def _measure_colour(frame: Frames) -> tuple[tuple[float, ...], float]:
-    """The colour of a frame that is one all over, and its spread; () for a frame that is not."""
+    """Measure the colour and spread of a uniform frame; () for any other frame."""
     # A quarter of the rows and columns holds 1/16 of the pixels: when its standard deviation is 4
     # times the limit, that of the frame is above the limit.
     if frame[::4, ::4].std(axis=(0, 1)).max() >= 4 * _SPREAD:
@@ -222,7 +222,7 @@ _TAILS = 5.0  # kurtosis: 1.8 for uniform, 3 for normal noise, hundreds for star
 
 
 def _measure_noise(frame: Frames) -> float | None:
-    """The largest neighbour correlation of a frame that is white noise, None for a picture.
+    """Measure the largest neighbour correlation of a white-noise frame; None for a picture.
 
     Luma is tested, because the chroma of video is smoothed by its subsampling; of a large frame
     the middle 256x256 pixels.
@@ -250,7 +250,7 @@ def _measure_noise(frame: Frames) -> float | None:
 
 
 def _correlate_neighbours(luma: np.ndarray[Any, Any]) -> float:
-    """The larger magnitude of the horizontal and vertical lag-1 correlation; 1 without variance."""
+    """Return the larger magnitude of the horizontal and vertical lag-1 correlation; 1 without variance."""
     import numpy as np
 
     centred = luma - luma.mean()
@@ -282,7 +282,7 @@ def require_clip(frames: Frames) -> Frames:
 
 
 def name_frames(indices: Sequence[int], total: int) -> str:
-    """Frames in words: `all 9 frames`, `frame 3 of 9`, `frames 4, 5 of 9`, counted from 1."""
+    """Name frames in words: `all 9 frames`, `frame 3 of 9`, `frames 4, 5 of 9`, counted from 1."""
     if len(indices) == total:
         return "the only frame" if total == 1 else f"all {total} frames"
     shown = ", ".join(str(index + 1) for index in indices[:8])

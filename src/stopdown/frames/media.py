@@ -34,7 +34,7 @@ FOLDER = "folder"
 
 
 def choose_format(path: str | os.PathLike[str], frames: int | None) -> str:
-    """The format that an output path asks for: a suffix without its point, or `folder`.
+    """Choose the format for an output path: a suffix without its point, or `folder`.
 
     A path that ends in a slash, has no suffix, or is a folder already, is a folder of png files.
 
@@ -88,7 +88,7 @@ def check_output(
     force: bool = True,
     inputs: Iterable[str | Path | None] = (),
 ) -> str:
-    """The format of an output path, once it is certain that a file can be made there now.
+    """Check that an output can be written to a path now, and return its format.
 
     Called before a long run. It makes a small file beside the output and removes it again.
 
@@ -110,7 +110,7 @@ def write_media(
     sound: Sound | None = None,
     numbered: bool = False,
 ) -> Path:
-    """Write a clip or sound in the format that the path asks for, whole or not at all.
+    """Write a clip or sound in the format of the path, whole or not at all.
 
     A file that is there is replaced; a folder has to be new or empty.
 
@@ -161,7 +161,7 @@ precision changes."""
 def _write_video(
     part: Path, frames: Frames, fps: float, sound: Sound | None, *, container: str
 ) -> None:
-    """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
+    """Write a video; pad an odd height or width by its last row or column, as yuv420p needs even sizes."""
     require_package("av", "cli", "Writing a video")
     import av
     import numpy as np
@@ -212,7 +212,7 @@ def _encode(part: Path, frames: Frames, rate: Fraction, kind: str, sound: Sound 
 
 
 def _write_gif(part: Path, frames: Frames, fps: float, sound: Sound | None) -> None:
-    """One palette for the whole clip, so that still areas do not flicker from frame to frame."""
+    """Write a gif with one palette for the whole clip, so that still areas do not flicker."""
     from PIL import Image
 
     pictures = [Image.fromarray(frame) for frame in frames]
@@ -231,7 +231,7 @@ def _write_gif(part: Path, frames: Frames, fps: float, sound: Sound | None) -> N
 
 
 def _make_palette(frames: Frames) -> tuple[Image.Image, bool]:
-    """A palette of 256 colours for all frames, and whether it holds every colour exactly."""
+    """Make a palette of 256 colours for all frames, and return whether it holds every colour exactly."""
     import numpy as np
     from PIL import Image
 
@@ -247,7 +247,7 @@ def _make_palette(frames: Frames) -> tuple[Image.Image, bool]:
 
 
 def _gif_durations(count: int, fps: float) -> list[int]:
-    """Milliseconds of each frame in whole hundredths of a second whose sum keeps the speed."""
+    """Return the milliseconds of each frame, in whole hundredths of a second whose sum keeps the speed."""
     ends = [round(100 * (index + 1) / fps) for index in range(count)]
     steps = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return [10 * max(2, step) for step in steps]
@@ -294,7 +294,7 @@ SUFFIXES = (*WRITERS, *SOUNDS)
 
 
 def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
-    """Frames as pixels, rounded to nearest; values outside 0 to 1 are clamped.
+    """Convert frames to pixels, rounded to nearest; values outside 0 to 1 are clamped.
 
     Args:
         frames: `[T, H, W, 3]` floating, 0 (black) to 1 (white).
@@ -319,7 +319,7 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
 
 
 def draw_preview(frames: Frames) -> str:
-    """Four frames of a clip at most side by side, 72 pixels high or as they are, as WebP in base64.
+    """Draw at most four frames of a clip side by side, at most 72 pixels high, as WebP in base64.
 
     Args:
         frames: `[T, H, W, 3]` uint8.
@@ -356,7 +356,7 @@ _VIDEO_FORMATS = (
 
 
 def read_image(path: str | os.PathLike[str]) -> Frames:
-    """One picture, `[H, W, 3]` uint8, turned as its EXIF data says and laid on white."""
+    """Read a picture as `[H, W, 3]` uint8, rotated by its EXIF data, on a white background."""
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -397,7 +397,7 @@ def _lay_on_white(picture: Image.Image) -> Image.Image:
 
 
 def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames:
-    """The frames of a clip, `[T, H, W, 3]` uint8.
+    """Read the frames of a clip, `[T, H, W, 3]` uint8.
 
     Args:
         path: a video file, a gif, a picture (one frame), or a folder of png files.
@@ -422,7 +422,7 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
 
 
 def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Frames]:
-    """The frames of a clip, `[H, W, 3]` uint8 each, all of one size and at least one, as they are read.
+    """Yield the frames of a clip as they are read, `[H, W, 3]` uint8: at least one, all of one size.
 
     Args:
         path, limit: as for `read_video`.

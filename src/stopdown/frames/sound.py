@@ -62,14 +62,14 @@ class Sound:
         return self.samples.shape[1] / self.rate
 
     def describe(self) -> str:
-        """Say its length, channels and rate: `9.5 s, 2 channels, 44100 Hz`."""
+        """Describe the length, channels and rate: `9.5 s, 2 channels, 44100 Hz`."""
         count = len(self.samples)
         channels = f"{count} channel{'s' * (count != 1)}"
         return f"{self.seconds:.1f} s, {channels}, {self.rate} Hz"
 
 
 def to_sound(values: np.ndarray[Any, Any], rate: int) -> Sound:
-    """Return samples as a sound, once it is certain that they are finite.
+    """Return samples as a sound after checking that they are finite.
 
     Args:
         values: `[samples]`, `[channels, samples]` or `[1, channels, samples]` floating.
@@ -110,7 +110,7 @@ def write_sound(part: Path, sound: Sound, kind: str) -> None:
 
 
 def add_track(container: Any, sound: Sound, kind: str) -> Any:
-    """Add a sound to a file that is being written; what comes back encodes it.
+    """Add a sound track to an open media file; return a function that encodes it.
 
     Every stream has to be added before a packet of one is written.
     """
@@ -129,7 +129,7 @@ def add_track(container: Any, sound: Sound, kind: str) -> Any:
 
 
 def _cut(sound: Sound, form: str, rate: int) -> Iterator[Any]:
-    """The samples as frames of a second each, in a codec's form and rate."""
+    """Yield the samples as frames of a second each, in a codec's sample format and rate."""
     import av
     import numpy as np
 
@@ -149,7 +149,7 @@ def _cut(sound: Sound, form: str, rate: int) -> Iterator[Any]:
 
 
 def read_sound(path: str | os.PathLike[str]) -> Sound:
-    """The sound of a file, or the track of a video.
+    """Read the sound of a file, or the track of a video.
 
     Raises:
         InputError: the file is missing, holds no sound, is damaged, or has more than `MOST_SAMPLES`.
@@ -191,7 +191,7 @@ _FORMATS = "wav,flac,mp3,ogg,aac,aiff,mov,matroska,avi,mpegts,mpeg"
 
 
 def draw_wave(sound: Sound, height: int = 72, width: int = 288) -> np.ndarray[Any, Any]:
-    """A picture of how loud a sound is over time, `[1, H, W, 3]` uint8."""
+    """Draw the loudness of a sound over time, `[1, H, W, 3]` uint8."""
     import numpy as np
 
     loudest = np.abs(sound.samples).max(axis=0, initial=0.0)

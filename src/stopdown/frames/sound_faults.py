@@ -57,7 +57,7 @@ _SHORTEST = 4096  # samples in which noise can be told
 
 
 def find_sound_faults(sound: Sound) -> list[SoundFault]:
-    """Every fault that can be heard in finished sound; an empty list when it is healthy.
+    """Find all audible faults in finished sound; return an empty list if it is healthy.
 
     **Catches**
 
@@ -77,7 +77,7 @@ def find_sound_faults(sound: Sound) -> list[SoundFault]:
 
 
 def find_sound_findings(sound: Sound, name: str) -> tuple[Finding, ...]:
-    """What `find_sound_faults` finds, as a record holds it: `silent-sound`, `clipped-sound`…
+    """Return the faults from `find_sound_faults` as records' findings: `silent-sound`, `clipped-sound`…
 
     Args:
         name: what it is: `output`.
@@ -149,7 +149,7 @@ def _detect_noise(sound: Sound) -> SoundFault | None:
 
 
 def _compare_bands(mono: Any) -> float:
-    """How many times the power of the weakest of 16 bands the strongest has."""
+    """Return the ratio of the strongest to the weakest power of 16 bands."""
     import numpy as np
 
     length = 512

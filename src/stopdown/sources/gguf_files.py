@@ -72,7 +72,7 @@ def read_texts(reader: Any) -> dict[str, str]:
 
 
 def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
-    """Yield the values of a tensor in fp32, some rows at a time; none for types it cannot unpack."""
+    """Yield the values of a tensor in fp32, some rows at a time; none if gguf cannot unpack its type."""
     gguf = require_gguf()
     name, data = tensor.tensor_type.name, tensor.data
     if not data.size:
