@@ -444,7 +444,7 @@ class _Batch:
 
     @contextmanager
     def kept(self, folder: Path) -> Iterator[None]:
-        """When it is interrupted, say how much is done, and that it can go on."""
+        """Announce the progress and the way to continue if the block is interrupted."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

@@ -16,10 +16,10 @@ from stopdown.records import RunRecord
 
 
 def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
-    """Print the verdict, what to run, and the card: what each component ran in and why, time and memory.
+    """Print the verdict, the next command, and a card with precisions, reasons, time and memory.
 
     Args:
-        is_new: the output was written just now; a card that is shown again says what it is of.
+        is_new: whether the output was written just now; a card shown later names its output.
     """
     said = f"Wrote {record.output} in {record.elapsed_s:.1f} s" if is_new else record.output
     console.print(f"{said}: {record.verdict}", style="bold", soft_wrap=True, highlight=False)

@@ -182,7 +182,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
 
 
 def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
-    """Check a source; with `fix` load it, mend it, and check again what remains."""
+    """Check a source; with `fix`, load it, repair it and check the remaining problems."""
     begun = time.perf_counter()
     _refuse(options)
 
@@ -269,7 +269,7 @@ def _resolve(options: CheckOptions, *, with_weights: bool = True) -> Source:
 
 
 def print_check(record: CheckRecord, console: Console, *, precision: str = "auto") -> None:
-    """Print the verdict, what to run, and the evidence below."""
+    """Print the verdict, the next command, and the evidence."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)
@@ -307,7 +307,7 @@ def _describe_verdict(findings: tuple[Finding, ...]) -> str:
 
 
 def print_file(record: FileCheck, console: Console) -> None:
-    """Print what a file holds, component by component, and the findings, worst first."""
+    """Print the contents of a weight file by component, and the findings, worst first."""
     from stopdown.app.progress import print_parts, print_prose
 
     where = f" on {record.device}" if record.device else ""

@@ -23,15 +23,16 @@ class Children:
     """The processes that were started while it listens; `guard` is called in those that begin anew."""
 
     def __init__(self, guard: Callable[[], object]) -> None:
-        """
+        """Take the function that guards a child process.
+
         Args:
-            guard: can be pickled.
+            guard: function without arguments that can be pickled.
         """
         self.started = 0
         self._guard = guard
 
     def listen(self, patches: Patches) -> None:
-        """Count processes and pass the guard on, until `patches` is undone."""
+        """Count new processes and guard those that are spawned, until `patches` is undone."""
         start, prepare = BaseProcess.start, spawn.get_preparation_data
 
         @functools.wraps(start)

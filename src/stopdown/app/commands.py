@@ -114,7 +114,7 @@ def _refuse_lost_folder() -> None:
 
 
 def _refuse_bytes(words: list[str]) -> None:
-    """Refuse what is no text: it would go into records and pages, which are UTF-8."""
+    """Refuse arguments that are not valid text, since records and pages are UTF-8."""
     for word in words:
         if any("\udc80" <= character <= "\udcff" for character in word):
             given = word.encode(errors="surrogateescape")

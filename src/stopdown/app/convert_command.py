@@ -163,7 +163,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
 
 
 def _check_plan(options: ConvertOptions) -> None:
-    """Refuse what is for text encoders alone, and a LoRA without the model that it is used with."""
+    """Refuse options for text encoders, and a LoRA without its model's plan."""
     for name, given in {"--component": options.component, "--certify": options.certify}.items():
         if given:
             beside = "beside --plan" if options.plan is not None else f"for {options.source}"
@@ -201,7 +201,7 @@ def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
 
 
 def print_conversion(made: Conversion, console: Console, *, is_whole: bool = False) -> None:
-    """Print what nothing watches in the copy, how to load it, and with -v the reasons of each component."""
+    """Print the proof and the contents of the copy, the code that loads it, and with -v the reasons."""
     from rich.text import Text
 
     from stopdown.app.progress import make_table

@@ -42,10 +42,10 @@ class Display:
 
 
 def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
-    """Import PyTorch and Diffusers, which takes seconds, and say so before.
+    """Announce and run the import of PyTorch and Diffusers, which takes seconds.
 
-    Whatever a command refuses by looking at its options and files comes before this. What they make stays,
-    so garbage is not looked for among it: that took a quarter of a command's start.
+    Commands validate their options and files before this. Imported objects are excluded from garbage
+    collection, which took a quarter of a command's start.
     """
     if has_pipelines:
         check_libraries()
@@ -69,7 +69,7 @@ def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
 def keep_updated(
     updated: Plan, path: str | None, keeps: bool, announce: Callable[[str], None]
 ) -> str | None:
-    """Write a plan with the repairs of a run for the next one; return its path, None if it was not kept.
+    """Write a plan with the repairs of a run, for the next run; return its path, or None if not written.
 
     Args:
         path: of the plan that was named; None for one that `auto` made.

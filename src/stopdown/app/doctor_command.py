@@ -72,7 +72,7 @@ def write_profile(device: str | None) -> str:
 
 
 def print_health(health: MachineHealth, console: Console) -> None:
-    """Print each device: formats, attention, faults, and what `auto` would choose."""
+    """Print each device: formats, attention, faults, and the choices of `auto`."""
     for number, device in enumerate(health.devices):
         if number:
             console.print()

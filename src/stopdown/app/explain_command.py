@@ -117,7 +117,7 @@ def _find_path(subject: str) -> Path | None:
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print the verdict and its fix, and below them the other remedies and what they rest on."""
+    """Print the verdict and its fix, then the other remedies and the evidence."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)

@@ -84,7 +84,7 @@ def main(options: FitOptions) -> int:
 
 
 def fit(options: FitOptions, display: Display) -> MemoryForecast:
-    """Predict what every strategy takes on a device, and choose; no weights are read."""
+    """Predict the memory of every strategy on a device, and choose one; no weights are read."""
     begun = time.perf_counter()
     read = read_request(options, takes_profile=True)
     host_limit = (

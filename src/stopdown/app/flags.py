@@ -69,9 +69,9 @@ ArgumentsOption = Annotated[
 
 
 def make_options(name: str, wanted: Iterable[dataclasses.Field[Any]]) -> Any:
-    """Make the class of options that are fields of a request, with their help; a command inherits it.
+    """Make a dataclass of options from fields of a request, with their help; commands inherit from it.
 
-    A field that a command declares itself stands above the one that is inherited.
+    A field that a command declares itself overrides the inherited one.
     """
     entries = list[tuple[str, Any, Any]]()
     for entry in wanted:

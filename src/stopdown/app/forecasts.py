@@ -48,11 +48,11 @@ def fit_source(
 
     Args:
         options: of `fit` or of `generate`.
-        source: complete, but for its weights.
-        read: what is asked for; what the pipeline needs besides is drawn.
-        limit: bytes of the device that the run may take.
-        host_limit: bytes of the host that weights which are not in use may take.
-        plan: that `options.precision` names.
+        source: complete, except for its weights.
+        read: the request; other inputs that the pipeline needs are made up.
+        limit: device memory for the run, in bytes.
+        host_limit: host memory for weights that are not in use, in bytes.
+        plan: the plan that `options.precision` names.
     """
     from stopdown.pipelines.class_selection import select_class
     from stopdown.pipelines.drawn_inputs import complete_request
@@ -261,7 +261,9 @@ def _try_way(
 
 
 def _count_disk(fit: Fit, host_limit: int) -> Fit:
-    """Return the same with the time of a disk where weights that wait take more than the host has."""
+    """Return the prediction; its time includes disk reads if the host has too little memory for the
+    weights.
+    """
     from stopdown.memory.forecast import sort_by_time
 
     stored = max(one.stored_bytes for one in fit.predictions)
@@ -284,7 +286,7 @@ def _explain(
     limit: int,
     profile: Profile,
 ) -> tuple[str, ...]:
-    """Give the reasons for a forecast's precision and strategy, and against the others, as sentences."""
+    """Return the reasons for a forecast's precision and strategy, and against the others, as sentences."""
     from stopdown.memory.forecast import USABLE_SHARE
     from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 

@@ -199,10 +199,10 @@ def generate(
     """Make a video, picture or sound from a prompt, and write it with its record beside it.
 
     Args:
-        kept: of earlier runs with the same options but for seed and output, and for later ones.
+        kept: cache of the model, shared by runs with the same options except seed and output.
 
     Returns:
-        What the run really did; findings in the frames are in it, and the file is written.
+        The record of the run. Findings in the frames are in it; the file is written regardless.
     """
     started = time.perf_counter()
     display = display or Display()
@@ -269,7 +269,7 @@ def _decide(
     display: Display,
     kept: ModelCache,
 ) -> Plan:
-    """Return how the model runs, decided by the first of several runs; nothing is loaded."""
+    """Return the plan of the run; it is chosen once for several runs, and nothing is loaded."""
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.results import check_format, choose_suffix
     from stopdown.plans.plan_choice import choose_plan
@@ -314,7 +314,7 @@ def _generate(
     display: Display,
     kept: ModelCache,
 ) -> RunRecord:
-    """Make the file; what happened is the record."""
+    """Make the output file, and return the record of the run."""
     from stopdown.runtime.guard import GuardOptions
     from stopdown.runtime.session import tell_calls
 

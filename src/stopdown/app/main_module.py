@@ -23,7 +23,7 @@ Start = Callable[[], Any]
 
 
 def find_start(target: str, *, is_module: bool) -> Start:
-    """Return what runs a file, a folder or a module, after a look whether it is there."""
+    """Return a function that runs a file, a folder or a module, after a check that it exists."""
     if is_module:
         spec = _find_module(target)
         return lambda: _run_module(spec)

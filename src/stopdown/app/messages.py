@@ -24,7 +24,7 @@ def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) 
 
     Args:
         words: of the command line, after `stopdown`.
-        stopped_by: number of the signal that was raised in it, whatever libraries made of it; 0 for none.
+        stopped_by: number of the signal that stopped the command, 0 for none.
     """
     if isinstance(error, KeyboardInterrupt):
         stopped_by = signal.SIGINT
@@ -72,7 +72,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
 def _report(kind: str, parts: list[str], wants_json: bool) -> None:
     """Write a message to standard error: each part on its own lines in a terminal, else one line.
 
-    A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
+    Errors of a closed stream are ignored, so that the exit code stays the same.
     """
     parts = [make_printable(part) for part in parts if part]  # names come from files of others
     message = " ".join(parts)

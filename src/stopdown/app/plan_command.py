@@ -120,7 +120,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
 
 
 def _check_certificate(options: PlanOptions) -> None:
-    """Refuse a file that is there or is no JSON file."""
+    """Refuse a path for the certificate that exists or is not a JSON file."""
     if options.certificate is None:
         return
     check_suffix(options.certificate, ".json", expected="A certificate is a JSON file.")
@@ -134,7 +134,7 @@ def _check_certificate(options: PlanOptions) -> None:
 
 
 def print_plan(made: Plan, output: Path, options: PlanOptions, console: Console) -> None:
-    """Print the verdict, what to run, one line for each component, and with -v the reasons below."""
+    """Print the verdict, the next command, a line for each component, and with -v the reasons."""
     from rich.text import Text
 
     from stopdown.app.progress import make_table

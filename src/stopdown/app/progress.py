@@ -70,7 +70,7 @@ def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
 
 
 def print_prose(console: Console, text: str | Text, style: str = "") -> None:
-    """Print a paragraph: in a terminal in lines of whole words below its indent, elsewhere in one line."""
+    """Print a paragraph: wrapped between words below its indent in a terminal, else in one line."""
     said = Text(text, style) if isinstance(text, str) else text
     if not console.is_terminal:
         console.print(said, soft_wrap=True)

@@ -113,7 +113,7 @@ class ScriptOptions(CommandOptions):
 
 
 def main(options: ScriptOptions) -> int:
-    """Run the command: what Stopdown has to say on stderr, and the exit code of the script."""
+    """Run the script and report to standard error; return the exit code of the script."""
     from stopdown.app.progress import open_console
 
     if options.script is None and options.module is None:
@@ -133,10 +133,10 @@ def main(options: ScriptOptions) -> int:
 
 
 def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> ScriptRecord:
-    """Run a script to its end, each call of a pipeline, or of a module without one, guarded.
+    """Run a script to its end with every pipeline call guarded, and every module call without a pipeline.
 
     Returns:
-        What its models did; an exception of the script is printed, and its exit code is 1.
+        The record of the run. An exception of the script is printed, and its exit code is 1.
     """
     started = time.perf_counter()
     is_module = options.module is not None
@@ -187,7 +187,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 def _put_on(
     options: ScriptOptions, path: str | None, remark: Callable[[str], None], patches: Patches
 ) -> ScriptGuard:
-    """Guard what this process calls and loads, until `patches` is undone."""
+    """Guard the calls and loads of this process until `patches` is undone."""
     from stopdown.component_calls.pipeline_interception import (
         redirect_devices,
         stop_without_kernels,
@@ -217,7 +217,7 @@ def _put_on(
 
 
 def guard_child(options: ScriptOptions) -> None:
-    """Guard a process that the script has spawned, until it ends; what is said goes to standard error."""
+    """Guard a process that the script has spawned until it ends; messages go to standard error."""
     from stopdown.app.child_processes import Children
     from stopdown.interception.patches import Patches
 
@@ -343,7 +343,7 @@ def _describe_faults(record: ScriptRecord) -> str:
 
 
 def print_script(record: ScriptRecord, console: Console) -> None:
-    """Print what its models did, what was repaired, and what was found."""
+    """Print the calls of the script's models, the repairs and the findings."""
     from stopdown.app.progress import print_prose
 
     if not record.runs and record.modules is None and not record.remarks:

@@ -141,7 +141,10 @@ class SignalTrap:
         return False
 
     def _remind(self, number: signal.Signals) -> None:
-        """Send a signal again in a moment. `threading` is left alone: its locks may be held just here."""
+        """Send a signal again after a pause.
+
+        It avoids `threading`, whose locks may be held by the interrupted code.
+        """
 
         def send() -> None:
             time.sleep(_PAUSE_S)
@@ -164,7 +167,7 @@ class SignalTrap:
         return error
 
     def _receive_lost(self, lost: Any) -> None:
-        """Raise again what was raised where it could not be caught."""
+        """Raise an interrupt again if Python discarded it where it could not be caught."""
         if self.number and issubclass(lost.exc_type, KeyboardInterrupt | Stopped):
             self._raise_again()
         else:

@@ -61,12 +61,12 @@ def refuse_too_large(
     memory: str | None = None,
     offloads: bool = True,
 ) -> None:
-    """Refuse a size that is predicted to take more memory than there is.
+    """Refuse a size that is predicted to take more memory than the limit.
 
     Args:
-        request: what is made; where it names no size, nothing is done.
-        memory: the limit that it is to stay within.
-        offloads: weights can wait elsewhere, by `--memory`.
+        request: the request of the run; the check is skipped if it sets no size.
+        memory: value of `--memory`; None takes all memory of the device.
+        offloads: whether `--memory` can move idle weights off the device.
 
     Cost: nothing for a size far below memory; else a few dry runs of some seconds each.
     """
@@ -177,13 +177,13 @@ def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
 def show_before_download(
     options: Any, source: Source, request: Request, display: Display
 ) -> MemoryForecast | None:
-    """Show how a model on the Hub will run and what that takes, and refuse what will not fit.
+    """Show the forecast of a run before the download of its model, and refuse a model that will not fit.
 
     Args:
         options: of `generate`.
 
     Returns:
-        The forecast without its table; None where the Hub cannot be asked.
+        The forecast without its table; None if the Hub cannot be reached.
 
     Raises:
         OptionError: no strategy stays within the limit in the precision that the run would take.

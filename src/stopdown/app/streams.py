@@ -31,7 +31,7 @@ class ReaderGone(SystemExit):
 
 
 def fill_streams() -> None:
-    """Open the null device where a stream is closed, so that no file of ours takes its number."""
+    """Open the null device in place of closed standard streams, so that no file takes their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -99,7 +99,7 @@ def checked_stdout(*, is_json: bool) -> Iterator[None]:
     Characters that its encoding lacks are escaped.
 
     Args:
-        is_json: it is UTF-8, whatever the terminal has.
+        is_json: write UTF-8, whichever encoding the terminal has.
     """
     stream = sys.stdout
     reconfigure = getattr(stream, "reconfigure", None)

@@ -145,12 +145,12 @@ def prepare(
     """Find the model and choose its plan; no weights are loaded.
 
     Args:
-        item, request: the first one, which decides the class of the pipeline.
-        known: plans that the batch began with before: with `auto` the model's own is used again.
-        earlier: summary of the batch that was made there before: what was decided is not decided again
-            on the same device, because a busy machine may measure its formats otherwise.
+        item, request: the first item, which decides the class of the pipeline.
+        known: plans of earlier batches in the folder; with `auto`, the plan of this model is used again.
+        earlier: summary of the earlier batch in the folder. Its decisions are used again on the same
+            device, because a busy machine may measure its formats differently.
 
-    Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
+    Cost: for `auto`, that of `make_plan` the first time a checkpoint is used on this machine.
     """
     device = choose_device(settings.device)
     described = resolve_whole(settings, with_weights=False, progress=progress)

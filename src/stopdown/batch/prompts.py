@@ -93,7 +93,7 @@ def naming_line(
 
 
 def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
-    """Return the items of a prompts file, in its order, and after them those of the command.
+    """Return the items of a prompts file in order, followed by those of the command line.
 
     Args:
         given: path, or `-` for standard input, which is read as JSON lines when it begins with a brace;

@@ -289,8 +289,7 @@ def read_operations() -> tuple[Operation, ...]:
 def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
     """Parse the operations in the tables of `backend_dtypes.toml`.
 
-    A group has `backends` that share its rows: a row under `all` stands for each backend that has none of
-    its own.
+    A row under `all` applies to each backend without a row of its own.
     """
     found = []
     for entry in data["operation"]:

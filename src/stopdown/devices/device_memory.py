@@ -15,7 +15,7 @@ from stopdown.out_of_memory import is_out_of_memory
 
 
 def free_memory() -> None:
-    """Give back the memory of what is no longer used: a pipeline that is gone may hold itself."""
+    """Collect garbage and return cached device memory; a discarded pipeline may hold itself in a cycle."""
     import torch
 
     gc.collect()
@@ -36,7 +36,7 @@ HOST_SHARE = 0.7
 
 
 def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how much host memory is free for this process: of the machine, or of its container."""
+    """Return the free host memory of this process in bytes: the machine's, or its container's if lower."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

@@ -74,7 +74,7 @@ def copy_variables() -> dict[str, str]:
 
 
 def put_variables(variables: Mapping[str, str]) -> None:
-    """Take over the environment of another process."""
+    """Update the environment of this process with the variables of another."""
     os.environ.update(variables)
 
 
@@ -180,11 +180,12 @@ def read_version(package: str) -> str | None:
 
 
 def require_package(package: str, extra: str, what: str, *, otherwise: str = "") -> None:
-    """Refuse what needs a package that is not here.
+    """Raise an error if a package is not installed.
 
     Args:
-        what: needs it: `A LoRA`.
-        otherwise: what the remedy ends with: ` or leave it out`.
+        extra: the extra of Stopdown that installs it.
+        what: the feature that needs it, such as `A LoRA`.
+        otherwise: end of the remedy, such as ` or leave it out`.
     """
     if importlib.util.find_spec(package) is None:
         raise OptionError(
@@ -834,7 +835,7 @@ def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _O
 
 
 def synchronise(device: Device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait until a device has finished its queued work."""
     import torch
 
     if device.type != "cpu":
