@@ -41,7 +41,7 @@ _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
 def follow(op: Operands) -> AffineRows:
-    """The rows of a result, as far as they are known; its rounding is not yet in."""
+    """Return the affine rows of a result before rounding; () if they are not known."""
     node = op.node
     if not op.shape:
         return ()
@@ -67,12 +67,12 @@ def follow(op: Operands) -> AffineRows:
 
 
 def rounded(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
-    """With what rounding may add, by channel: `[d]` or `[1]`."""
+    """Add the error of rounding to affine rows, by channel: `[d]` or `[1]`."""
     return tuple(replace(x, rest=x.rest + error) for x in affine_rows)
 
 
 def by_channel(bound: Bound) -> torch.Tensor:
-    """`[d]` or `[1]`: the largest magnitude of each channel."""
+    """Return the largest magnitude of each channel, `[d]` or `[1]` float64."""
     return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
 
 
@@ -91,7 +91,7 @@ def _begin(op: Operands) -> AffineRows:
 
 
 def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
-    """A norm's weight or bias; zeros without one; None when it is no parameter."""
+    """Load a norm's weight or bias, `[d]` float64; zeros without one, None if it is no parameter."""
     if not isinstance(op.given.get(name), Node):
         return torch.zeros(count).double()
     found = op.load(name)
@@ -105,7 +105,7 @@ def _error_of(op: Operands, name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def _begin_written(op: Operands) -> AffineRows:
-    """A norm that is written out has a bound by row and no gain."""
+    """Return the affine row of a norm that is written out; its gain is 1."""
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
         return ()
@@ -155,7 +155,7 @@ def _add(op: Operands) -> AffineRows:
 
 
 def _pairs(op: Operands) -> list[tuple[AffineRows, object]]:
-    """Operands whose rows are known, each with the other one."""
+    """Return each operand with known rows, together with the other operand."""
     first, other = op.given["self"], op.given["other"]
     if first is other:
         return []
@@ -172,7 +172,10 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _read_table(op: Operands, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`[T, d]` and the radius `[d]` of what depends on the timestep alone and is alike in all rows."""
+    """Return the table `[T, d]` of a value that depends on the timestep alone, and its radius `[d]`.
+
+    Return None for other values, and for one that differs between rows.
+    """
     held, count = op.known.exact(value) if isinstance(value, Node) else None, op.shape[-1]
     if held is None or not held.center.is_floating_point():
         return None
@@ -212,7 +215,7 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
+        """Bound each element of `weight @ row` for all of the rows, and each part of its sum: `[out]` each.
 
         In a part of a sum the shifts no longer cancel: there their magnitudes count.
 
@@ -233,7 +236,10 @@ class Image:
 def _move_most(
     products: Products, affine_rows: Sequence[AffineRow], device: torch.device
 ) -> torch.Tensor:
-    """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
+    """Return the largest product of each weight row with each table, `[out, affine_rows]`.
+
+    It is computed from `products.plain`, the products with the bases of the tables side by side.
+    """
     parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)
     norms, moved = products.squares[:, 0].sqrt().clamp(min=1e-300), []
     for row, part in zip(affine_rows, parts, strict=True):

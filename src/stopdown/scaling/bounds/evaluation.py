@@ -52,13 +52,16 @@ MOST_LENGTH_WORK = 1 << 35
 
 
 def writes_in_place(node: Node) -> bool:
-    """True when an operation changes what one of its inputs holds."""
+    """Return whether an operation writes into one of its inputs."""
     name = operation(node)
     return name.endswith("_") and not name.startswith("__") and name != "detach_"
 
 
 def evaluate(node: Node, known: KnownValues) -> Any:
-    """What a node gives when all its inputs are exact; None when it does not stay so."""
+    """Compute a node's value from exact inputs; return None if the result is not exact.
+
+    An exact value is an `Interval`, or a list of them for an operation with several results.
+    """
     held = {x: known.held.get(x) for x in node.all_input_nodes}
     sources = [x for x, value in held.items() if isinstance(value, (Interval, list))]
     values: list[Any] = [held[x] for x in sources]
@@ -98,7 +101,10 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
 
 
 def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
-    """The operation on centers (in float64 where fp32 does not do), radii or largest magnitudes."""
+    """Run an operation on the centers, radii or largest magnitudes of its inputs.
+
+    It runs in float64, or in fp32 where that is enough.
+    """
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]
     tensors = [getattr(values[n], part) for n in nodes]
@@ -117,7 +123,7 @@ def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> A
 
 
 def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor:
-    """Centers of an operation on each element; what a dimension only shows again is computed once."""
+    """Run an elementwise operation on centers; entries repeated along a dimension are computed once."""
     if len(values) > 1:
         made = _run(node, values)
     else:
@@ -128,7 +134,7 @@ def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor
 
 
 def _does_in_fp32(node: Node) -> bool:
-    """True where nothing is rounded, or once, by a small part of what the result's rounding is given."""
+    """Return whether fp32 is enough: its errors are 0 or small beside the room for the result's."""
     if has_trait(node, "rearranges"):
         return True
     numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
@@ -139,7 +145,7 @@ def _does_in_fp32(node: Node) -> bool:
 
 
 def _widen(value: Any) -> Any:
-    """An argument as it is here, of whatever device was captured: float64 for formats, on the host."""
+    """Adapt an argument to float64 on the host: floating dtypes become float64, devices the CPU."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
     return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -187,7 +193,7 @@ def _compute_known(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _round(node: Node, value: Interval) -> Interval:
-    """With the radius that rounding the result to the node's dtype adds; a cast rounds once."""
+    """Add the error of rounding a result to the node's dtype; a cast rounds once."""
     held = node.meta.get("val")
     if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
         return value
@@ -209,7 +215,7 @@ def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _is_held(value: Interval, dtype: torch.dtype) -> bool:
-    """True when the value is known without error and a dtype has a number for it."""
+    """Return whether a value is free of error and a dtype represents it exactly."""
     center = drop_repeated(value.center) if value.batched else value.center
     return not bool(value.radius.any()) and torch.equal(center.to(dtype).to(center.dtype), center)
 
@@ -250,7 +256,7 @@ def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
-    """The result with the errors of its operands; its own rounding is not in it."""
+    """Compute a result with the given radius, before its own rounding."""
     center = _run_by_element(node, values)
     batched = any(x.batched for x in values.values())
     return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
@@ -311,10 +317,10 @@ def _bound_errors(
     bias: torch.Tensor | None,
     floor: float,
 ) -> Interval:
-    """What is known of a linear's result beside its values: errors that it is given, and its own.
+    """Bound the errors of a linear's result: those carried over from its input, and its own.
 
-    Its own are those of rounding its weights (none for weights that fp16 holds), its bias and its sums; a
-    large product here is one of fp32, too.
+    Its own are those of rounding its weights (none for weights that fp16 holds), its bias and its sums. A
+    large product is computed in fp32 here, which adds an error. The center returned is the input's.
     """
     before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)

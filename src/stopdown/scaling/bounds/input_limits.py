@@ -60,13 +60,14 @@ def state_limits(
     measured: Mapping[str, float] | None = None,
     encoded: float = EMBEDDINGS,
 ) -> InputLimits:
-    """The limits of a call's inputs.
+    """Return the limits of a call's inputs.
 
     Args:
-        args, kwargs: of the captured call; only names, dtypes and sizes are looked at.
-        names: of what is called, for its positional arguments in order.
+        args, kwargs: arguments of the captured call; names, dtypes and sizes matter, and the values of
+            timesteps and of size conditions.
+        names: names of the positional arguments, in order.
         measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
-        encoded: the limit of what encoders give.
+        encoded: the limit of encoder outputs.
     """
     seen = measured or {}
     found: dict[str, float] = {}
@@ -84,9 +85,10 @@ def state_limits(
 
 
 def list_timesteps(tensor: torch.Tensor) -> Timesteps:
-    """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more.
+    """List the possible timesteps: each integer from 0 to 1000, or cells for a floating tensor.
 
-    A timestep of 0, as of a run of one step, is that of either.
+    Cells go from 0 to 1 if the call's own timesteps are in that range, else from 0 to 1000. A timestep of
+    0, as in a run of one step, fits both ranges and gets the larger one.
     """
     if not tensor.is_floating_point():
         return Timesteps(torch.arange(TIMESTEPS + 1))
@@ -96,7 +98,7 @@ def list_timesteps(tensor: torch.Tensor) -> Timesteps:
 
 
 def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
-    """What the arguments of a module's method are called, in order; "" is the module itself."""
+    """Return the names of the arguments of a module's method, in order; "" is the module itself."""
     called = getattr(type(module), method or "forward")
     return tuple(inspect.signature(called).parameters)[1:]
 
@@ -104,14 +106,14 @@ def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
 def name_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a call in the order of `flatten_call`, by the names of their arguments."""
+    """Return a call's tensors in the order of `flatten_call`, each after the name of its argument."""
     return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
 
 
 def _list_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[tuple[str, torch.Tensor, bool]]:
-    """Each tensor with its name, and whether a list holds it beside others."""
+    """Return each tensor of a call with its name, and whether it is an item of a list."""
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     return [
         (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
@@ -144,7 +146,7 @@ class InputStatement:
     sizes: tuple[tuple[str, Size], ...]
 
     def find_size(self, placeholder: str) -> float:
-        """The magnitude that an input must not exceed; inf for none."""
+        """Return the magnitude that an input must not exceed; inf without a limit."""
         if placeholder in self.limits.timesteps:
             steps = self.limits.timesteps[placeholder]
             return float(steps.values[-1]) + steps.radius
@@ -159,12 +161,12 @@ def state_calls(
     measured: Sequence[Mapping[str, float]] = (),
     encoded: float = EMBEDDINGS,
 ) -> list[InputStatement]:
-    """The limits of several calls of a module; an argument has the same one in all of them.
+    """Return the limits of several calls of a module; an argument has the same limit in all of them.
 
     Args:
         calls: each with the arguments that it was captured with.
         measured: for each call, placeholder name to the largest magnitude seen.
-        encoded: the limit of what encoders give.
+        encoded: the limit of encoder outputs.
     """
     found, largest = [], dict[tuple[str, str], float]()
     for number, (capture, args, kwargs) in enumerate(calls):
@@ -192,7 +194,10 @@ def _raise_limits(one: InputStatement, largest: Mapping[tuple[str, str], float])
 
 
 def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
-    """`forward.hidden_states` to the magnitude that it must not exceed; what has no limit is left out."""
+    """Map each argument, as `forward.hidden_states`, to the magnitude that it must not exceed.
+
+    Arguments without a limit are left out.
+    """
     found: dict[str, float] = {}
     for one in stated:
         for placeholder, name in one.inputs:
@@ -205,10 +210,10 @@ def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
 def read_sizes(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, Size]]:
-    """The length, or height and width, of each argument: its shape without the batch.
+    """Return the length, or height and width, of each argument: its shape without the batch.
 
-    A list of matrices has one for each item of the batch. Timesteps and size conditions have no length, and
-    rotary tables and masks are as long as something else.
+    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size conditions
+    have no length. Rotary tables and masks are as long as something else.
     """
     return [
         (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
@@ -220,7 +225,10 @@ def read_sizes(
 
 
 def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
-    """`forward.hidden_states` to the sizes up to which bounds hold; one that another holds is left out."""
+    """Map each argument, as `forward.hidden_states`, to the largest sizes for which bounds hold.
+
+    A size that fits within another one is left out.
+    """
     found: dict[str, tuple[Size, ...]] = {}
     for one in stated:
         for name, size in one.sizes:
@@ -232,20 +240,20 @@ def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
 
 
 def fits(size: Size, largest: Collection[Size]) -> bool:
-    """Whether a size is no larger than one of several in any dimension."""
+    """Return whether a size is no larger in any dimension than one of several sizes."""
     pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
 
 def show_sizes(sizes: Iterable[Size]) -> str:
-    """`16 × 60 × 90`, several with `or` between them."""
+    """Format a size as `16 × 60 × 90`; join several with `or`."""
     return " or ".join(" × ".join(map(str, size)) for size in sizes)
 
 
 def note_limits(stated: Sequence[InputStatement]) -> str:
-    """What a certificate assumes of the inputs, as the end of a sentence.
+    """Describe a certificate's assumptions about the inputs, as the end of a sentence.
 
-    `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.
+    For example: `, for |latents| up to 64, latents of shape up to 4 × 64 × 64`.
     """
     largest: dict[str, float] = {}
     words: list[str] = []
@@ -275,7 +283,7 @@ def _word_input(
 def find_largest_step(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> float:
-    """The largest of a call's timesteps; 0 without one."""
+    """Return the largest timestep among a call's arguments; 0 without one."""
     named = name_inputs(args, kwargs, names)
     steps = [x for name, x in named if _is_timestep(name, x) and has_values(x)]
     return max((measure_amax(x.float()) for x in steps), default=0.0)
@@ -286,7 +294,7 @@ def _is_timestep(name: str, tensor: torch.Tensor) -> bool:
 
 
 def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
-    """The limit of a floating argument by its name; inf for none."""
+    """Return the limit of a floating argument by its name; inf for none."""
     if any(word in name for word in _UNIT):
         return 1.0
     if any(word in name for word in (*_FREE, *_FIXED)):
@@ -295,5 +303,5 @@ def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
 
 
 def is_encoded(name: str) -> bool:
-    """Whether an argument is by its name what an encoder gives."""
+    """Return whether an argument's name is that of an encoder's output."""
     return any(word in name for word in _ENCODED)

@@ -40,7 +40,7 @@ class Interval:
 
     @property
     def row_error(self) -> torch.Tensor:
-        """How far a whole row can be away in the 2-norm, `[..., 1]`."""
+        """The largest error of a whole row in the 2-norm, `[..., 1]`."""
         found = measure_rows(self.radius)
         return found if self.length is None else torch.minimum(found, self.length)
 
@@ -73,7 +73,7 @@ class Interval:
         return norms.expand(*shape[:-1], 1), typical
 
     def widen(self, more: torch.Tensor) -> Interval:
-        """The same values, further away by as much; what was found of them is kept."""
+        """Return the interval with `more` added to its radius; cached results are kept."""
         length = None if self.length is None else self.length + measure_rows(more)
         made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
         vars(made).update({k: x for k, x in vars(self).items() if k in ("largest", "row_norms")})
@@ -81,7 +81,7 @@ class Interval:
 
 
 def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
-    """A value that is known without error."""
+    """Make an interval of a value that is known without error."""
     center = center.double() if center.is_floating_point() else center
     return Interval(
         center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched
@@ -89,7 +89,7 @@ def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
 
 
 def bound_interval(value: Interval, shape: Shape) -> Bound:
-    """The bound that holds at every timestep."""
+    """Return the bound of an interval that holds at every timestep."""
     peak = value.largest.double() + value.radius
     norm, typical = value.row_norms
     if not shape:
@@ -104,7 +104,7 @@ def measure_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def drop_repeated(center: torch.Tensor) -> torch.Tensor:
-    """The same values, without those that a dimension only shows again, as branches of guidance do."""
+    """Keep one entry of each dimension that is expanded (stride 0), as branches of guidance are."""
     for dim, stride in enumerate(center.stride()):
         if stride == 0 and 0 < dim < center.dim() - 1:
             center = center.narrow(dim, 0, 1)
@@ -112,7 +112,7 @@ def drop_repeated(center: torch.Tensor) -> torch.Tensor:
 
 
 def find_repeated(center: torch.Tensor) -> torch.Tensor:
-    """The same, where the values were copied: they are compared, and the copies are let go."""
+    """Keep one entry of each dimension whose entries are equal, comparing values where they were copied."""
     for dim in range(1, center.dim() - 1):
         first = center.narrow(dim, 0, 1)
         if center.stride(dim) == 0:

@@ -120,7 +120,7 @@ class KnownValues:
         self.found = Bounds()
 
     def bound(self, value: Any) -> Bound | None:
-        """The bound of a node, of a parameter too; None when it has none."""
+        """Return the bound of a node or a parameter; None if it has none."""
         held = self.held.get(value)
         if isinstance(held, Bound):
             return held
@@ -131,7 +131,7 @@ class KnownValues:
         return None if is_float(value) else self._bound_whole(value)
 
     def _bound_whole(self, node: Node) -> Bound | None:
-        """The bound of whole numbers and truth values: of a mask, also of a view of it."""
+        """Return the bound of integers or booleans, such as a mask or a view of one; None for others."""
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
             return uniform(1.0, shape_of(node))
@@ -144,7 +144,7 @@ class KnownValues:
         return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
-        """A parameter's values as they are stored, or those of a part of it; None when it is none."""
+        """Load a parameter's stored values, or those of a part of one; return None for other nodes."""
         name = self.capture.parameters.get(node.name)
         if name is None:
             return self._load_part(node)
@@ -156,7 +156,10 @@ class KnownValues:
         return self._last[1]
 
     def _load_part(self, node: Any) -> torch.Tensor | None:
-        """One part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`)."""
+        """Load one part of a parameter that code splits before it multiplies (`nn.MultiheadAttention`).
+
+        Return None for other nodes.
+        """
         if node.target is not operator.getitem or not is_split(node.args[0]):
             return None
         split, number = node.args
@@ -169,15 +172,16 @@ class KnownValues:
         return part
 
     def find_largest(self, node: Node) -> float | None:
-        """The largest magnitude of a parameter that was loaded; None of a part of one."""
+        """Return the largest magnitude of a loaded parameter; None for a part of one."""
         ranges = self.found.ranges.get(node.name) if node.name in self.capture.parameters else None
         found = max((x.amax for x in ranges or ()), default=math.nan)
         return found if math.isfinite(found) else None
 
     def floor(self, node: Node) -> float:
-        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude.
+        """Return the room for a parameter's subnormals in fp16, relative to its largest magnitude.
 
-        That of a part of one is known once it was loaded: the whole's is larger in its terms.
+        The room of a part is known once it is loaded. It is that of the whole, relative to the part's
+        largest magnitude.
         """
         if node in self._shares:
             whole, share = self._shares[node]
@@ -188,7 +192,7 @@ class KnownValues:
         return NARROW_WEIGHT_FLOOR if name in self._narrow else WEIGHT_FLOOR
 
     def narrow_floor(self, node: Node) -> None:
-        """Give a loaded parameter less room for what is subnormal of it, where it is large as it is."""
+        """Reduce the room for a loaded parameter's subnormals, if its values are large enough."""
         name, ranges = self.capture.parameters.get(node.name), self.found.ranges.get(node.name)
         least = 2.0**-25 / NARROW_WEIGHT_FLOOR
         if name is None or name in self._loose or not ranges:
@@ -198,11 +202,11 @@ class KnownValues:
             self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
-        """What is known of the rows of a value behind a norm; empty for nothing."""
+        """Return the affine rows of a value behind a norm; () if they are not known."""
         return self.rows.get(node, ())
 
     def exact(self, node: Node) -> Interval | None:
-        """A value that is known, or known but for its rounding; None for others."""
+        """Return the interval of a value that is known up to rounding; None for others."""
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
@@ -238,7 +242,10 @@ class KnownValues:
 
 
 def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """By the last dimension alone: the largest of the others, the longest row, and the typical size."""
+    """Measure the largest magnitude of each column, the longest row, and the root mean square.
+
+    The first two are float64 of the tensor's rank, with size 1 in all dimensions but the last, and in all.
+    """
     rows = tensor.reshape(-1, tensor.shape[-1])
     sizes, longest, squares = torch.zeros(rows.shape[1]), torch.zeros(1), torch.zeros(1).double()
     for part in rows.split(max(1, CACHED_VALUES // rows.shape[1])):
@@ -282,29 +289,33 @@ class Operands:
         return self.bound(self.node.args[0])
 
     def find(self, value: Any) -> Bound | None:
-        """The bound of an argument, if there is one: of a number its magnitude, else what is known."""
+        """Return the bound of a node, or the magnitude of a number as a bound; None if there is none."""
         if isinstance(value, (int, float)):
             return uniform(read_magnitude(self.node, value), ())
         return self.known.bound(value) if isinstance(value, Node) else None
 
     def bound(self, value: Any) -> Bound:
-        """The bound of an argument."""
+        """Return the bound of an argument.
+
+        Raises:
+            UnboundedError: it has none.
+        """
         found = self.find(value)
         if found is None:
             raise UnboundedError
         return found
 
     def spread(self, value: Any) -> Bound:
-        """As `bound`, broadcast to the result's shape."""
+        """Return the bound of an argument, broadcast to the result's shape."""
         return broadcast(self.bound(value), shape_of(value), self.shape)
 
     def load(self, name: str) -> torch.Tensor | None:
-        """The stored values of the parameter that an argument is; None when it is none."""
+        """Load the stored values of an argument by its name; return None if it is no parameter."""
         given = self.given.get(name)
         return self.known.load(given) if isinstance(given, Node) else None
 
     def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
-        """A bound of the result."""
+        """Make a bound of the result."""
         return make_bound(peak, self.shape, typical=typical, **more)
 
 

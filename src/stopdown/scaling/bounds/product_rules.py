@@ -42,14 +42,14 @@ def _bias(op: Operands) -> torch.Tensor:
 
 
 def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:
-    """The weight's values, and the room for what of them is subnormal in fp16."""
+    """Load the weight, and return it with the room for its subnormals in fp16."""
     if (values := op.load("weight")) is None:
         raise UnboundedError
     return values, op.known.floor(op.given["weight"])
 
 
 def bound_linear(op: Operands) -> Bound:
-    """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
+    """Bound a linear: `|w.x| <= min(sum |w| peak, norm(w) norm(x))`, plus its bias."""
     bound, last = op.source, len(op.shape) - 1
     values, floor = _load_weight(op)
     if values.dim() != 2:
@@ -85,11 +85,11 @@ def _sum_linear(
     largest: float | None,
     affine_rows: Sequence[AffineRow],
 ) -> tuple[RowSums, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Sums over rows of a weight, and what it makes of rows behind norms, of one pass over it.
+    """Sum over the rows of a weight, and bound its products with affine rows, in one pass over it.
 
     Args:
         peak, floor, largest: as of `sum_rows`.
-        affine_rows: what is known of the rows that it multiplies.
+        affine_rows: known affine rows of its input.
     """
     if not affine_rows:
         return sum_rows(weight, peak, floor, largest), None
@@ -106,9 +106,10 @@ def _sum_linear(
 
 
 def _is_worth_its_length(weight: torch.Tensor) -> bool:
-    """Whether its largest singular value is looked for: of large ones only where rows get longer.
+    """Return whether a weight's largest singular value is worth computing.
 
-    Behind those the elements of a row are many, and its norm is far below what each of them allows.
+    For a large weight it is only if rows get at least twice as long. Behind such a weight the elements of a
+    row are many, and its norm is far below that of a row of peaks.
     """
     work = count_work(weight)
     return work <= SMALL or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
@@ -117,7 +118,10 @@ def _is_worth_its_length(weight: torch.Tensor) -> bool:
 def _bound_length(
     op: Operands, weight: torch.Tensor, rows: RowSums, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
-    """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
+    """Bound the length of a row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
+
+    `sigma` is the largest singular value.
+    """
     sigma = measure_sigma(weight, op.known.find_largest(op.given["weight"]))
     rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
     longest = (sigma + rounded) * norm
@@ -135,7 +139,7 @@ def _bound_length(
 def _bound_affine_length(
     weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
 ) -> float:
-    """The same behind a norm: of gain and shift together, not of the largest of either."""
+    """Bound the length behind a norm by gain and shift together, not by the largest of either."""
     gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
     shifted = float((row.table.double() @ weight.T).square().sum(-1).sqrt().max())
@@ -144,7 +148,7 @@ def _bound_affine_length(
 
 
 def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
-    """A linear after attention: values and output as one map for each head.
+    """Bound a linear after attention by the product of value and output weights of each head, `[out]`.
 
     Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
     the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
@@ -194,7 +198,7 @@ def _sum_heads(
 
 
 def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[out]`, no less than `sum_h norm((O_h V_h)_i)`.
+    """Return an upper bound of `sum_h norm((O_h V_h)_i)`, `[out]` float64.
 
     The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
     places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
@@ -223,7 +227,10 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
 
 
 def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`L_h` of each head over a size, `[heads, width, width]` in fp32, and the sizes; inf if not finite."""
+    """Return the factor `L_h` of each head over its size, and the sizes; inf where the factoring fails.
+
+    The factors are `[heads, width, width]` in fp32, the sizes `[heads]` in float64.
+    """
     roots, sizes = list[torch.Tensor](), list[float]()
     values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
     for rows in inner.cpu().chunk(heads):
@@ -238,7 +245,10 @@ def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:
-    """The attention whose heads a linear reads side by side, and the linear that gave its values."""
+    """Find the attention whose heads a linear reads side by side, and the linear that gave its values.
+
+    Return None where the graph has another form.
+    """
     behind = strip_casts(node.args[0])
     if not is_kind(behind, "reshape"):
         return None
@@ -278,7 +288,7 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
 
 
 def bound_convolve(op: Operands) -> Bound:
-    """As `bound_linear`, over the channels and places that the kernel covers."""
+    """Bound a convolution as `bound_linear` does, over the channels and places of its kernel."""
     bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
     values, floor = _load_weight(op)
     channel = len(before) - (values.dim() - 1)
@@ -303,14 +313,14 @@ def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
-    """`[in * places]`: the peak of the channel that each entry of a flattened kernel multiplies."""
+    """Return the peak of the channel that each entry of a flattened kernel multiplies, `[in * places]`."""
     if peak.numel() == 1:
         return peak
     return peak[group * width : (group + 1) * width].repeat_interleave(places)
 
 
 def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> float:
-    """The norm of what a kernel covers: of the whole map, or of its places one by one."""
+    """Bound the norm of a kernel's patch, by the whole map or by its places one by one."""
     spatial = range(channel + 1, len(shape))
     whole = float(norm_over(bound, shape, (channel, *spatial)).max())
     single = float(norm_over(bound, shape, (channel,)).max()) * math.sqrt(places)
@@ -318,7 +328,10 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
 
 
 def bound_transposed(op: Operands) -> Bound:
-    """As `bound_convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
+    """Bound a transposed convolution as `bound_convolve` does, by magnitudes alone.
+
+    Each result is a sum over some of the kernel's entries.
+    """
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:
         raise UnboundedError
@@ -331,12 +344,15 @@ def bound_transposed(op: Operands) -> Bound:
 
 
 def bound_matmul(op: Operands) -> Bound:
-    """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
+    """Bound a product of matrices: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
+
+    After a softmax the product is a mean of the rows of `b`.
+    """
     return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
 
 
 def bound_matmul_added(op: Operands) -> Bound:
-    """A product of matrices and what is added to it, each times a number."""
+    """Bound the sum of a product of matrices and another value, each times a number (`addmm`)."""
     first = op.given.get("mat1", op.given.get("batch1"))
     product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
     alpha, beta = (abs(float(op.given.get(name, 1))) for name in ("alpha", "beta"))
@@ -366,7 +382,7 @@ def _is_last(node: Node) -> bool:
 
 
 def bound_einsum(op: Operands) -> Bound:
-    """No result is larger than the product of the largest, times how many are summed."""
+    """Bound an einsum by the product of the largest magnitudes, times the number of summed terms."""
     operands = op.given["tensors"]
     bounds = [op.bound(x) for x in operands]
     letters, _, kept = str(op.given["equation"]).replace(" ", "").partition("->")
@@ -387,7 +403,10 @@ def bound_outer(op: Operands) -> Bound:
 
 
 def bound_attention(op: Operands) -> Bound:
-    """Weights that are not negative and sum to one: a mean of the values, token by token."""
+    """Bound attention by its values: each token is a mean of them.
+
+    The weights of the mean are not negative and sum to one.
+    """
     value = op.given["value"]
     bound, before = op.bound(value), shape_of(value)
     if op.given.get("dropout_p"):
@@ -402,9 +421,9 @@ def bound_attention(op: Operands) -> Bound:
 
 
 def limit_scores(op: Operands) -> float:
-    """No product of a query and a key is larger, before the softmax; inf when one has no bound.
+    """Bound the products of queries and keys before the softmax; return inf if either has no bound.
 
-    It holds for every part of the sum, with the scale taken before or after it.
+    The bound holds for every part of the sum, with the scale taken before or after it.
     """
     query, key = op.given["query"], op.given["key"]
     a, b = op.find(query), op.find(key)

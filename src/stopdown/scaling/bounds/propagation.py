@@ -85,15 +85,16 @@ def bound_call(
     loose: Collection[str] = (),
     before: Bounds | None = None,
 ) -> Bounds:
-    """A bound of every float value of a captured call, from the weights alone.
+    """Bound every float value of a captured call, from the weights alone.
 
     Args:
-        capture: of the call in the dtype to come.
-        load: gives a parameter by name; a checkpoint or a module.
-        limits: what the inputs can be.
+        capture: capture of the call in the dtype to come.
+        load: returns a parameter by name, from a checkpoint or a module.
+        limits: limits of the inputs.
         blocks: values that carry several exponents.
-        loose: parameters that have the loose room for what is subnormal of them.
-        before: what was found of the same call without any of those; only what they change is computed.
+        loose: parameters with the loose room for their subnormals.
+        before: bounds of the same call without loose parameters; only the values that these change are
+            computed.
 
     Cost: each weight is asked for about once, in the order of the graph, and read a few times.
     """
@@ -186,10 +187,10 @@ class Propagation(KnownValues):
         self.held[node] = made
 
     def _hold_timesteps(self, node: Node) -> None:
-        """Every timestep, in each element of the call's tensor at once.
+        """Hold every timestep, in each element of the call's tensor at once.
 
-        Two timesteps move one without the other: what is computed for all of one at once would hold
-        for pairs alone, so they are bounded like any other value.
+        Several timestep inputs vary independently, and a result computed for all values of one at once
+        would hold only for pairs. So they are bounded like any other value.
         """
         steps, shape = self.limits.timesteps[node.name], shape_of(node)
         if len(self.limits.timesteps) > 1:
@@ -267,7 +268,7 @@ class Propagation(KnownValues):
             self._follow(op, bound)
 
     def _follow(self, op: Operands, bound: Bound) -> None:
-        """Keep what is known of the rows of a value behind a norm."""
+        """Keep the affine rows of a value behind a norm."""
         rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
@@ -313,7 +314,7 @@ class Propagation(KnownValues):
         self.found.ranges.pop(node.name, None)
 
     def _change_aliases(self, node: Node) -> None:
-        """What was written in place is seen through every name of the same storage."""
+        """Apply a write in place to every other name of the same storage."""
         root = self.aliases.get(node)
         if root is None:
             return
@@ -373,7 +374,7 @@ class _Update(Propagation):
         return self.capture.parameters.get(node.name) in self._loose
 
     def _find_changed(self) -> set[Node]:
-        """What parameters with the loose room can change, and all names of a storage that they do."""
+        """Find the values that loose parameters can change, and all other names of their storages."""
         changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
         before = -1
         while before < len(changed):
@@ -386,7 +387,7 @@ class _Update(Propagation):
         return changed
 
     def _list_read(self, node: Node) -> list[Node]:
-        """The inputs that a bound depends on."""
+        """List the inputs that a node's bound depends on."""
         sources = node.all_input_nodes
         if node.name in self.before.exact or node in self.aliases:
             return sources
@@ -399,7 +400,7 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """What is visited: all that changes, and behind it what bounds alone do not say."""
+        """Find the nodes to visit: all changed ones, and sources whose bounds alone are not enough."""
         needed: set[Node] = set()
         asked = list(changed)
         while asked:
@@ -413,7 +414,7 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Whether more of an input counts than its bound."""
+        """Return whether a user needs more of an input than its bound."""
         if source.name in self.before.rowed or source in self.aliases:
             return True
         sources = [x for x in user.all_input_nodes if x.name not in self.capture.parameters]
@@ -423,10 +424,10 @@ class _Update(Propagation):
 
 
 def _bound_unsized(name: str, op: Operands) -> Bound:
-    """The bound where a size depends on values, which rules read as 0.
+    """Bound a result where a size depends on values, which rules read as 0.
 
     Raises:
-        UnboundedError: it depends on the size.
+        UnboundedError: the bound depends on the size.
     """
     if name not in _WITHOUT_SIZES:
         raise UnboundedError
@@ -439,7 +440,10 @@ def _as_range(amax: float, typical: float) -> Range:
 
 
 def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Values of changed storages, each to the first value of its storage; more rather than fewer."""
+    """Map each value of a storage that is written in place to the first value of the storage.
+
+    It may include values of other storages, but leaves none out.
+    """
     roots: dict[Node, Node] = {}
     changed: set[Node] = set()
     for node in graph.nodes:
@@ -455,7 +459,7 @@ def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
-    """Node to the values that are not needed after it."""
+    """Map each node to the values that are not needed after it."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:

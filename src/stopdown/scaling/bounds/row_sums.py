@@ -63,13 +63,13 @@ def multiply_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> Products:
-    """Products of a weight `[out, in]` with float64 columns `[in, k]`; those not given are empty.
+    """Multiply a weight `[out, in]` by float64 columns `[in, k]`; products of omitted ones are empty.
 
     The weight is read where it is; columns and products are the host's.
 
     Args:
         magnitudes, squares: columns without negative values.
-        floor: room for what is subnormal of the weight, relative to its largest magnitude.
+        floor: room for the weight's subnormals in fp16, relative to its largest magnitude.
         largest: the weight's largest magnitude, where it is known; of a part that of the whole.
 
     Cost: one pass; values are widened in parts (`split_rows`).
@@ -102,13 +102,13 @@ def multiply_rows(
 
 
 def split_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Parts of a weight `[out, in]` that are worked on at a time."""
+    """Split the rows of a weight `[out, in]` into parts to work on one at a time."""
     entries = ENTRIES if weight.device.type == "cpu" else DEVICE_ENTRIES
     return weight.split(max(1, entries // max(weight.shape[1], 1)))
 
 
 def find_largest(weight: torch.Tensor) -> float:
-    """The largest magnitude of a weight; 0 of one without values."""
+    """Return the largest magnitude of a weight; 0 if it has no values."""
     return max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
 
 
@@ -121,7 +121,7 @@ def is_held(weight: torch.Tensor) -> bool:
 
 
 def choose_scale(largest: float) -> float:
-    """The power of two that brings a largest magnitude to between a half and one."""
+    """Return the power of two that brings a largest magnitude to between a half and one."""
     return 2.0 ** -max(-126, min(126, math.frexp(largest)[1]))
 
 
@@ -146,7 +146,7 @@ def sum_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> RowSums:
-    """Sums over the rows of a matrix `[out, in]`.
+    """Sum over the rows of a matrix `[out, in]`: magnitudes times `peak`, and squares.
 
     Args:
         peak: `[in]` or `[1]` float64.

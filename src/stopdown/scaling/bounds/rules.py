@@ -50,7 +50,7 @@ from stopdown.scaling.graph.nodes import (
 
 
 def bound_normalise(op: Operands) -> Bound:
-    """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
+    """Bound a layer or RMS norm: a row of unit mean square is no longer than the root of its length."""
     inner, rank = list(op.given["normalized_shape"]), len(op.shape)
     dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
     gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
@@ -61,7 +61,10 @@ def bound_normalise(op: Operands) -> Bound:
 
 
 def bound_normalise_groups(op: Operands) -> Bound:
-    """Group norm: as `bound_normalise` over the channels and places of a group, as many as the call has."""
+    """Bound a group norm as `bound_normalise` does, over the channels and places of a group.
+
+    The places are as many as the captured call has.
+    """
     groups, rank = int(op.given["num_groups"]), len(op.shape)
     count = math.prod(op.shape[1:]) // groups
     shape, places = [1, op.shape[1]] + [1] * (rank - 2), math.prod(op.shape[2:])
@@ -73,7 +76,10 @@ def bound_normalise_groups(op: Operands) -> Bound:
 
 
 def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
-    """Those of a norm's weight or bias, in this shape or as one number in as many dimensions."""
+    """Return the magnitudes of a norm's weight or bias, in `shape` or as one number of that rank.
+
+    They are inf if unknown. Without a weight they are 1, without a bias 0.
+    """
     given = op.given.get(name)
     if not isinstance(given, Node):
         size = torch.full((1,), 1.0 if name == "weight" else 0.0).double()
@@ -87,7 +93,10 @@ def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
 
 
 def find_written_norm(op: Operands) -> Bound | None:
-    """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
+    """Bound a norm that is written out, `x * rsqrt(mean(x**2) + eps)`; return None for anything else.
+
+    No row has a larger norm than the root of its length.
+    """
     first, other = op.given["self"], op.given["other"]
     inverse = is_kind(op.node, "divide")
     pairs = [(first, other)] if inverse else [(first, other), (other, first)]
@@ -104,7 +113,10 @@ def find_written_norm(op: Operands) -> Bound | None:
 
 
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
-    """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
+    """Find the source `y` and the dimensions of a written `(mean(y**2) + eps) ** -0.5`.
+
+    The flag returned is True for a 2-norm, without a mean. With `inverse`, the node is the divisor.
+    """
     node = strip_casts(node)
     if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
         return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
@@ -141,7 +153,10 @@ def _is_square(node: Node) -> bool:
 
 
 def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
-    """What a 2-norm is taken of, over which dimensions, which stay with a size of 1; and True: no mean."""
+    """Return the source and dimensions of a 2-norm, and True: it has no mean.
+
+    Return None for other norms, and for one that drops its dimensions.
+    """
     given, source = arguments(node), node.args[0]
     if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
         return None
@@ -153,7 +168,7 @@ def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
 
 
 def bound_add(op: Operands) -> Bound:
-    """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
+    """Bound a sum: `|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     factor = abs(float(op.given.get("alpha", 1) or 1))
     peak = first.peak + factor * other.peak
@@ -164,7 +179,7 @@ def bound_add(op: Operands) -> Bound:
 
 
 def bound_multiply(op: Operands) -> Bound:
-    """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
+    """Bound a product: elements by both bounds, rows by the norm of one times the largest of the other."""
     if (normed := find_written_norm(op)) is not None:
         return normed
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
@@ -178,7 +193,7 @@ def bound_multiply(op: Operands) -> Bound:
 
 
 def bound_divide(op: Operands) -> Bound:
-    """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
+    """Bound a division by a number, by a value clamped from below, by a norm, or by a mask's sum."""
     divisor = op.given["other"]
     if isinstance(divisor, Node):
         if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
@@ -193,14 +208,17 @@ def bound_divide(op: Operands) -> Bound:
 
 
 def _find_least(node: Node) -> float | None:
-    """The number that a clamp keeps a value from falling below; None without one that fp16 can hold."""
+    """Return the lower limit of a clamp; None without one that is a normal number of fp16."""
     node = strip_casts(node)
     least = arguments(node).get("min") if is_kind(node, "clamp") else None
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
 def _bound_masked_mean(op: Operands) -> Bound | None:
-    """`sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values."""
+    """Bound `sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values.
+
+    Return None for other divisions.
+    """
     top, below = strip_casts(op.given["self"]), strip_casts(op.given["other"])
     if not (is_kind(top, "sum") and is_kind(below, "sum")):
         return None
@@ -222,7 +240,7 @@ def _bound_masked_mean(op: Operands) -> Bound | None:
 
 
 def _is_mask(op: Operands, node: Node) -> bool:
-    """True for truth values, and for whole numbers that are bounded: those are masks."""
+    """Return whether a value is a mask: booleans, or integers with a bound."""
     while is_kind(node, "reshape", "expansion", "cast"):
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
@@ -231,18 +249,18 @@ def _is_mask(op: Operands, node: Node) -> bool:
 
 
 def bound_shrink(op: Operands) -> Bound:
-    """`|f(x)| <= min(|x|, 1)`."""
+    """Bound a function with `|f(x)| <= min(|x|, 1)`."""
     bound = op.find(op.node.args[0])
     return bound_saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
 
 
 def bound_saturate(op: Operands) -> Bound:
-    """`|f(x)| <= 1` whatever the input."""
+    """Bound a function with `|f(x)| <= 1` for every input."""
     return uniform(1.0, op.shape, 0.5)
 
 
 def bound_softmax(op: Operands) -> Bound:
-    """Weights of a mean: none above 1, and neither is their norm."""
+    """Bound a softmax: no weight of a mean is above 1, and neither is their norm."""
     if not op.shape:
         return uniform(1.0, op.shape, 1.0)
     dim = int(op.given["dim"]) % len(op.shape)
@@ -275,7 +293,7 @@ def bound_subtract_from(op: Operands) -> Bound:
 
 
 def bound_clamp(op: Operands) -> Bound:
-    """Between two numbers nothing is larger than the larger one; at fp16's maximum it never bites."""
+    """Bound a clamp: nothing exceeds the larger of two limits; one at fp16's maximum has no effect."""
     if is_range_clamp(op.node):
         return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]
@@ -292,12 +310,12 @@ def bound_clamp(op: Operands) -> Bound:
 
 
 def bound_total(op: Operands) -> Bound:
-    """A sum over dimensions: of the peaks."""
+    """Bound a sum over dimensions by the sum of the peaks."""
     return _reduce(op, mean=False)
 
 
 def bound_mean(op: Operands) -> Bound:
-    """A mean is no larger than the largest of what it is taken of."""
+    """Bound a mean over dimensions by the mean of the peaks."""
     return _reduce(op, mean=True)
 
 
@@ -339,12 +357,12 @@ def bound_ones(op: Operands) -> Bound:
 
 
 def bound_same(op: Operands) -> Bound:
-    """The result is the first input, or no larger element by element and of the same shape."""
+    """Return the first input's bound, for a result of its shape that is no larger element by element."""
     return op.bound(op.node.all_input_nodes[0])
 
 
 def bound_copied(op: Operands) -> Bound:
-    """What is written over a value, as large as that is."""
+    """Bound a value that is overwritten by the bound of its new content."""
     return op.spread(op.node.args[1])
 
 
@@ -361,13 +379,13 @@ def bound_expand(op: Operands) -> Bound:
 
 
 def bound_any(op: Operands) -> Bound:
-    """Every element of the result is one of the input, or an average of some, or 0."""
+    """Bound a result whose elements are elements of the input, averages of some, or 0."""
     bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 
 
 def bound_places(op: Operands) -> Bound:
-    """As `bound_any`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
+    """Bound pooling and upsampling of `[N, C, ...]` as `bound_any` does, channel by channel."""
     if op.given.get("divisor_override"):
         raise UnboundedError
     if len(op.before) != len(op.shape):
@@ -376,7 +394,7 @@ def bound_places(op: Operands) -> Bound:
 
 
 def bound_tokens(op: Operands) -> Bound:
-    """As `bound_any`, with the last dimension as it was where it was not touched."""
+    """Bound a result as `bound_any` does, but by channel where the last dimension is not touched."""
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
     if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
@@ -390,7 +408,7 @@ def bound_tokens(op: Operands) -> Bound:
 
 
 def bound_repeat(op: Operands) -> Bound:
-    """`repeat` and its kin: what is repeated is no larger, wherever it is."""
+    """Bound `repeat` and its kin: a repeated element is no larger, wherever it is."""
     added = len(op.shape) - len(op.before)
     if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
         return bound_any(op)
@@ -401,9 +419,9 @@ def bound_repeat(op: Operands) -> Bound:
 
 
 def bound_part(op: Operands) -> Bound:
-    """A slice, a select, or one result of a chunk, split or unbind.
+    """Bound a slice, a select, or one result of a chunk, split or unbind.
 
-    The bound of a slice is that of the one part of a concatenation that it takes, where there is one.
+    A slice that lies within one part of a concatenation has that part's bound.
     """
     if not is_part(op.node):
         raise UnboundedError
@@ -445,7 +463,7 @@ def bound_stack(op: Operands) -> Bound:
 
 
 def bound_choose(op: Operands) -> Bound:
-    """`where` and `masked_fill`: either the one or the other; the sentinels of a mask aside."""
+    """Bound `where` and `masked_fill` by both of their choices, the sentinels of a mask aside."""
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
     return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
@@ -461,19 +479,19 @@ def bound_pad(op: Operands) -> Bound:
 
 
 def bound_embedding(op: Operands) -> Bound:
-    """Any row of the table."""
+    """Bound an embedding by the rows of its table."""
     table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
     peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
     return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
 
 
 def bound_complex(op: Operands) -> Bound:
-    """The modulus of a pair is its norm."""
+    """Bound the modulus of a complex number by the norm of its pair."""
     peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
     return op.made(peak, op.source.typical * 2**0.5)
 
 
 def bound_real(op: Operands) -> Bound:
-    """Neither part is larger than the modulus, and the pair is as long as it."""
+    """Bound the pair of a complex number: neither part, nor its norm, is larger than the modulus."""
     peak = op.source.peak.unsqueeze(-1)
     return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

@@ -43,14 +43,15 @@ ABOVE = (1.001, 1.01, 1.1, 1.5)
 
 
 def count_work(weight: torch.Tensor) -> int:
-    """Multiplications in the Gram matrix of a weight `[out, in]`."""
+    """Return the number of multiplications in the Gram matrix of a weight `[out, in]`."""
     return math.prod(weight.shape) * min(weight.shape)
 
 
 def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
-    """The largest singular value of `[out, in]`, no smaller than it is.
+    """Return an upper bound of the largest singular value of a weight `[out, in]`.
 
-    Of columns `A` and `B` side by side the square is at most the sum of the squares of each.
+    A large weight is taken apart. For columns `A` and `B` side by side, the square of the value is at most
+    the sum of the squares of theirs.
 
     Args:
         largest: the weight's largest magnitude, where it is known.
@@ -81,7 +82,7 @@ def bound_parts(weight: torch.Tensor) -> list[float]:
 
 
 def estimate_sigma(weight: torch.Tensor) -> float:
-    """Nearly the largest singular value of `[out, in]` on any device, and never more than it is.
+    """Estimate the largest singular value of a weight `[out, in]` on any device, from below.
 
     Cost: sixteen products of the weight with a vector, and a host read.
     """
@@ -106,7 +107,7 @@ class _Room:
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """`[rows, columns]` with any values, in the place of what had the same name before."""
+        """Return memory for `[rows, columns]` with any values, in place of the last one of that name."""
         held, count = self._held.get(name), rows * columns
         if held is None or held.numel() < count:
             held = torch.empty(count, dtype=dtype, device=self._device)
@@ -115,17 +116,17 @@ class _Room:
 
 
 def _bound_small_gram(weight: torch.Tensor) -> float:
-    """The largest eigenvalue of `W^T W` for `W` in float64, with the errors of its sums."""
+    """Bound the largest eigenvalue of `W^T W` for `W` in float64, with the errors of its sums."""
     gram = weight.T @ weight
     return bound_top(gram) + 1.01 * len(weight) * 2.0**-53 * float(gram.trace())
 
 
 def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
-    """The largest eigenvalue of `W^T W` times `scale**2`, with the errors of its sums; half is computed.
+    """Bound the largest eigenvalue of `W^T W` times `scale**2`, with the errors of its sums.
 
-    A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the sum of magnitudes (u is
-    2**-24), so the error of all parts has no larger 2-norm than that times the squares of `W`; and what is
-    below the least normal number is lost.
+    Half of the matrix is computed. A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the
+    sum of magnitudes (u is 2**-24), so the error of all parts has no larger 2-norm than that times the
+    squares of `W`. Values below the least normal number are lost, which is added too.
     """
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
     gram = room.take("gram", columns, columns).zero_()
@@ -147,7 +148,7 @@ def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
 
 
 def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
-    """No eigenvalue of a symmetric matrix `[n, n]` in fp32 or float64 without negative ones is larger.
+    """Bound the largest eigenvalue of a positive semidefinite matrix `[n, n]` in fp32 or float64.
 
     When the Cholesky decomposition of `A` runs to its end in float64, `A` has no eigenvalue below
     `-2 (n + 1) u trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
@@ -166,7 +167,7 @@ def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
 
 
 def _estimate_top(gram: torch.Tensor) -> float:
-    """Nearly the largest eigenvalue, by `STEPS` steps of Lanczos's method in fp32."""
+    """Estimate the largest eigenvalue by `STEPS` steps of Lanczos's method in fp32."""
     vector = torch.randn(len(gram), generator=torch.Generator().manual_seed(0))
     vector, before = vector / vector.norm(), torch.zeros_like(vector)
     inner, outer = list[torch.Tensor](), [torch.zeros(())]

@@ -107,9 +107,9 @@ def make_bound(
     norm: torch.Tensor | None = None,
     rows: Iterable[int] = (),
 ) -> Bound:
-    """A bound from a peak and, where one is known, a norm over some dimensions.
+    """Make a bound from a peak and, where one is known, a norm over some dimensions.
 
-    Without one the norm is that of a row of peaks; no element is larger than the norm of its row.
+    Without a norm, that of a row of peaks is taken. Peaks are reduced to the norm of their row.
     """
     peak = collapse(peak.double(), shape)
     dims = frozenset(rows) if norm is not None else frozenset({len(shape) - 1} if shape else ())
@@ -124,19 +124,19 @@ def make_bound(
 
 
 def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bound:
-    """One magnitude for every element."""
+    """Make a bound with one magnitude for every element."""
     peak = torch.full((1,) * len(shape), float(magnitude), dtype=torch.float64)
     return make_bound(peak, shape, typical=magnitude if typical is None else typical)
 
 
 def unsized(magnitude: float, typical: float, rank: int) -> Bound:
-    """One magnitude for every element of a value whose sizes are not known, so that no row has a norm."""
+    """Make a bound with one magnitude, and no norms of rows, for a value of unknown sizes."""
     peak = torch.full((1,) * rank, float(magnitude), dtype=torch.float64)
     return Bound(peak, peak, frozenset(), min(typical, float(magnitude)))
 
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The same bound with fewer entries: the largest of tokens, frames or rows, not of channels."""
+    """Reduce a bound to `MOST_ENTRIES`: take the largest of tokens, frames or rows, not of channels."""
     while bound.numel() > MOST_ENTRIES:
         bound = bound.amax(_choose_collapsed(bound.shape, len(shape) - 1), keepdim=True)
     return bound
@@ -152,9 +152,9 @@ def _choose_collapsed(sizes: Sequence[int], channel: int) -> int:
 
 
 def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """`collapse(torch.minimum(first, other))`, without entries that are collapsed at once.
+    """Return `collapse(torch.minimum(first, other))` without computing entries that are collapsed at once.
 
-    Where one of two does not vary the largest of the smaller is the smaller of the largest.
+    Along a dimension where one of the two does not vary, the largest minimum is the minimum of the largest.
     """
     while math.prod(sizes := torch.broadcast_shapes(first.shape, other.shape)) > MOST_ENTRIES:
         dim = _choose_collapsed(sizes, len(shape) - 1)
@@ -165,7 +165,7 @@ def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> tor
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Sums over dimensions of what may stand for every index of them at once."""
+    """Sum squares over dimensions; an entry of size 1 counts for every index of its dimension."""
     for dim in dims:
         repeated = squares.shape[dim] == 1
         squares = squares * shape[dim] if repeated else squares.sum(dim, keepdim=True)
@@ -173,7 +173,7 @@ def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> tor
 
 
 def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """A bound of the 2-norm over the given dimensions, of size 1 in them."""
+    """Return a bound of the 2-norm over the given dimensions, which have size 1 in it."""
     dims = frozenset(dims)
     by_peak = sum_squares(bound.peak**2, shape, dims).sqrt()
     by_norm = sum_squares(bound.norm**2, shape, dims - bound.rows).sqrt()
@@ -181,14 +181,14 @@ def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
 
 
 def largest_over(bound: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """The largest over dimensions, which stay with size 1."""
+    """Return the largest entries over dimensions, which keep size 1."""
     for dim in dims:
         bound = bound.amax(dim, keepdim=True)
     return bound
 
 
 def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """The bound of a value that was broadcast to another shape."""
+    """Return the bound of a value that is broadcast to another shape."""
     added = len(target) - len(shape)
     shape = (1,) * added + shape
     rows = frozenset(dim + added for dim in bound.rows)
@@ -201,7 +201,7 @@ def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
 
 
 def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
-    """Room for one rounding: relative to each element, and to the largest one of the tensor."""
+    """Add room for one rounding: relative to each element, and to the largest one of the tensor."""
     slack = floor * bound.largest
     width = math.sqrt(math.prod(shape[dim] for dim in bound.rows))
     return replace(
@@ -212,11 +212,11 @@ def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
 
 
 def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
-    """What holds for a value that is either the one or, in some part of it, the other.
+    """Return the bound of a value that is the first one or, in some part of it, the second.
 
     Args:
-        shape: of the first.
-        other: of the second; a part of the first, or a view of it.
+        shape: shape of the first.
+        other: shape of the second, which is a part of the first or a view of it.
     """
     typical = max(first.typical, second.typical)
     if len(shape) != len(other):
@@ -232,7 +232,7 @@ def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
 
 
 def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
-    """The bound of a value that was viewed in another shape."""
+    """Return the bound of a value that is viewed in another shape."""
     groups = group_dims(shape, target)
     norm, rows = bound.norm, set[int]()
     for source, result in groups:
@@ -248,7 +248,7 @@ def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
 def _regroup(
     tensor: torch.Tensor, groups: list[tuple[list[int], list[int]]], shape: Shape, target: Shape
 ) -> torch.Tensor:
-    """What is known of a value by its new dimensions: one number where it was one for all of a group."""
+    """Reshape a bound's entries; a group of dimensions that shares one number still does."""
     sizes, pieces = list(tensor.shape), list[int]()
     for source, result in groups:
         whole = math.prod(shape[d] for d in source)
@@ -260,7 +260,7 @@ def _regroup(
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of two shapes that hold the same elements."""
+    """Group the dimensions of two shapes into runs that hold the same elements."""
     groups, i, j = list[tuple[list[int], list[int]]](), 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -275,7 +275,7 @@ def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]
 
 
 def permute(bound: Bound, order: Sequence[int]) -> Bound:
-    """The bound of a value whose dimension `i` was dimension `order[i]`."""
+    """Return the bound of a permuted value, whose dimension `i` was dimension `order[i]`."""
     places = {old: new for new, old in enumerate(order)}
     return replace(
         bound,
@@ -286,7 +286,7 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
 
 
 def take(bound: Bound, target: Shape, dim: int, start: int, stop: int, op: int = 1) -> Bound:
-    """The bound of a slice along one dimension."""
+    """Return the bound of a slice along one dimension; `op` is the slice's step."""
     peak, norm = (_slice(x, dim, start, stop, op) for x in (bound.peak, bound.norm))
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
 
@@ -298,7 +298,7 @@ def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, op: int) -> to
 
 
 def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape, dim: int) -> Bound:
-    """The bound of values put one behind the other along a dimension."""
+    """Return the bound of values that are concatenated along a dimension."""
     typical = max(b.typical for b in bounds)
     peak = _cat([b.peak for b in bounds], shapes, target, dim)
     dims = frozenset.intersection(*(b.rows for b in bounds))
@@ -315,7 +315,7 @@ def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape,
 def _cat(
     tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], target: Shape, dim: int
 ) -> torch.Tensor:
-    """Side by side where that stays small, else the largest of them."""
+    """Concatenate bounds where the result stays small; else return the largest of them."""
     sizes = [max(t.shape[d] for t in tensors) for d in range(len(target))]
     sizes[dim] = target[dim]
     if math.prod(sizes) > MOST_ENTRIES or (dim != len(target) - 1 and target[dim] > 4096):
