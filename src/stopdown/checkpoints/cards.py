@@ -63,7 +63,7 @@ def word_card(record: Conversion, where: str, name: str = "") -> str:
     """Write the text of a conversion's card, in Markdown.
 
     Args:
-        name: what it is called, where that is not its source.
+        name: for the title, if other than the source.
     """
     rescaled = [entry.component for entry in record.components if entry.folded]
     what = "No weight had to be rescaled. It was cast to fp16."

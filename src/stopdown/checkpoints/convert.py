@@ -128,7 +128,7 @@ class _Work:
 
     @property
     def has_config(self) -> bool:
-        """Whether a configuration is beside what is written."""
+        """Whether configurations lie beside the weights in the output."""
         return self.form == "diffusers"
 
 
@@ -152,11 +152,11 @@ def convert(
         plan: of this checkpoint: a `Plan`, or the path of its file.
         leave: components that are written as they are stored.
         allow: `eps`: write also where eps that no configuration sets change an output by more than
-            `EFFECT_LIMIT`. `overwrite`: replace what `convert` wrote at OUT before, a folder that
+            `EFFECT_LIMIT`. `overwrite`: replace an earlier output of `convert` at OUT, a folder that
             holds its files and nothing else, or a `.safetensors` file with its mark.
-        device: where components are run when their exponents are found anew.
+        device: runs the components whose exponents have to be found again.
         request: sizes, picture or video of those runs, as for `measure_plan`.
-        progress: told of stage, what, done and total.
+        progress: called with the stage, the item, the count done and the total.
 
     Raises:
         OptionError: a component cannot be written so, with all reasons; an option does not fit.

@@ -91,12 +91,12 @@ def express_component(
 
     Args:
         module: in fp32; left as it was.
-        record: gives the calls that a pipeline makes of it; called when they are needed.
+        record: returns the pipeline's calls of the component; called when they are needed.
         has_config: there will be a configuration beside the weights.
 
     Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
-    forwards in fp32 for each kind of call. Where the plan has bounds and its exponents are found
-    anew, passes over the weights.
+    forwards in fp32 for each kind of call. If the plan has bounds and its exponents are found again,
+    also passes over the weights.
     """
     if entry.in_force.exponents and any(map(reads_values, entry.in_force.signatures)):
         raise ScalingError(
@@ -179,7 +179,7 @@ class _Search:
 
     @functools.cached_property
     def _kinds(self) -> list[MeasuredCall]:
-        """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
+        """Captures of all kinds of calls, except for made-up calls that cannot be captured."""
         kinds: list[MeasuredCall] = []
         for group in group_calls(self.calls):
             try:

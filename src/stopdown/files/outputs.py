@@ -89,7 +89,7 @@ def check_target(
     Args:
         path: where the result will go, as it was typed.
         folder: it will be a folder; one that is there has to be empty unless `replaces` is given.
-        noun: what is written there, for the message.
+        noun: names the output in the message.
         option: how another place is given, for the message.
         replaces: which file may be replaced; None for any. Of a folder: which one that is not empty.
         force: whether such a file is replaced, and not refused.
@@ -133,8 +133,8 @@ def written_beside(
 ) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to `path` when the block ends without an error.
 
-    After an error, Ctrl-C included, what was written is removed and `path` is as it was. When the
-    name has been taken meanwhile by what must stay, what was written is kept under a numbered one.
+    After an error, Ctrl-C included, the temporary output is removed and `path` is as it was. If a file
+    that must stay has taken the name meanwhile, the output is kept under a numbered one.
 
     Args:
         path: where the finished file or folder belongs.
@@ -161,7 +161,7 @@ def write_numbered(
         companions: endings of further names that have to be free: `.json` for `clip.mp4.json`.
 
     Returns:
-        The path written; nothing was replaced, also not what another process wrote meanwhile.
+        The path written. Nothing was replaced, not even a file that another process wrote meanwhile.
     """
     shown = Path(path)
     try:

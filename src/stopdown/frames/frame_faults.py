@@ -94,7 +94,7 @@ def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
       colour, a still picture or television static is reported although it was followed.
 
     Args:
-        frames: `[T, H, W, 3]` uint8, or frames one after the other, of which two are held at a time.
+        frames: `[T, H, W, 3]` uint8, or an iterator over frames, which holds two in memory at a time.
     """
     looks = list(_look_at(frames if isinstance(frames, Iterator) else require_clip(frames)))
     found = [fault for detect in _DETECTORS.values() for fault in detect(looks)]
@@ -123,7 +123,7 @@ class _Look:
 
     @property
     def kind(self) -> str:
-        """Of a frame of one colour: `black`, `grey` or `flat`."""
+        """The kind of a uniform frame: `black`, `grey` or `flat`; "" for other frames."""
         if not self.colour:
             return ""
         if max(self.colour) <= _DARK:
@@ -146,7 +146,7 @@ def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
 
     Args:
         frames: `[T, H, W, 3]` uint8.
-        name: what they are: `output`.
+        name: of the frames in the findings: `output`.
     """
     return tuple(
         Finding(f"{fault.kind}-frames", name, fault.evidence, fault.remedy)

@@ -128,8 +128,8 @@ def write_media(
         The path written.
 
     Raises:
-        OptionError: the suffix is unknown, is that of a picture for several frames, or does not suit what
-            is written.
+        OptionError: the suffix is unknown, is that of a picture for several frames, or does not suit the
+            content.
         OutputError: the operating system refused to write; the message says why.
     """
     target = Path(path)

@@ -98,7 +98,7 @@ def write_sound(part: Path, sound: Sound, kind: str) -> None:
     """Write a file of sound alone.
 
     Args:
-        part: where, whatever its suffix.
+        part: the path written, with any suffix.
         kind: `wav` or `flac`.
     """
     require_package("av", "cli", "Writing sound")

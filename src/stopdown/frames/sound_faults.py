@@ -80,7 +80,7 @@ def find_sound_findings(sound: Sound, name: str) -> tuple[Finding, ...]:
     """Return the faults from `find_sound_faults` as records' findings: `silent-sound`, `clipped-sound`…
 
     Args:
-        name: what it is: `output`.
+        name: of the sound in the findings: `output`.
     """
     return tuple(
         Finding(f"{fault.kind}-sound", name, fault.evidence, fault.remedy)

@@ -21,7 +21,7 @@ def draw_inputs(
     """Return a request with the pictures, masks and video that the pipeline needs, drawn where missing.
 
     Args:
-        sides: height and width of what is drawn, in pixels.
+        sides: height and width of the drawn inputs, in pixels.
     """
     needed = list_needed_fields(type(pipe))
     missing = [name for name in _DRAWN if name in needed and getattr(request, name) is None]

@@ -138,8 +138,8 @@ def dry_run(
     """Run a skeleton's `__call__` and notify its listeners.
 
     Args:
-        skeleton: from `build_skeleton` or `copy_skeleton`. What is put on its components is run too.
-        arguments: of its call. A generator among them stays where it is.
+        skeleton: from `build_skeleton` or `copy_skeleton`. Layers installed on its components run too.
+        arguments: of its call. A generator among them keeps its state.
         listeners: the outermost first.
         answers: of earlier runs; those of this run are added.
     """
@@ -160,7 +160,7 @@ def dry_run_program(
     """Run a live program that is no pipeline, its components answered by copies without weights.
 
     Args:
-        program: as `guard` takes it. It is left as it was, but for what its own code changes.
+        program: as `guard` takes it. Only its own code changes it.
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
             are as they are.
     """

@@ -190,7 +190,7 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype | None:
 def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
     """Count the bytes of a component's weights that are cast to this dtype during loading.
 
-    What is stored in it takes no memory of its own: the class maps the file.
+    Weights already stored in it take no memory of their own: the class maps the file.
     """
     if dtype is None:
         return 0
@@ -337,8 +337,8 @@ def carries_plan(folder: Path) -> bool:
 def find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
     """List stored tensors that a model of this configuration should have but lacks.
 
-    Encoders are published with a whole of which they are a part: CLIP with its vision model, UMT5
-    with its decoder. What such a part has to itself is no part of the model.
+    Encoders are often published inside a larger model: CLIP with its vision model, UMT5 with its
+    decoder. Tensors of the other part alone are ignored.
     """
     # Buffers that are computed anew; older versions stored them.
     unexpected = unexpected - {name for name, _ in model.named_buffers()}

@@ -88,7 +88,7 @@ def _say(
     Args:
         kind: of its value on the command line and in JSON: a picture or a video is a `Path`.
         text: help of its option.
-        names: what pipelines call it, the likeliest first.
+        names: the field's names in pipelines, the likeliest first.
         check: refuses a value, given the field's name and the value.
     """
     return {"kind": kind, "help": text, "names": names, "check": check}
@@ -324,8 +324,8 @@ def list_needed(pipeline_class: type) -> list[str]:
 def _is_optional(name: str, pipeline_class: type) -> bool:
     """Return whether a pipeline runs without one of its inputs, judged by its own code.
 
-    Its words are trusted for a video (Wan VACE, AnyFlow), as long as a prompt stands for it. Words about
-    a picture are often careless: code that asks whether there is one does without it.
+    Its docstring is trusted about a video (Wan VACE, AnyFlow) if the pipeline takes a prompt instead.
+    Docstrings are often careless about pictures: code that tests for a picture runs without one.
     """
     said = inspect.getdoc(pipeline_class.__call__) or ""
     described = re.search(rf"^ *{name} \(.*", said, re.M)

@@ -250,7 +250,7 @@ def write_single_file(
 
     Args:
         exponents: tensor name to `[rows]` exponents.
-        columns: tensor name to what its columns add, `[columns]`.
+        columns: tensor name to the exponents of its columns, `[columns]`, added to those of its rows.
     """
     header = json.loads(read_header_bytes(source)[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
@@ -286,7 +286,7 @@ def fold_rows(
     Args:
         value: `[R, ...]` or a scalar, floating.
         exponents: `[R]` int32.
-        columns: `[C]` int32, what the columns of `[R, C, ...]` add to it.
+        columns: `[C]` int32, added for the columns of `[R, C, ...]`.
     """
     shape = (-1, *(1 for _ in value.shape[1:])) if value.dim() else ()
     factors = exponents.view(shape)

@@ -54,9 +54,9 @@ def build_skeleton(
     """Build a source's pipeline without weights, each component as if loaded in its dtype.
 
     Args:
-        source: what `resolve_source` gave; of its folders only the configs are read.
+        source: from `resolve_source`; only the configs in its folders are read.
         torch_dtypes: component → dtype, fp32 where it is absent.
-        keep_fp32: leave in fp32 what authors keep there; False for components that a plan rescales.
+        keep_fp32: leave the authors' fp32 modules in fp32; False for components that a plan rescales.
     """
     with quiet_libraries():
         parts = {name: _build(source, name, torch_dtypes, keep_fp32) for name in source.components}

@@ -60,8 +60,8 @@ def _find_in_library(library: str, class_name: str) -> Any:
 def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
     """Refuse to build a component with too many parts, or with far more values than its weights store.
 
-    Without it a configuration of a few bytes takes hours, or all memory: layers are built one by one,
-    and Transformers fills what the weights lack.
+    Without the limit, a configuration of a few bytes takes hours, or all memory: layers are built one by
+    one, and Transformers fills in missing weights.
 
     Args:
         stored: the tensors that it is loaded from; without them its values are not limited.

@@ -75,7 +75,7 @@ def download_snapshot(
         with_weights: without them only configurations and tokenizers come.
 
     Raises:
-        SourceError: the disk has too little room for what is missing, or the Hub does not give it.
+        SourceError: the disk has too little room for the missing files, or the Hub does not give them.
     """
     import huggingface_hub
 
@@ -213,7 +213,7 @@ def _careful_client() -> Iterator[None]:
     """Limit every wait of the Hub's client, and check names in answers before it writes files.
 
     The client waits without limit where it lists files, and uses an ETag as the name of a file. Where
-    there is no connection it tries for half a minute; here twice, and it then takes what is in the cache.
+    there is no connection it tries for half a minute; here it tries twice, then uses the cache.
     """
     import huggingface_hub
     from huggingface_hub.errors import OfflineModeIsEnabled

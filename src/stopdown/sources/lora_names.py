@@ -39,8 +39,8 @@ _PATTERNS = tuple(
 def split_prefix(name: str) -> tuple[str, str, str]:
     """Split a tensor's name into its component, the prefix as written, and the rest.
 
-    The component is as a pipeline names it, or `DENOISER`; it and the beginning are "" where nothing stands
-    before the name. In `text_encoders.t5xxl.transformer.encoder`, `transformer.` belongs to neither.
+    The component is a name in a pipeline, or `DENOISER`; it and the prefix are "" for names without a
+    prefix. In `text_encoders.t5xxl.transformer.encoder`, `transformer.` belongs to neither.
     """
     for pattern, component in _PATTERNS:
         if found := pattern.match(name):
@@ -126,7 +126,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
     """Yield the layers of a component's tensors; for open_clip's text encoders also by Transformers' names.
 
-    Trainers use the latter, whatever the file does.
+    Trainers always use the latter.
     """
     from stopdown.sources.single_file_names import read_layouts, rename
 

@@ -58,7 +58,7 @@ def list_missing(kind: Any, off: Collection[str] = ()) -> list[str]:
     """List the missing packages that a class of Diffusers or Transformers needs, by their pip names.
 
     Args:
-        off: switches of the class that are off: what they lead to is not needed.
+        off: switches of the class that are off: packages for them alone are not needed.
     """
     names = _list_backends(kind)
     if "video_processor" in inspect.signature(kind.__init__).parameters:

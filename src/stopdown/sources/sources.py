@@ -130,7 +130,7 @@ class Source:
     def has_weights(self, name: str) -> bool:
         """Return whether a component is a model, and not a tokenizer, processor or scheduler.
 
-        Its library and class say so, and for other classes what its folder holds, if it is here.
+        This follows from its library and class, and for other classes from the content of its folder.
         """
         library, class_name = self.components[name]
         endings = _SIDE_OF_TRANSFORMERS if library == "transformers" else _SIDE
@@ -181,12 +181,12 @@ def resolve_source(
         revision: branch, tag or commit of a Hub id.
         config: for a single file, a Diffusers folder or Hub id with its configurations.
         variant: of the weights: `fp16`.
-        progress: told of stage (`download`), what, bytes done and in all (0 when unknown).
+        progress: called with the stage (`download`), the item, bytes done and bytes in all (0 if unknown).
         with_weights: False leaves the weights of a Hub id where they are.
 
     Raises:
-        SourceError: there is no such model, what was found is refused at first sight, or the libraries that
-            load it are too old.
+        SourceError: there is no such model, its description is refused at once, or the libraries that load
+            it are too old.
         OptionError: a revision or a config was given that says nothing about this source.
     """
     check_libraries()
@@ -559,7 +559,7 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
-    """Return the files of which a component of this class, which has no weights, needs one."""
+    """Return the files for a component of this class without weights; one of them is enough."""
     if class_name.endswith("Scheduler"):
         return ("scheduler_config.json",)
     if class_name.endswith(("Tokenizer", "TokenizerFast", "Backend")):
@@ -670,8 +670,8 @@ def narrow_source(source: Source, names: Collection[str]) -> Source:
 def fingerprint(source: Source) -> str:
     """Compute a SHA-256 over the headers, sizes and samples of all weights, and over their configs.
 
-    Equal for a copy in another folder, and whatever version of the libraries saved it; another
-    checkpoint of the same shape differs, and so does one of which a config was edited.
+    The hash is equal for a copy in another folder, or saved by another version of the libraries. It
+    differs for another checkpoint of the same shape, and after a config was edited.
     Cost: 64 KiB read from each file.
     """
     digest = hashlib.sha256()

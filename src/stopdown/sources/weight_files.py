@@ -29,7 +29,7 @@ class WeightFile:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether a weight of it is codes and scales; GGUF is taken as such, whatever its types are."""
+        """Whether a weight is stored as codes and scales; GGUF files always count as quantised."""
         return self.kind != "safetensors" or any(weight.is_scaled for weight in self.weights)
 
 
