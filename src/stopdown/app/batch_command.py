@@ -138,7 +138,7 @@ class BatchOptions(RunOptions, ModelOptions):
 
 
 def main(options: BatchOptions) -> int:
-    """Run the command; 1 when an item failed, or with --strict has a finding."""
+    """Run the command; return 1 if an item failed, or with `--strict` if one has a finding."""
     from stopdown.app.progress import open_display, print_result
 
     is_shown = (sys.stderr.isatty() and has_moving_cursor()) or options.quiet
@@ -156,7 +156,7 @@ def main(options: BatchOptions) -> int:
 
 
 def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRecord:
-    """Make every item that is not made yet, and write the summary and its page.
+    """Make every item that does not exist yet, and write the summary and its page.
 
     Args:
         plain: stream that gets a line for each item; None where a terminal shows bars.
@@ -274,14 +274,14 @@ _OF_THE_RUN = (
 
 
 def _read_summary(folder: Path) -> BatchRecord | None:
-    """Return the summary of the batch that was made there before."""
+    """Return the summary of an earlier batch in the folder."""
     with contextlib.suppress(InputError, OSError):
         return from_json((folder / SUMMARY).read_bytes(), BatchRecord)
     return None
 
 
 def _find_finished(earlier: BatchRecord, digest: str, folder: Path) -> tuple[ItemResult, ...]:
-    """Return every item if the same was asked for before and all of it is there, else nothing."""
+    """Return all items if an earlier batch had the same request and all its outputs exist, else nothing."""
     if not digest or earlier.asked != digest:
         return ()
     wanted = {y for x in earlier.items for y in (x.output, find_record_path(x.output).name)}
@@ -293,7 +293,7 @@ def _find_finished(earlier: BatchRecord, digest: str, folder: Path) -> tuple[Ite
 def _repeat(
     earlier: BatchRecord, items: tuple[ItemResult, ...], options: BatchOptions, begun: float
 ) -> BatchRecord:
-    """Return the summary of a batch that had nothing to do."""
+    """Return the summary of a batch without work."""
     return dataclasses.replace(
         earlier,
         prompts=options.prompts or "",
@@ -404,7 +404,7 @@ class _Batch:
         self._show()
 
     def note(self, text: str) -> None:
-        """Tell a person, once."""
+        """Announce a message, but only once."""
         if text not in self.notes:
             self.notes.append(text)
             self._announce(text)

@@ -120,7 +120,7 @@ class CheckOptions(SizeOptions):
 
 
 def main(options: CheckOptions) -> int:
-    """Run the command and print its page; 1 with a finding of something wrong."""
+    """Run the command and print its page; return 1 if a finding is a fault."""
     from stopdown.app.progress import open_display, print_result
 
     is_file = is_weight_file(options)

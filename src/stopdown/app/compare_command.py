@@ -105,7 +105,7 @@ class CompareOptions(RunOptions, ModelOptions):
 
 
 def main(options: CompareOptions) -> int:
-    """Run the command, with progress and the table; 1 when a cell failed or a prompt was bad."""
+    """Run the command, with progress and the table; return 1 if a cell failed or a prompt was invalid."""
     from stopdown.app.cards import print_record, strip_pictures
     from stopdown.app.progress import open_display, print_result
 

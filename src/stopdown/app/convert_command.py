@@ -113,7 +113,7 @@ def main(options: ConvertOptions) -> int:
 
 
 def convert(options: ConvertOptions, display: Display) -> Conversion:
-    """Write a checkpoint as its plan says, for programs without Stopdown."""
+    """Write a checkpoint converted by its plan, for programs without Stopdown."""
     is_lora, request = is_lora_file(Path(options.source).expanduser()), read_request(options)
     if options.plan is None and not is_lora:
         encoder = _find_encoder(options, display)
@@ -189,7 +189,7 @@ def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
 
 
 def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
-    """Return the text encoder that SOURCE is, or that --component names; None for a model."""
+    """Return the text encoder at SOURCE, or the one that `--component` names; None for a whole model."""
     root = Path(options.source).expanduser()
     is_model = root.is_file() or (root / "model_index.json").is_file()
     if options.component is None and (is_model or not (root.exists() or is_hub_id(options.source))):

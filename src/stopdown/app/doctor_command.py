@@ -48,7 +48,9 @@ class DoctorOptions(CommandOptions):
 
 
 def main(options: DoctorOptions) -> int:
-    """Run the command and print its page, or the profile; 1 when PyTorch cannot compute on a device."""
+    """Run the command and print its page, or the profile; return 1 if PyTorch cannot compute on a
+    device.
+    """
     from stopdown.app.progress import open_display, print_result
 
     if options.toml:

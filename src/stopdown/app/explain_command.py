@@ -45,7 +45,7 @@ class ExplainOptions(CommandOptions):
 
 
 def main(options: ExplainOptions) -> int:
-    """Run the command and print its page; 1 when the text is unknown."""
+    """Run the command and print its page; return 1 if the text is unknown."""
     from stopdown.app.progress import print_result
 
     diagnosis = explain(_join(options.subject))

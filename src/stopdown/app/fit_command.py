@@ -73,7 +73,7 @@ class FitOptions(FitRunOptions, ModelOptions):
 
 
 def main(options: FitOptions) -> int:
-    """Run the command, with progress and the answer; 1 when nothing fits."""
+    """Run the command, with progress and the answer; return 1 if nothing fits."""
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:

@@ -126,7 +126,7 @@ class GenerateOptions(RunOptions, ModelOptions):
 
 
 def main(options: GenerateOptions) -> int:
-    """Run the command, with progress and the card; 1 when --strict refuses the frames."""
+    """Run the command, with progress and the card; return 1 if `--strict` refuses the frames."""
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_display, print_result
 
@@ -390,7 +390,7 @@ def _read_request(options: GenerateOptions) -> Request:
 
 
 def _check_output_early(options: GenerateOptions) -> None:
-    """Refuse an output that cannot be written before an hour is spent on it."""
+    """Refuse an output that cannot be written, before hours of computation."""
     plan = find_plan_path(options.precision)
     read = (*(getattr(options, name) for name in MEDIA), options.source, plan)
     output, force = (

@@ -120,7 +120,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
 
 
 def _check_certificate(options: PlanOptions) -> None:
-    """Refuse a path for the certificate that exists or is not a JSON file."""
+    """Refuse a certificate path that is not a JSON file or must not be overwritten."""
     if options.certificate is None:
         return
     check_suffix(options.certificate, ".json", expected="A certificate is a JSON file.")

@@ -224,7 +224,7 @@ _FLAGS = {'allow="overwrite"': "--force", 'allow="eps"': "--allow-eps"}
 
 
 def reword(error: StopdownError, options: Any) -> None:
-    """Put an error into the words of a command, in place."""
+    """Rewrite the texts of an error for the command line, in place."""
     error.what, error.expected, remedy = (
         reword_text(part, options) for part in (error.what, error.expected, error.remedy)
     )

@@ -37,7 +37,7 @@ def find_folder(given: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, and refuse it when it cannot be written."""
+    """Make the folder, and refuse it if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -50,7 +50,7 @@ def list_names(folder: Path) -> set[str]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     with written_beside(path) as part:
         part.write_bytes(content)
 
@@ -78,7 +78,9 @@ def held_for_batch(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove old temporary files of other machines; this one's go at the first write."""
+    """Remove old temporary files of other machines; those of this machine are removed at the first
+    write.
+    """
     for part in folder.glob(".stopdown-*.part"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > _STRAY_S:

@@ -123,7 +123,7 @@ class Processes:
             slot.channel.send((task.complete(), seal, plan if is_new else None))
 
     def wait(self) -> list[Event]:
-        """Return the events since the last call, after a wait of at most a second, so that signals are
+        """Return the events since the last call, after at most a second; the limit lets signals be
         handled.
         """
         waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}

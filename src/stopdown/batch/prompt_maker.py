@@ -43,7 +43,7 @@ class PromptMaker:
         self._worker: Worker | None = None
 
     def make(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one item, or find it made.
+        """Make one item, or find its finished output.
 
         Args:
             fields: those of `stopdown.batch.prompts.Item`: prompt, seed, steps…

@@ -113,7 +113,7 @@ def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
 
 
 def _read_file(given: str) -> list[Item]:
-    """Return the items of a prompts file; empty lines are passed over."""
+    """Return the items of a prompts file; empty lines are skipped."""
     text = _read_text(given)
     kind = Path(given).suffix.lower()
     if kind == ".csv":
@@ -298,9 +298,7 @@ def _list_texts(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Return the name, size and time of a file, or of all files in a folder; an empty list if there is
-    none.
-    """
+    """Return the name, size and time of a file, or of all files in a folder; empty if there is none."""
     try:
         paths = sorted(path.rglob("*")) if path.is_dir() else [path]
         told = [(x, x.stat()) for x in paths if x.is_file()]

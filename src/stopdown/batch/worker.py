@@ -75,7 +75,7 @@ class Worker:
         self.observer: Observer | None = None
 
     def make(self, task: Task, plan: Plan | None) -> Answer:
-        """Make one item, or find it made."""
+        """Make one item, or find its finished output."""
         found = find_finished(self._folder, task, list_names(self._folder))
         if found is not None:  # its maker died before it could report
             return Answer(describe_result(task, found, "made"))

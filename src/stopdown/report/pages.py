@@ -72,9 +72,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
 
 
 def find_problem(comparison: Comparison) -> str:
-    """Describe the first inconsistency of a comparison, or a value that cannot be drawn; "" if there is
-    none.
-    """
+    """Describe the first inconsistency of a comparison, or a value that cannot be drawn; "" if none."""
     names = [variant.name for variant in comparison.variants]
     cells = [cell for row in comparison.rows for cell in row.cells]
     heats = [heat for variant in comparison.variants for heat in variant.heats]
