@@ -459,7 +459,7 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
 
 
 def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
-    """Choose height and width for a request without them, if the pipeline's default does not suit it."""
+    """Choose height and width for a request without them, if the default does not suit the configs."""
     asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
     return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
