@@ -63,7 +63,7 @@ class StorageTracker(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the storages of these tensors out: weights, and what came from outside."""
+        """Leave the storages of these tensors out: weights, and tensors from outside."""
         for tensor in tensors:
             self._watch(tensor.untyped_storage(), 0)
 
@@ -76,7 +76,7 @@ class StorageTracker(TorchDispatchMode):
                 self._watch(storage, storage.nbytes())
 
     def restart(self) -> int:
-        """Begin a new peak at what is alive now; the peak until now comes back."""
+        """Begin a new peak at the live bytes; return the peak until now."""
         before, self.peak_bytes = self.peak_bytes, self.live_bytes
         return before
 
@@ -121,7 +121,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
-    """Floating-point operations of a product, a convolution or attention; 0 of anything else."""
+    """Count the floating-point operations of a product, a convolution or attention; 0 for others."""
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return count_attention_on_cpu(*(x.shape for x in args[:3]))
     rule = flop_registry.get(packet)
@@ -129,7 +129,7 @@ def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) ->
 
 
 def _find_block() -> int:
-    """Channels in one block of oneDNN's layouts: what a register holds in fp32."""
+    """Return the channels in one block of oneDNN's layouts: the fp32 values of a register."""
     return 16 if "avx512_bw" in read_cpu_flags() else 8
 
 
@@ -187,7 +187,7 @@ def _select_backend(args: Any) -> Any:
 
 
 def _count_blocks(given: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
-    """Copies of input and weights beside the blocked output, or both outputs, whichever is more."""
+    """Count the bytes of copied input and weights beside a blocked output, or of both outputs if more."""
     plain, blocked = output.nbytes, _pad_channels(output)
     copied = _pad_channels(given) if given.shape[1] >= _find_block() else 0
     return max(copied + weight.nbytes + blocked, blocked + plain) - plain

@@ -187,7 +187,7 @@ class CachingAllocator:
         pool.put(block)
 
     def release(self) -> None:
-        """Give the driver what nothing is in: `empty_cache`, and what happens when memory runs out."""
+        """Give unused memory back to the driver, as by `empty_cache` or when memory runs out."""
         for pool in (self._small, self._large):
             for block in [*pool.blocks.values()]:
                 if self._expandable:
@@ -218,7 +218,7 @@ class CachingAllocator:
         return self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Give back what is free where so much more would be beyond the limit."""
+        """Give unused memory back if so many bytes more would exceed the limit."""
         if self._lacks(nbytes):
             self.releases += 1
             self.release()
@@ -231,7 +231,7 @@ class CachingAllocator:
         return Block(pool, next(self._places), 0, taken)
 
     def _expand(self, pool: Pool, size: int) -> Block:
-        """Map pages at the end of a pool's segment, and take what is free there."""
+        """Map pages at the end of a pool's segment, and take its free end with them."""
         self._make_room(pool.count_pages(size))
         pages = pool.count_pages(size)  # the free end may have gone back
         self._reserve(pages)
@@ -250,7 +250,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Give back the whole pages of a free block; what remains of it on either side stays free."""
+        """Give back the whole pages of a free block; the rest on either side stays free."""
         begin = -(-block.start // pool.page) * pool.page
         end = (block.start + block.size) // pool.page * pool.page
         if end <= begin:

@@ -140,7 +140,7 @@ def predict_resident(
 
 
 def _find_sides(run: RunMemory) -> tuple[int, int] | None:
-    """Height and width of what the last decoder gave: the last two dimensions."""
+    """Find the height and width of the last decoder's output: its last two dimensions."""
     shapes = [x for call in run.calls if call.stage == "decode" for x in call.shapes]
     pictures = [shape for shape in shapes if len(shape) >= 4]
     return (pictures[-1][-2], pictures[-1][-1]) if pictures else None
@@ -217,7 +217,7 @@ def estimate_time(prediction: Prediction, speed: Speed | None) -> float:
 
 
 def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:
-    """Shapes of what each call gave; chunks of a video that are decoded in turn are one."""
+    """List the output shapes of each call; chunks of a video that are decoded in turn are one."""
     found: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
     for call in run.calls:
         shapes = call.shapes

@@ -71,7 +71,7 @@ class Offloader:
         """
         Args:
             pipe: a pipeline whose weights are in host memory, or on the device already.
-            others: what may be tried after it; those with a smaller peak are.
+            others: strategies to try after it; those with a smaller peak are tried.
             device: where calls run.
             store: folder for weights that wait; None keeps them in host memory.
         """

@@ -45,7 +45,7 @@ def replay(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
-    """Make and drop in an allocator what a run makes and drops."""
+    """Repeat the allocations of a run in an allocator."""
     for _, buffers in run.totals.values():
         allocator.allocate(buffers)
     weights = _Weights(run, strategy, allocator)
@@ -143,10 +143,10 @@ def _go_through(
     outer: dict[int, Block | None] | None = None,
     weights: _Weights | None = None,
 ) -> None:
-    """Do what some events say.
+    """Carry out events in an allocator.
 
     Args:
-        own: numbers of the storages that these events made; what is alive in the end stays in it.
+        own: numbers of the storages that these events made; those alive at the end stay in it.
         outer: those that were made before.
     """
     for what, size in events:

@@ -148,7 +148,7 @@ class MemoryListener(Listener):
     ) -> None:
         """
         Args:
-            sign: what was put on a component that changes this call.
+            sign: gives a signature of the settings on a component that change a call.
         """
         self._fused, self._on_cpu, self._sign = fused, on_cpu, sign
         self._tracker = StorageTracker(on_cpu=on_cpu)
@@ -182,7 +182,7 @@ class MemoryListener(Listener):
         return f"{self._fused}|{self._on_cpu}|{self._sign(call)}"
 
     def begin(self, run: DryCall) -> None:
-        """Stop counting what the pipeline's own code makes."""
+        """Stop counting the storages of the pipeline's own code."""
         self._tracker.__exit__(None, None, None)
         self._between, self._start = self._tracker.restart(), self._tracker.live_bytes
         self._trace.append(self._tracker.events)
@@ -190,7 +190,7 @@ class MemoryListener(Listener):
 
     @contextlib.contextmanager
     def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
-        """Count what a component's code makes, from its own start.
+        """Count the storages that a component's code makes, from its own start.
 
         The tracker stands above the fake tensors: beneath, it would see what makes them up.
         """
@@ -309,7 +309,7 @@ class MemoryListener(Listener):
     def _watch_tile(
         self, alive: int, arguments: GivenArguments, code: Callable[[], Any]
     ) -> tuple[Any, Footprint]:
-        """Run a tile or block; return its output and its footprint by itself."""
+        """Run a tile or block; return its output and its own footprint."""
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         begun = len(self._tracker.events)
@@ -356,7 +356,7 @@ class MemoryListener(Listener):
 
 
 def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:
-    """Parameter, by `id`, to the paths of the modules that hold it."""
+    """Map each parameter, by `id`, to the paths of the modules that hold it."""
     homes: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         homes.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -387,7 +387,7 @@ def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, froz
 
 
 def weigh(module: torch.nn.Module) -> dict[str, int]:
-    """Module path → bytes of the parameters directly in it."""
+    """Map each module's path to the bytes of the parameters directly in it."""
     weights: dict[str, int] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
@@ -396,7 +396,7 @@ def weigh(module: torch.nn.Module) -> dict[str, int]:
 
 
 def _list_sizes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Module path → bytes of each parameter directly in it."""
+    """Map each module's path to the bytes of each parameter directly in it."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name, tensor in module.named_parameters():
         path = name.rpartition(".")[0]
@@ -428,7 +428,7 @@ class Footprint:
 
 
 def _repeat(events: list[Event], before: str, after: str, numbers: Iterator[int]) -> list[Event]:
-    """Events of one block as those of another; what it leaves behind is made anew where it is given."""
+    """Repeat the events of one block as those of another; free the storages that it leaves alive."""
     own: dict[int, int] = {}
     found: list[Event] = []
     for what, size in events:

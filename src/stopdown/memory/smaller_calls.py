@@ -32,7 +32,7 @@ _FEED_FORWARD = ("FeedForward",)
 
 
 def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
-    """Put what makes the calls smaller on a pipeline, until `patches` is undone."""
+    """Put a strategy's settings for smaller calls on a pipeline, until `patches` is undone."""
     for module in find_components(pipe).values():
         if is_autoencoder(module):
             for name, wanted in (("slicing", strategy.slicing), ("tiling", strategy.tiling)):
@@ -135,7 +135,7 @@ def _attend_in_pieces(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention of `query` `[..., L, E]` over `key` `[..., S, E]`, its scores a part at a time."""
+    """Compute attention of `query` `[..., L, E]` over `key` `[..., S, E]`, with some scores at a time."""
     length, row_bytes = query.shape[-2], query.shape[:-2].numel() * key.shape[-2] * 4
     rows = max(1, _MOST_SCORE_BYTES // row_bytes)
     if is_causal or rows >= length:

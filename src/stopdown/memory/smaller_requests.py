@@ -53,7 +53,7 @@ class Size:
 
 
 def list_smaller(size: Size, grid: Grid, *, keeps_frames: bool = False) -> list[Size]:
-    """Smaller sizes that the model can make, the largest first.
+    """List smaller sizes that the model can make, the largest first.
 
     Args:
         keeps_frames: the frames are those of a video that was given.
@@ -123,7 +123,7 @@ def choose_size(
     on_cpu: bool = True,
     has_weights: bool = True,
 ) -> tuple[dict[str, int], str]:
-    """Sizes to add to the arguments of a pipeline's call, and why; nothing where sizes are among them.
+    """Choose sizes to add to a call's arguments, with the reason; none if the arguments have sizes.
 
     Args:
         has_weights: all of them are there in fp32; False where a layer's are at a time.

@@ -113,7 +113,7 @@ def _leave_untimed(why: str) -> Speed:
 
 
 def _time_product(device: Device, name: str) -> float:
-    """FLOP/s of one product; a small one first, so that a slow format does not take long."""
+    """Measure the FLOP/s of one product; a small one comes first, so a slow format does not take long."""
     dtype, side = FORMATS[name].torch_dtype, 64
     while True:
         given = torch.ones(side, side, dtype=dtype, device=device.torch_name)

@@ -52,7 +52,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """`resident`, `component+tiling`; with tiling goes slicing, where there is both."""
+        """The name: `resident`, `component+tiling`; tiling includes slicing, if the model has both."""
         parts: list[str] = [self.placement]
         parts += ["tiling"] if self.tiling else ["slicing"] if self.slicing else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
@@ -62,7 +62,7 @@ class Strategy:
 
     @property
     def has_seams(self) -> bool:
-        """Whether the picture is another where tiles or chunks meet."""
+        """Whether the picture changes at the seams of tiles or chunks."""
         return self.tiling or self.frames > 0
 
     @property
@@ -203,7 +203,7 @@ def _list_around(path: str) -> Iterator[str]:
 
 
 def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
-    """Most bytes of values and loaded weights together during one call."""
+    """Find the most bytes of values and loaded weights together during one call."""
     if strategy.placement == "resident":
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)

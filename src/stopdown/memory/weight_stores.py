@@ -112,7 +112,7 @@ class WeightStore(SameInCopies):
         self.drop(tensor)
 
     def find(self, tensor: torch.Tensor) -> StoredWeight | None:
-        """Return what a tensor is read from; None for one that does not wait here."""
+        """Return the stored weight that a tensor is read from; None if it does not wait here."""
         return self._kept.get(id(tensor))
 
     def serve(self, module: torch.nn.Module, patches: Patches) -> None:
@@ -121,7 +121,7 @@ class WeightStore(SameInCopies):
 
     @contextlib.contextmanager
     def opened(self, module: torch.nn.Module) -> Iterator[None]:
-        """Have all weights of a component here, and take over what they have become at the end.
+        """Keep all weights of a component on the device in the block; take over their changes at its end.
 
         Cost: its whole weights on the device at the same time.
         """
@@ -202,7 +202,7 @@ class WeightStore(SameInCopies):
                 group.drop()
 
     def clear(self) -> None:
-        """Forget who is loaded when, before another strategy: everything that waits waits again."""
+        """Forget the order of loads before another strategy, and drop all loaded weights."""
         self._forget()
         for key, (tensor, _) in self._owners.items():
             if key in self._kept:
@@ -278,7 +278,7 @@ def weights_at_hand(module: torch.nn.Module) -> Iterator[None]:
 
 
 def find_waiting(module: torch.nn.Module, tensor: torch.Tensor) -> StoredWeight | None:
-    """Return what a weight of a component is read from; None for one that has its values."""
+    """Return the stored weight that a component's weight is read from; None if it has its values."""
     if tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel():
         return None
     store: WeightStore | None = vars(module).get(_STORE)

@@ -134,7 +134,7 @@ def _show(adapter: Adapter) -> str:
 
 
 def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Compare the planned components with what they are now, at each call of them.
+    """Compare the planned components with their present state, at each call of them.
 
     Cost: one walk over the modules for each call; no device is asked.
     """

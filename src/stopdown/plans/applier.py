@@ -109,7 +109,7 @@ class AppliedEntry(SameInCopies):
         return self
 
     def undo(self) -> None:
-        """Take off what is on the module, for good."""
+        """Take the entry or the repairs off the module, for good."""
         self.is_over = True
         if self.patches:
             with find_lock(self.module).changing():
@@ -207,12 +207,12 @@ def put_plan(
     *,
     casts: bool = True,
 ) -> AppliedPlan:
-    """Put a plan's entries on their components, and then what is around the calls; every way in does.
+    """Put a plan's entries on their components, and then the layers around the calls; all loads do.
 
     Args:
         put: puts an entry on a module in memory (`apply_entry`), or on its weights as they are read
             (`load_entry`).
-        casts: False leaves out what is around the calls but for the watch of adapters.
+        casts: False leaves out the layers around the calls, except for the watch of adapters.
     """
     applied = AppliedPlan(pipe, plan)
     try:
@@ -494,7 +494,7 @@ def _find(program: Any, name: str) -> torch.nn.Module:
 
 
 def compare_versions(plan: Plan) -> Iterator[str]:
-    """Yield what is installed in another version than a plan was made with, each as a clause."""
+    """Yield the packages with another version than at the making of a plan, each as a clause."""
     installed = read_class_versions()
     for name in sorted(plan.versions.keys() | installed.keys()):
         then, now = plan.versions.get(name, "none"), installed.get(name, "none")

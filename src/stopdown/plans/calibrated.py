@@ -175,7 +175,7 @@ def seal_made(
     device: Device,
     **measured: Any,
 ) -> Plan:
-    """Return the sealed plan of what has this name, fingerprint and class of pipeline."""
+    """Return the sealed plan with this name, fingerprint and class of pipeline."""
     made = Plan(
         *known,
         precision=FP16.name,
@@ -310,7 +310,7 @@ def _add_reason(
 
 
 def _widen(pipe: Any, patches: Patches) -> None:
-    """Bring what is not quantised to fp32, in evaluation mode and without a progress bar."""
+    """Cast weights to fp32 unless they are quantised; set evaluation mode, without a progress bar."""
     if runs_by_call(pipe):
         bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
         patches.set_attribute(pipe, "_progress_bar_config", bar)

@@ -183,7 +183,7 @@ def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[Co
 
 
 def _thin_out(calls: list[ComponentCall]) -> list[ComponentCall]:
-    """At most `MOST_CALLS`, evenly spread, the first and last among them."""
+    """Return at most `MOST_CALLS` of the calls, evenly spread, with the first and the last."""
     if len(calls) <= MOST_CALLS:
         return calls
     return [calls[i * (len(calls) - 1) // (MOST_CALLS - 1)] for i in range(MOST_CALLS)]

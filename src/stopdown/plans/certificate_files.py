@@ -96,7 +96,7 @@ def write_certificate(
     plan: Plan, source: Source, path: Path, request: Request | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write the certificate of a plan that rests on bounds; return what was written.
+    """Write the certificate of a plan that rests on bounds; return its content.
 
     Args:
         plan: of this source, made from its weights alone.
@@ -461,7 +461,7 @@ class _Exporter:
         return {"rule": "join", "from": parts, "dim": dim}
 
     def _mix(self, node: Node, last: bool = False) -> dict[str, Any]:
-        """Elements of the first input in other places; with `last` each in the same channel as before."""
+        """Export elements of the first input in other places; with `last` each stays in its channel."""
         source, shape = node.args[0], shape_of(node)
         before, name, of = shape_of(source), self._first(node), "rows" if last else "places"
         if len(before) == len(shape):
@@ -477,7 +477,7 @@ class _Exporter:
         return self._pad_each(node, given) if operation(node) == "pad_sequence" else self._mix(node)
 
     def _pad_each(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Sequences one after the other, each with zeros behind it."""
+        """Export sequences one after the other, each with zeros behind it."""
         shape, parts = shape_of(node), []
         if not given.get("batch_first") or given.get("padding_value"):
             raise _NoRule
@@ -650,7 +650,7 @@ class _Exporter:
         return {"rule": "exp", "from": [self._first(node)]}
 
     def _export_halves(self, halves: int, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Square, roots and reciprocal: `x ** (halves / 2)`, as the table of operations has it."""
+        """Export square, roots and reciprocal: `x ** (halves / 2)`, as the table of operations has it."""
         return {"rule": "power", "halves": halves, "from": [self._first(node)]}
 
     def _export_shrink(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -783,7 +783,7 @@ class _Exporter:
         return {"rule": "attention", "from": [*names, *([found] if found else [])]}
 
     def _ask_lengths(self) -> None:
-        """Witnesses of singular values, where another product reads the rows of a product."""
+        """Ask for witnesses of singular values, where another product reads the rows of a product."""
         users: dict[str, list[dict[str, Any]]] = {}
         for n in self.nodes:
             for name in n["from"]:

@@ -366,7 +366,7 @@ class _Components:
     made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, whole: Source) -> list[ComponentPlan]:
-        """Plan what was not kept: the largest component here, the others in a process beside this one.
+        """Plan components not kept yet: the largest one here, the others in a process beside this one.
 
         Args:
             whole: the model with all of its components.
@@ -589,7 +589,7 @@ class TracedCalls:
         self._made = made
 
     def sign(self) -> tuple[object, ...]:
-        """Return what tells apart the calls' graphs at their sizes.
+        """Return a signature of the calls' graphs at their sizes.
 
         Raises:
             CaptureError: the code cannot be traced.

@@ -109,7 +109,7 @@ class Certifier:
             torch.set_num_threads(self._threads)
 
     def beside(self, load: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """Return what loads as `load` does, and takes all threads once the process has ended."""
+        """Return a loader like `load`; it takes all threads once the process has ended."""
 
         def load_beside(name: str) -> torch.Tensor:
             if self._process is not None and self._process.poll() is not None:

@@ -108,7 +108,7 @@ class CallListener(Listener):
         return contextlib.nullcontext()
 
     def end(self, run: DryCall) -> None:
-        """Keep a later timestep, and make up an encode of a few frames of what a decoder gives.
+        """Keep a later timestep, and make up an encode of a few frames of a decoder's output.
 
         A plan holds for both directions.
         """

@@ -89,7 +89,7 @@ def _measure_inputs(kinds: Sequence[Sequence[ComponentCall]]) -> dict[str, float
 
 
 def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:
-    """Calls by kind: those of a group give the same graph."""
+    """Group calls by kind: those of a group give the same graph."""
     groups: dict[str, list[ComponentCall]] = {}
     for call in calls:
         groups.setdefault(call.key, []).append(call)

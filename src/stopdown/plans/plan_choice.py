@@ -57,7 +57,7 @@ def choose_plan(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide how a source runs on a device, from what a `--precision` asks for.
+    """Decide how a source runs on a device, from the request of a `--precision`.
 
     `fp16` always needs exponents. So does `auto` on a device that computes fast in fp16 and not in bf16.
     Without them the plan says the precision of each call.
@@ -156,7 +156,7 @@ def find_or_certify(
 
 
 def _read_plan_beside(source: Source, only: Collection[str]) -> Plan | None:
-    """Return the plan in the folder of a model, if it belongs to what lies there."""
+    """Return the plan in the folder of a model, if it belongs to this model."""
     path = source.path / PLAN_BESIDE
     if source.kind == "file" or not path.is_file() or describe_no_plan(path):
         return None  # a converted model's record has that name as well
@@ -197,7 +197,7 @@ def certified_on_arrival(
 def _list_worth(
     source: Source, precision: str, device: Device, request: Request | None
 ) -> tuple[Source, list[str]]:
-    """Return what is to be planned; no component where there is too little to download or to plan."""
+    """Return the source and components to plan; none if there is too little to download or to plan."""
     if source.kind != "hub" or source.loras or find_plan_path(precision) is not None:
         return source, []
     if count_download(source) < WORTH_BYTES:

@@ -47,7 +47,7 @@ MOST_NAMED = 5
 
 
 def read_class_versions() -> dict[str, str]:
-    """Versions of the packages that components' classes come from."""
+    """Read the versions of the packages that components' classes come from."""
     return {name: read_version(name) or "" for name in PACKAGES}
 
 
@@ -58,7 +58,7 @@ def seal_plan(plan: Plan) -> Plan:
 
 
 def _to_text(plan: Plan) -> str:
-    """Return what a file says: nothing of the memory of one run."""
+    """Return the text of a plan's file, without the memory of one run."""
     return to_json(dataclasses.replace(plan, memory=None))
 
 

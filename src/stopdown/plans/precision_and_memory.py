@@ -132,7 +132,7 @@ def find_fp32_share(plan: Plan) -> float:
 
 
 def describe_remark(plan: Plan) -> str:
-    """Return what else is to be said of a plan, a sentence; "" for nothing."""
+    """Return a further remark on a plan as a sentence; "" for none."""
     if plan.is_bare:
         formats = read_formats(plan)
         by_call = {x.component: x.precision for x in plan.components}
@@ -176,7 +176,7 @@ def weigh_speed(plan: Plan, narrow: Speed | None, wide: Speed | None) -> Speed |
 
 
 def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction] | None:
-    """Return what takes the least time among all that fits; without known speeds the first plan that fits.
+    """Return the fitting plan that takes the least time; without known speeds the first that fits.
 
     Args:
         found: each with its plan, the one that was asked for first.

@@ -64,7 +64,7 @@ class StopdownConfig(QuantizationConfigMixin):
             self.plan = take_plan(plan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a `config.json` carries."""
+        """Return the settings that a `config.json` carries."""
         plan = {"plan": carry_plan(self.plan)} if self.plan is not None else {}
         flags = {name: True for name in ("guard", "folded") if getattr(self, name)}
         component = {"component": self.component} if self.component else {}

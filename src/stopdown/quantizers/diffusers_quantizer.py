@@ -30,7 +30,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
         return torch.float32
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
-        """Return what most weights become, for the device map."""
+        """Return the dtype of most loaded weights, for the device map."""
         return self._loading.bare or torch.float16
 
     def maybe_update_loaded_keys(
@@ -58,7 +58,7 @@ class StopdownQuantizer(PlannedModel, DiffusersQuantizer):
         return False
 
     def get_cuda_warm_up_factor(self) -> int:
-        """Return 2: weights take what the empty model says."""
+        """Return 2: weights take as much memory as the empty model states."""
         return 2
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:

@@ -86,7 +86,7 @@ class ModelLoad(SameInCopies):
         self._applied: AppliedPlan | None = None
 
     def request(self, dtype: torch.dtype | None) -> None:
-        """Note the dtype that `from_pretrained` was given; fp32 is what pipelines pass if none is given.
+        """Note the dtype that `from_pretrained` was given; pipelines pass fp32 if none is given.
 
         A folder that carries a plan is loaded in bf16 as well: without the plan, which is one for fp16.
         """
@@ -162,7 +162,7 @@ class ModelLoad(SameInCopies):
         return made
 
     def finish(self, module: torch.nn.Module) -> StopdownConfig | None:
-        """Check what arrived and guard the model; return what its config carries, None without its plan."""
+        """Check the loaded weights and guard the model; return its config, None without its plan."""
         self._check_weights(module)
         with torch.no_grad():
             for name, tensor in name_parameters(module).items():
@@ -248,7 +248,7 @@ class ModelLoad(SameInCopies):
             return type(module).save_pretrained(module, *args, **options)
 
     def renew(self, module: torch.nn.Module) -> None:
-        """Have the plan that a model's config carries belong to the weights of now: a LoRA may be fused.
+        """Fit the plan in a model's config to the present weights: a LoRA may be fused.
 
         Called before the model is saved.
         """
@@ -350,7 +350,7 @@ class PlannedModel:
 
     @property
     def applied_plan(self) -> Plan | None:
-        """The plan that the model was loaded by, with this model alone."""
+        """The plan that the model was loaded by, for this model alone."""
         return self._loading.plan
 
     @property
@@ -421,7 +421,7 @@ _REFUSED = {
 
 
 def unfold(made: torch.Tensor, wanted: StoredWeight) -> StoredWeight:
-    """Return what a weight was before its folds, as near as it holds that."""
+    """Return a weight without its folds, as precisely as its values allow."""
     if not made.is_floating_point():
         return StoredWeight(made, made.dtype)
     return StoredWeight(made, torch.float32, _negate(wanted.folds))
@@ -433,7 +433,7 @@ def _negate(folds: Folds) -> Folds:
 
 
 def _find_source(folder: Path, file_name: str) -> Source | None:
-    """Return the pipeline that a component's folder lies in; None for a model by itself."""
+    """Return the pipeline around a component's folder; None for a model without one."""
     root = folder.parent
     variant = _VARIANT.search(file_name)
     if (root / "model_index.json").is_file():
@@ -458,7 +458,7 @@ _CACHED = re.compile(r"/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<
 
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Tensors are made on the CPU and in fp32, whatever a library that builds a model has set."""
+    """Make tensors on the CPU and in fp32, whatever a library that builds a model has set."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

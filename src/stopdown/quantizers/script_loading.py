@@ -43,13 +43,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 def plan_loads(
     device: str, announce: Callable[[str], None], patches: Patches, otherwise: str = ""
 ) -> None:
-    """Have what a script loads in 16 bits loaded by plans, if its device is fast in fp16 and not in bf16.
+    """Make a script's 16-bit loads use plans, if its device is fast in fp16 and not in bf16.
 
     The device is asked at the first load: a script may choose its cards until then.
 
     Args:
         device: that the script uses; "auto" for the best one here.
-        otherwise: how the script gets what it asks for, in a sentence.
+        otherwise: how the script gets its own precision, in a sentence.
     """
     loads = _Loads(device, announce, patches, otherwise)
     for owner in (DiffusionPipeline, ModelMixin, PreTrainedModel):
@@ -230,7 +230,7 @@ def _list_carried(source: Source) -> dict[str, StopdownConfig]:
 
 
 def join_plans(config: PipelineQuantizationConfig) -> Plan:
-    """Return the plan of a pipeline, from what `quantization` gave."""
+    """Return the plan of a pipeline, from the configs that `quantization` made."""
     configs = [x for x in config.quant_mapping.values() if isinstance(x, StopdownConfig)]
     plans = [x.plan for x in configs if x.plan is not None]
     components = tuple(x.components[0] for x in plans)

@@ -66,7 +66,7 @@ class Notes(threading.local):
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
 
     def note_hidden(self, operation: str, given: torch.Tensor) -> None:
-        """Note the bounds of what is hidden; nothing is read."""
+        """Note the bounds of an operation's input, whose infinite values it may hide; nothing is read."""
         if f"{operation}()" not in self.meant and is_readable(given):
             self.clamping.append((f"{operation}()", _bound(given)))
 
@@ -81,7 +81,7 @@ class Notes(threading.local):
 
 
 def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:
-    """Note the bounds of what modules that clamp return in fp16, and of blocks when asked.
+    """Note the bounds of fp16 outputs of clamping modules, and of blocks on request.
 
     Compiled modules are left alone.
     """

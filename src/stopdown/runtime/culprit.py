@@ -173,7 +173,7 @@ class _Tracer(TorchDispatchMode):
     ) -> None:
         """
         Args:
-            is_exact: tell what overflows in fp32 from what has no finite value.
+            is_exact: distinguish an overflow in fp32 from a result without a finite value.
         """
         super().__init__()
         self.count, self._is_exact = 0, is_exact
@@ -204,7 +204,7 @@ class _Tracer(TorchDispatchMode):
         return result
 
     def list_kinds(self, output: Any) -> frozenset[str]:
-        """Kinds of the operations that begin what is not finite in an output."""
+        """List the kinds of the operations where the values that are not finite in an output begin."""
         left = [self._find_maker(x) for x in _floats(output) if not _is_finite(x)]
         seen, kinds = set[int](), set[str]()
         while left:
@@ -289,7 +289,7 @@ class _Tracer(TorchDispatchMode):
         return event
 
     def _find_maker(self, tensor: torch.Tensor) -> _Event:
-        """Who made a bad tensor: an operation, one that wrote into the same memory, or none of them."""
+        """Find the maker of a bad tensor: an operation, one that wrote into the same memory, or none."""
         if tensor in self._made:
             return self._made[tensor]
         named = self._names.get(tensor)
@@ -375,7 +375,7 @@ def _tell_overflow(func: Any, operation: str, args: Any, kwargs: Any, result: An
 
 
 def _widen(tree: Any, place: torch.device | None) -> Any:
-    """Operands in fp32 if they have 16 bits, on another device if one is given."""
+    """Cast 16-bit operands to fp32, and move them to another device if one is given."""
 
     def widen(x: Any) -> Any:
         if isinstance(x, torch.Tensor):

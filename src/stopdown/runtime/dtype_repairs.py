@@ -37,7 +37,7 @@ from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, find_operands
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Let a traceback end with what is known; a second call does nothing."""
+    """Add a known fact to the end of a traceback; a second call does nothing."""
     note = f"Stopdown: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -213,7 +213,7 @@ class FaultHandler:
         return self._repair(case)
 
     def _announce_search(self, fault: Fault) -> None:
-        """Say that what takes long has begun, so that it does not look like a run that hangs."""
+        """Announce a long search, so that the run does not seem to hang."""
         count = sum(x.numel() for x in fault.guarded.module.parameters())
         if count >= LARGE:
             text = (
@@ -390,7 +390,7 @@ class FaultHandler:
         return self._give_up(case, "No repair gave a finite result.")
 
     def _give_up(self, case: _Case, why: str) -> Any:
-        """End the run, or return what the model gave, with all that its call draws and keeps."""
+        """End the run, or return the model's output, with all effects of its call."""
         fault = case.fault
         if not self._hands_back:
             error = self._make_error(case)
@@ -403,7 +403,7 @@ class FaultHandler:
         return fault.call.proceed()
 
     def _hand_back(self, fault: Fault) -> Any:
-        """Return what the model gave in a call of a kind that was given up; kept once for each run."""
+        """Return the model's output of a call of an abandoned kind; note it once for each run."""
         if not any(x.component == fault.component for x in self._log.of_this_run):
             self._note(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
         return fault.output
@@ -414,7 +414,7 @@ class FaultHandler:
         return latest.given is not None and latest.given.were_written
 
     def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
-        """Put a remedy on and run the call again: whether that did it, and what it gave."""
+        """Put a remedy on and run the call again; return whether it helped, and the output."""
         name, output, told = remedy.recorded, None, ""
         is_narrow = remedy.action in ("rescaled", "fp32-module")
         repairs = case.before
@@ -487,9 +487,9 @@ class FaultHandler:
         return state.find_repair(remedy, latest.call or fault.call)
 
     def _refuse_kept_state(self, fault: Fault) -> None:
-        """Refuse exponents for a component whose results depend on what it keeps between calls.
+        """Refuse exponents for a component whose results depend on its state between calls.
 
-        Cost: for a component that writes into what it keeps, two calls in fp32.
+        Cost: for a component that writes into its state, two calls in fp32.
         """
         guarded = fault.guarded
         if not guarded.latest.changed or vars(guarded.module).get(WAITING, False):
@@ -600,7 +600,7 @@ class FaultHandler:
         return error
 
     def _note(self, case: _Case, action: str, reason: str) -> None:
-        """Keep what was done at a fault."""
+        """Record the action at a fault."""
         fault, culprit = case.fault, case.culprit
         if culprit.kind == "input" and not self._find_narrowed(fault):
             origin = self._find_origin()
@@ -660,5 +660,5 @@ def _describe_remedy(remedy: Remedy, applied: tuple[ComponentPlan, ...]) -> str:
 
 
 def _list_shapes(output: Any) -> str:
-    """Sizes of every tensor of an output: 1x3x9x32x32."""
+    """List the sizes of every tensor of an output: 1x3x9x32x32."""
     return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in iterate_tensors(output))

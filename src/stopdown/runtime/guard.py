@@ -142,7 +142,7 @@ class Guard(SameInCopies):
         return self.options.plan or join_plans([x.plan for x in found])
 
     def _reuse(self) -> None:
-        """Put on what an earlier guard of the same components found."""
+        """Put on the repairs that an earlier guard of the same components found."""
         if self._repair_cache is None:
             return
         for state in self.session.components.values():
@@ -319,7 +319,7 @@ def guard(
 
 
 def _refuse_overlap(pipe: Any) -> None:
-    """Refuse a program if what one guard would repair is a part of what another guard does."""
+    """Refuse a program if one guard would repair a part of another guard's component."""
     others = {id(x): x for guard in list(LEFT_ON) for x in find_components(guard.pipe).values()}
     for name, module in find_components(pipe).items():
         if id(module) in others:

@@ -83,13 +83,13 @@ class LatestCall(threading.local):
     fills: bool = False
 
     def restore(self) -> None:
-        """Random numbers, step caches and what the component keeps as they were before it."""
+        """Restore random numbers, step caches and the component's state from before the call."""
         self.restore_around()
         if self.kept is not None:
             self.kept.restore(self.changed)
 
     def restore_around(self) -> None:
-        """Random numbers, step caches and its caller's containers as they were before it."""
+        """Restore random numbers, step caches and the caller's containers from before the call."""
         for restore in self.restores:
             restore()
         if self.held is not None:
@@ -191,7 +191,7 @@ class GuardedCall:
         self.headroom_bits = min(known, default=None)
 
     def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
-        """Keep a call for a replay, and what it draws and changes."""
+        """Keep a call for a replay, with the state that it draws from and changes."""
         if self.precisions is None:
             # autocast around the call comes first; weights that are cast follow its arguments
             if casts_weights(self.module):
@@ -205,7 +205,7 @@ class GuardedCall:
         latest.restores = call.save(self.module, self.find_device(pipe))
 
     def note_kept(self) -> None:
-        """Note what the call that is over wrote into what its component keeps, until one writes nothing."""
+        """Note the finished call's writes to the component's state, until a call writes nothing."""
         latest = self.latest
         latest.fills = latest.held is not None and latest.held.is_filled
         if latest.kept is not None:

@@ -103,7 +103,7 @@ _watchers = 0
 
 @contextlib.contextmanager
 def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
-    """Have `note` given what this thread hides, in the block.
+    """Call `note` for each hidden value of this thread in the block.
 
     Args:
         is_wide: in any floating dtype, and not in fp16 alone.

@@ -146,7 +146,7 @@ class Journal:
         self._held.close()
 
     def clear(self) -> None:
-        """Remove what was written: the run has come to its end."""
+        """Remove the journal's files after the end of the run."""
         for path in [*self._list_entries(), self.folder / _HEAD]:
             path.unlink(missing_ok=True)
 
@@ -160,7 +160,7 @@ class Journal:
         )
 
     def _prepare(self, pipe: Any) -> None:
-        """Compare the pipeline with what was written before."""
+        """Compare the pipeline with the journal's head."""
         _refuse_memories(pipe)
         head = {**self._run, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
@@ -171,7 +171,7 @@ class Journal:
             self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
 
     def _begin(self, head: dict[str, Any]) -> None:
-        """Start anew: without a head that can be read, no call can be trusted."""
+        """Start the journal again: without a readable head, no call can be trusted."""
         self._drop_from(0)
         self._head = head
         sealed = {"journal": _SCHEMA, "sha256": _digest_head(head), "run": head}
@@ -240,7 +240,7 @@ class Journal:
         self._written += 1
 
     def _stop(self, why: str) -> None:
-        """Write no more; what is there stays good, and a run that is killed resumes there."""
+        """Stop writing; the calls written so far stay good, and a killed run resumes there."""
         self._stopped = True
         self._note(f"The journal {self.folder} ends at call {self._number - 1}: {why}.")
 
@@ -331,7 +331,7 @@ def _give(found: _Answer, call: ComponentCall, sources: list[RandomSource]) -> A
 def _read_drawn(
     sources: list[RandomSource], before: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """States of the random numbers that a call drew from."""
+    """Read the states of the random sources that a call drew from."""
     now = {index: source.read() for index, source in enumerate(sources)}
     return {index: state for index, state in now.items() if not torch.equal(state, before[index])}
 
@@ -461,7 +461,7 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _find_sources(call: ComponentCall) -> list[RandomSource]:
-    """List what a call may draw random numbers from."""
+    """List the sources that a call may draw random numbers from."""
     return find_random(_find_device(call.callee), (*call.args, *call.kwargs.values()))
 
 

@@ -136,7 +136,7 @@ def _find_class(name: str, is_known: Callable[[type], bool]) -> Any:
 
 
 def digest_call(component: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """SHA-256 over a component's name and the whole of its arguments, tensors' bytes included.
+    """Compute the SHA-256 of a component's name and of all its arguments, tensors' bytes included.
 
     Of objects of unknown kind the class counts, and what tensors they hold.
 

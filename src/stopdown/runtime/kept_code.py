@@ -57,7 +57,7 @@ class KeptCode:
             RemovableHandle.next_id = max(now, RemovableHandle.next_id)
 
     def _compare_hooks(self) -> None:
-        """Have the compiler compare hooks; the caller forgets what was compiled without."""
+        """Make the compiler compare hooks; the caller forgets code compiled without that."""
         if not self._has_begun:
             self._has_begun = True
             config: Any = torch._dynamo.config

@@ -109,7 +109,7 @@ def load(
 
 
 def _ask_memory(memory: str, asked: str | Plan, target: Device) -> MemoryPlan | None:
-    """Return what runs are to stay within; None on a CPU unless an amount was named."""
+    """Return the memory limit of runs; None on a CPU unless an amount was named."""
     check_type(
         "load(memory=...)", memory, str, 'It is "auto", an amount or "none".', 'Use memory="8GiB".'
     )

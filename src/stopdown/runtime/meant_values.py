@@ -99,7 +99,7 @@ class Difference:
 
 
 def compare(output: Any, wide: Any) -> Difference:
-    """Compare what a call returned with what it returns in fp32."""
+    """Compare a call's output with its output in fp32."""
     places, errors = 0, [0.0]
     for one, other in zip(list_readable(output), list_readable(wide), strict=True):
         mine, right = one.cpu().double(), other.cpu().double()

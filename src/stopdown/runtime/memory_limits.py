@@ -32,7 +32,7 @@ from stopdown.records import MemoryPlan
 def ask_memory(
     memory: str | None, targets: Iterable[str] = (), share: int = 1
 ) -> MemoryPlan | None:
-    """Return what runs are to stay within: what was asked for, else all that the device has.
+    """Return the memory limit of runs: the requested one, else all memory of the device.
 
     Args:
         targets: calls that a precision was requested for. If both methods of an autoencoder are loaded in
@@ -62,7 +62,7 @@ def fit_run(
     *,
     tiling: bool | None = None,
 ) -> AppliedPlan:
-    """Place the weights of a run, and return the pipeline with what its plan says of memory now.
+    """Place the weights of a run, and return the pipeline with the memory use in its plan.
 
     Without `Plan.memory` all weights are placed on the device. So they are for `auto` if the weights and a
     bound of the values fit: nothing is run dry then.
@@ -72,7 +72,7 @@ def fit_run(
         tiling: whether the autoencoder works in tiles; None leaves that open.
 
     Returns:
-        The pipeline, with an offloader that is to be entered where one keeps the run within its limit.
+        The pipeline, with an offloader to enter if one is needed to keep the run within its limit.
     """
     asked = loaded.plan.memory
     if asked is None:

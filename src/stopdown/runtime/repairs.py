@@ -64,17 +64,17 @@ def cast_component(precision: str) -> ComponentPlan:
 
 
 def cast_inputs(operands: Operands) -> ComponentPlan:
-    """Return the repair that casts what reaches the layers of a component."""
+    """Return the repair that casts the inputs of a component's layers."""
     return ComponentPlan("", precision="as loaded", scaling=Scaling(operands=operands))
 
 
 def is_cast_of_inputs(repair: ComponentPlan) -> bool:
-    """Return whether a repair casts inputs alone, which depend on what a script hands over."""
+    """Return whether a repair only casts inputs, which depend on a script."""
     return repair.precision == "as loaded"
 
 
 def name_action(repair: ComponentPlan) -> str:
-    """Return what records call a repair."""
+    """Return the name of a repair's action in records."""
     if is_cast_of_inputs(repair):
         return "cast-inputs"
     if split_module_path(repair.component)[1]:
@@ -107,7 +107,7 @@ class Calibration:
         module: torch.nn.Module,
         call: ComponentCall,
     ) -> None:
-        """Measure one call of the module, and merge what it reached.
+        """Measure one call of the module, and merge the ranges of its values.
 
         Args:
             module: in the place of the callee's owner.
@@ -333,7 +333,7 @@ class ComponentState:
             self.dtype, self.applied = None, ()
 
     def _keep_waiting(self) -> None:
-        """Parameters without values are made anew at each call: put back those of now, by their names."""
+        """Put back, by name, the current parameters without values: each call makes new ones."""
         for part in self.module.modules():
             for name, tensor in part._parameters.items():
                 if tensor is not None and tensor.is_meta:
@@ -380,7 +380,7 @@ class ComponentState:
         return any(x.scaling is not None and x.scaling.outputs for x in self.applied)
 
     def keep_wide(self, others: Iterable[ComponentState]) -> None:
-        """Have pipelines keep what it returns in fp32: they cast it to a dtype that a component states."""
+        """Make pipelines keep its fp32 outputs: they cast these to a dtype that a component states."""
         narrow = [x.module for x in others if torch.float16 in x.read_precisions()]
         state_dtypes(narrow, [self.module], self._patches)
 
@@ -477,9 +477,9 @@ def _asks_for_training(kind: Any) -> bool:
 def merge_scalings(
     before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
 ) -> Scaling:
-    """New exponents, and what the old ones have for parts that the new ones say nothing about.
+    """Merge new exponents with the old ones of parts that the new calls do not use.
 
-    What is certified or tried is so as a whole, so the new ones say it: measured, and not tried.
+    Certificates and trials cover a whole scaling, so the merged one counts as measured, and not as tried.
 
     Args:
         found: solved for the calls that failed, relative to the component as it was.
@@ -546,7 +546,7 @@ def _merge_streams(
 
 
 def _find_used(measured: Iterable[MeasuredCall]) -> set[str]:
-    """Parameters that take part in the calls that were measured."""
+    """Find the parameters that take part in the measured calls."""
     return {
         known.capture.parameters[node.name]
         for known in measured
@@ -573,7 +573,7 @@ class RepairCache:
     ] = field(default_factory=WeakKeyDictionary)
 
     def put_on(self, state: ComponentState) -> tuple[ComponentPlan, ...]:
-        """Put on what an earlier guard found; what that was, empty for nothing."""
+        """Put on the repairs that an earlier guard found; return them, or () for none."""
         if state.module not in self._kept:
             return ()
         weights, applied, calibration = self._kept[state.module]
@@ -586,7 +586,7 @@ class RepairCache:
         return applied
 
     def keep(self, state: ComponentState, applied: tuple[ComponentPlan, ...]) -> None:
-        """Keep what was in force on a component that is as it was before its guard."""
+        """Keep the repairs of a component that is again as it was before its guard."""
         weights = _sign(state.module)
         if weights:
             self._kept[state.module] = weights, applied, state.calibration

@@ -59,7 +59,7 @@ def count_bad(output: Any) -> tuple[int, int, int]:
 
 
 def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
-    """Videos and pictures in what a pipeline returned, each `[T, H, W, 3]` uint8.
+    """Collect the videos and pictures in a pipeline's output, each `[T, H, W, 3]` uint8.
 
     Latents, and whatever else is no picture, are left out.
     """
@@ -87,7 +87,7 @@ def _iterate_videos(found: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
-    """Pictures as one array of uint8 with colours last; None for anything else."""
+    """Stack pictures into one uint8 array with colours last; return None for anything else."""
     try:
         array = np.stack([_to_array(picture) for picture in pictures])
     except (TypeError, ValueError, RuntimeError):
@@ -186,7 +186,7 @@ class RunCheck:
         self._given: dict[str, Any] = {}  # what the pipeline was called with
 
     def run(self, call: ComponentCall) -> Any:
-        """Make one call of the pipeline, and look at what leaves it.
+        """Make one call of the pipeline, and check its output.
 
         Cost: a pass over the result; one host read when that holds tensors.
         """

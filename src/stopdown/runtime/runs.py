@@ -127,7 +127,7 @@ class Runner:
         *,
         progress: Progress | None = None,
     ) -> tuple[RunRecord, RunResult]:
-        """Load what is not loaded, make a request under the guard, and write its file.
+        """Load a model unless it is loaded, make a request under the guard, and write its file.
 
         Args:
             settings: of the guard; what belongs to the loaded pipeline is set here.
@@ -211,7 +211,7 @@ class Runner:
         return loaded
 
     def release(self) -> None:
-        """Take off what keeps runs within their limit; the next run is placed anew."""
+        """Take off the offloader; the next run places the weights again."""
         self._placed.close()
         self._sizes = ""
         if self.loaded is not None:
@@ -257,7 +257,7 @@ def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOp
 
 
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
-    """Run the pipeline; what it refuses about its arguments becomes a message without a traceback."""
+    """Run the pipeline; turn its refusal of arguments into a message without a traceback."""
     try:
         with describing_out_of_memory():
             return pipe(**arguments)
@@ -275,9 +275,9 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
 def write_result(
     wanted: RunOutput, made: RunResult, announce: Announce
 ) -> tuple[Path, tuple[Finding, ...]]:
-    """Write the file of a run: where it is, and what is wrong with the frames and the sound.
+    """Write the file of a run; return its path, and the faults of the frames and the sound.
 
-    A record of what was replaced is removed. What the file cannot keep is said.
+    The record of a replaced file is removed. Anything that the file cannot keep is announced.
     """
     frames, sound, fps = made.output, made.sound, made.fps or wanted.fps
     kind = Path(wanted.output).suffix.lower()

@@ -72,7 +72,7 @@ Observer = Callable[[str, str, int, int], None]
 
 
 def tell_calls(progress: Progress) -> Observer:
-    """Make the observer that shows calls as progress; after the last step, what goes on is decoding."""
+    """Make the observer that shows calls as progress; after the last step, it shows decoding."""
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         progress(stage, component, done + (stage == "denoise"), total)
@@ -270,7 +270,7 @@ class Session(SameInCopies):
         return choose(self._limits.get(name, {})), choose(self._sizes.get(name, {}))
 
     def put_sensors(self, state: ComponentState) -> None:
-        """Note what a component's modules give; outside of the hooks that a plan put there."""
+        """Note the outputs of a component's modules; this is outside of a plan's hooks."""
         if not state.is_sensed and not any(
             is_compiled(x.callee.owner) for x in self.list_calls(state)
         ):
@@ -323,7 +323,7 @@ class Session(SameInCopies):
         )
 
     def check(self, guarded: GuardedCall, output: object) -> CallCheck:
-        """Check a call's output and arguments; keep maxima, and report what a plan does not cover.
+        """Check a call's output and arguments; keep maxima, and report values that a plan does not cover.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
@@ -414,7 +414,7 @@ class Session(SameInCopies):
             )
 
     def _miss(self, text: str) -> None:
-        """Say once what is not guarded."""
+        """Report once a component or call that is not guarded."""
         if text not in self.missed:
             self.missed.append(text)
             self.announce(text)

@@ -32,7 +32,7 @@ class Watch:
         self._session, self._handler = session, handler
 
     def keep(self, guarded: GuardedCall, call: ComponentCall) -> Any:
-        """Keep what the component is really called with for a replay; stands next to the component."""
+        """Keep the component's real arguments for a replay; this is the innermost layer."""
         states = list(self._session.components.values())  # another thread may add one
         is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
         if not is_plain():
@@ -47,7 +47,7 @@ class Watch:
                 return guarded.state.call(call, is_mixed=is_mixed)
 
     def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
-        """Note what the component's code hides; compiled code would be compiled anew for that."""
+        """Note values that the component's code hides; compiled code, which would change, is left out."""
         is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
         if is_known or compiled or count_processes() > 1:
@@ -56,7 +56,7 @@ class Watch:
         return noting_hidden(guarded.state.notes.note_hidden, is_wide=is_wide)
 
     def check(self, guarded: GuardedCall, call: ComponentCall) -> Any:
-        """Check what came out, and have a fault answered; stands outside of plans and memory strategies."""
+        """Check a call's output, and answer a fault; this is outside of plans and memory strategies."""
         entered_at = time.perf_counter()
         guarded.begin(call)
         given = GivenTensors(call)
