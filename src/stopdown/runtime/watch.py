@@ -47,7 +47,10 @@ class Watch:
                 return guarded.state.call(call, is_mixed=is_mixed)
 
     def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
-        """Note values that the component's code hides; compiled code, which would change, is left out."""
+        """Note values that the component's code hides.
+
+        Compiled code is left out, because it would be compiled again.
+        """
         is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
         if is_known or compiled or count_processes() > 1:
