@@ -97,7 +97,7 @@ def check(
     sums: bool = False,
     run: Callable[[], Any] | None = None,
 ) -> list[Finding]:
-    """Everything about dtypes that will go wrong, worst first; empty for a healthy pipeline.
+    """Find every dtype problem of a pipeline or program, worst first; a healthy one gives an empty list.
 
     Args:
         pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, as it is; or
@@ -151,7 +151,7 @@ def inspect_pipeline(
     sums: bool = False,
     run: Callable[[], Any] | None = None,
 ) -> CheckResult:
-    """As `check`, with what the findings rest on."""
+    """Check as `check` does, and return the findings with the observations that support them."""
     path = find_plan_path(precision or "")
     asked = parse_request(precision or "auto") if path is None else read_plan(path)
     if sums and isinstance(asked, Plan):
@@ -175,7 +175,7 @@ def inspect_pipeline(
 
 
 def _load_wide(source: Source) -> Any:
-    """A source with its weights, in fp32, where `auto` would run it."""
+    """Load a source with its weights in fp32, on the device that `auto` would choose."""
     whole = sources.resolve_source(
         source.name,
         revision=source.revision or None,
@@ -202,7 +202,7 @@ def _add_sums(
 
 
 def find_source(named: str | Path | Source) -> Source:
-    """A source of which no weights are downloaded."""
+    """Return a source without downloading its weights."""
     source = (
         named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)
     )
@@ -240,7 +240,7 @@ def _check_program(
     device: str | None,
     run: Callable[[], Any],
 ) -> CheckResult:
-    """A program that is no pipeline: its components are what a run of it calls."""
+    """Check a program that is not a pipeline; its components are the modules that a run of it calls."""
     place, profile = _find_place(device or find_device(program))
     with apply_plan(program, asked) if isinstance(asked, Plan) else contextlib.nullcontext():
         seen = examine_program(program, place, run)
@@ -281,7 +281,7 @@ class _Live:
 
 
 def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> CheckResult:
-    """What was seen of a program under a plan, with what its weights are like."""
+    """Combine the observations of a program under a plan with findings about its weights."""
     found = list(parameters.check_values(live.components, {}))
     return _conclude(live, found, [seen], _list_planned(plan))
 
@@ -292,7 +292,7 @@ def _judge_live(
     parts: list[Examination],
     copy: Callable[[dict[str, torch.dtype]], Mapping[str, torch.nn.Module]],
 ) -> CheckResult:
-    """What was seen of a program, with what its weights are like.
+    """Combine the observations of a program with findings about its weights.
 
     Args:
         copy: its components as if they had been loaded in these dtypes; those that were run are used up.
@@ -361,7 +361,7 @@ def _check_source(
 
 
 def _mark_planned(seen: Examination, planned: Collection[str]) -> Examination:
-    """What was seen, with these components under a plan that a run would make for them."""
+    """Mark the calls of components that a run would rescale by a plan."""
     callees = {
         call: dataclasses.replace(callee, is_rescaled=True)
         if callee.component_name in planned
@@ -372,12 +372,12 @@ def _mark_planned(seen: Examination, planned: Collection[str]) -> Examination:
 
 
 def _leave_out(precisions: Mapping[str, str], planned: Collection[str]) -> dict[str, str]:
-    """The format of each component whose weights are only cast."""
+    """Return the formats of the components whose weights are only cast, not rescaled by a plan."""
     return {name: entry for name, entry in precisions.items() if name not in planned}
 
 
 def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
-    """The precision that `auto` takes for a source on a device, and a sentence."""
+    """Return the precision that `auto` takes for a source on a device, and a sentence of explanation."""
     profile = find_target(device or "auto")[1]
     facts = gather_facts(source)
     if not all(fact.stored for fact in facts):
@@ -414,7 +414,7 @@ class _Options:
 
     @property
     def chosen(self) -> dict[str, str]:
-        """By component, or by call where the methods of a component differ."""
+        """The format of each component, or of each call where the methods of a component differ."""
         found: dict[str, str] = {}
         for name, calls in self.calls.items():
             each = {call: self.formats[call] for call in calls if call in self.formats}
@@ -423,7 +423,10 @@ class _Options:
         return found
 
     def list_formats(self) -> list[dict[str, str]]:
-        """By component, as its first call has it; and once more as its last, where one differs."""
+        """Map each component to the format of its first call.
+
+        A second map has the formats of the last calls, where any of these differs.
+        """
         sides = [
             {name: self.formats[x[at]] for name, x in self.calls.items() if x[at] in self.formats}
             for at in (0, -1)
@@ -437,7 +440,7 @@ class _Options:
         ]
 
     def examine(self, look: Callable[[dict[str, torch.dtype]], Examination]) -> list[Examination]:
-        """What runs show, each of the calls that it has in their own format."""
+        """Examine one run for each map of formats, and keep the calls that had their own format in it."""
         parts = [look(dtypes) for dtypes in self.list_dtypes()]
         if len(parts) == 1:
             return parts
@@ -446,7 +449,7 @@ class _Options:
 
 
 def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
-    """What was seen of some calls, and around them."""
+    """Restrict an examination to some calls and to the pipeline's own code."""
     return dataclasses.replace(
         seen,
         observations=[x for x in seen.observations if x.call == "pipeline" or has(x.call)],
@@ -455,12 +458,15 @@ def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
 
 
 def list_files(source: Source) -> dict[str, list[Path]]:
-    """Component → its weights on this disk; `checkpoint` for a single file, none for a Hub id."""
+    """Map each component to its weight files on this disk.
+
+    A single file has the one entry `checkpoint`; a Hub id has none.
+    """
     return sources.list_weight_files(source) if source.kind != "hub" else {}
 
 
 def _add_whole(precisions: dict[str, str]) -> dict[str, str]:
-    """The same with the precision of a single file, where all components have one."""
+    """Add the entry `checkpoint`, for a single file, where all components share one precision."""
     chosen = set(precisions.values())
     return {**precisions, "checkpoint": chosen.pop()} if len(chosen) == 1 else precisions
 
@@ -504,14 +510,14 @@ def _join(
 
 
 def make_place(profile: Profile) -> Place:
-    """Where a profile's operations run, as the rules ask for it."""
+    """Describe where a profile's operations run, in the form that the backend rules take."""
     version = (read_version("torch") or "0").partition("+")[0].split(".")
     numbers = tuple(int(part) for part in version if part.isdigit())
     return Place(profile.kind, profile.number, profile.macos, numbers, profile.onednn_formats)
 
 
 def read_stored(source: Source) -> dict[str, str]:
-    """Component → format of most of its bytes, from the headers of its weights.
+    """Map each component to the format of most of its bytes, from the headers of its weights.
 
     A folder with configs only says nothing, a single file nothing by component.
     """

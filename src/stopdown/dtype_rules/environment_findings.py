@@ -19,7 +19,7 @@ _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "forma
 
 
 def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
-    """Findings about formats that the device lacks, emulates, or is wrong or slow in."""
+    """Find formats that the device lacks, emulates, computes wrongly or runs slowly."""
     used: dict[str, list[CallStats]] = {}
     for callee in seen.callees.values():
         if callee.main is not None:
@@ -49,7 +49,7 @@ def _check_fault(fault: DeviceFault, seen: Examination, profile: Profile) -> Ite
 
 
 def check_schedule(seen: Examination) -> Iterator[Finding]:
-    """Findings about timesteps and the tables of the scheduler."""
+    """Find faults of the timesteps and of the scheduler's tables."""
     schedule = getattr(seen.scheduler, "timesteps", None)
     for callee in seen.callees.values():
         yield from _check_times(callee, schedule)
@@ -85,7 +85,7 @@ def _check_tables(scheduler: Any) -> Iterator[Finding]:
 
 
 def check_upcast(seen: Examination) -> Iterator[Finding]:
-    """Findings about autoencoders that must run in fp32 and do not.
+    """Find autoencoders that must run in fp32 and do not.
 
     A pipeline that upcasts one direction of it has read the config, and chose fp16 for the other.
     """
@@ -102,7 +102,7 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
 
 
 def check_needs(seen: Examination) -> Iterator[Finding]:
-    """Findings about models that need another format."""
+    """Find models that need another format than the one they run in."""
     for callee in seen.callees.values():
         for need in read_needs():
             main = name_dtype(callee.main) if callee.main is not None else ""
@@ -120,7 +120,7 @@ def check_needs(seen: Examination) -> Iterator[Finding]:
 
 
 def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about components stored in bf16 that are to run in fp16 without a plan.
+    """Find components that are stored in bf16 and would run in fp16 without a plan.
 
     Args:
         stored: component → format of most of its weights on disk.

@@ -58,7 +58,7 @@ def inspect_file(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> FileCheck:
-    """What a file holds, and findings about it.
+    """Describe the contents of a weight file, and find its faults.
 
     Args:
         device: what it is judged for; None for all that are known.
@@ -182,7 +182,7 @@ def _check_scales(weight: FileWeight, found: _Values) -> Iterator[Finding]:
 
 
 def _check_tail(file: WeightFile, values: Sequence[_Values]) -> Iterator[Finding]:
-    """Zeros from somewhere in a matrix to the end of the file."""
+    """Find a matrix from some point of which all values to the end of the file are zero."""
     zeros = 0
     for weight, found in zip(reversed(file.weights), reversed(values), strict=True):
         if found.zero_tail >= ZERO_TAIL and len(weight.shape) > 1:
@@ -226,14 +226,14 @@ def _check_backends(file: WeightFile, profile: Profile | None) -> Iterator[Findi
 
 
 def is_quantised(stored: str) -> bool:
-    """Whether a way of storing is codes and scales, or fp8 alone."""
+    """Return whether a storage format is quantised: codes with scales, or fp8."""
     return stored not in ("fp16", "fp32", "bf16", "fp64") and not re.fullmatch(
         r"u?int\d+|bool", stored
     )
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings of one kind as one, at the first place, with how many there are."""
+    """Merge findings with the same kind and remedy into one that lists the other places."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, finding.remedy), []).append(finding)
@@ -274,13 +274,13 @@ def _describe_parts(file: WeightFile, values: Sequence[_Values]) -> Iterator[Fil
 
 
 def _list_adapters(file: WeightFile) -> list[str]:
-    """Layers that a file has low-rank matrices for, instead of weights of a model."""
+    """List the layers for which a file has low-rank matrices or other adapter weights."""
     found = [split_lora_name(weight.name) for weight in file.weights]
     return sorted({x[0] for x in found if x and x[1] in (*_LOW_RANK, *OTHER_KINDS)})
 
 
 def describe_contents(file: WeightFile) -> str:
-    """What a file is by its names: a LoRA with its ranks, or weights of so many components."""
+    """Describe a file by its tensor names: an adapter with its ranks, or the number of components."""
     adapters = _list_adapters(file)
     if adapters:
         ranks = {

@@ -38,17 +38,17 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_kinds() -> dict[str, Kind]:
-    """The wording of each kind of finding: `knowledge/rules/findings.toml`."""
+    """Read the wording of each kind of finding from `knowledge/rules/findings.toml`."""
     return msgspec.convert(read_rules("findings"), dict[str, Kind])
 
 
 def is_fault(kind: str) -> bool:
-    """Whether findings of a kind say that something is wrong."""
+    """Return whether findings of a kind report a fault."""
     return kind not in read_kinds() or read_kinds()[kind].is_fault
 
 
 def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
-    """A finding of a kind, with its why and remedy filled in."""
+    """Make a finding of a kind, with its explanation and remedy filled in."""
     words = read_kinds()[kind]
     name = split_module_path(module_path)[0]
     owner, _, method = name.rpartition(".")  # a component of another program may have a dot, too
@@ -65,7 +65,7 @@ def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Fi
 
 
 def word_for_program(finding: Finding) -> Finding:
-    """A finding about a program that is no pipeline: what to type there."""
+    """Reword the remedy of a finding for a program that is not a pipeline."""
     remedy = finding.remedy
     for pattern, words in _PROGRAM_WORDS:
         remedy = re.sub(pattern, words, remedy)
@@ -97,14 +97,14 @@ class _Blanks(dict[str, str]):
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings, worst first; equal ones once."""
+    """Sort findings, worst first, and drop duplicates."""
     unique = {(f.kind, f.module_path): f for f in reversed(list(findings))}
     ordered = reversed(list(unique.values()))
     return sorted(ordered, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def word_observations(observations: Iterable[Observation]) -> list[Finding]:
-    """One finding for each cause among observations."""
+    """Make one finding for each cause among the observations."""
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for observation in observations:
         groups.setdefault(_find_cause(observation), []).append(observation)
@@ -124,7 +124,7 @@ def _find_cause(seen: Observation) -> tuple[str, ...]:
 
 
 def generalise(path: str) -> str:
-    """A path with its numbers left out: blocks of one kind are one."""
+    """Replace the numbers in a module path by `*`, so that repeated blocks share one path."""
     return re.sub(r"\d+", "*", path)
 
 

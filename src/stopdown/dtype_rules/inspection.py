@@ -89,7 +89,7 @@ class Examination:
 
 
 def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = None) -> Examination:
-    """Everything that one run of a skeleton shows.
+    """Run a skeleton once and return the observations of its operations.
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
@@ -108,7 +108,7 @@ def examine_program(
     run: Callable[[], Any],
     torch_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Examination:
-    """Everything that one run of a live program shows that is no pipeline; it is left as it was.
+    """Run a live program that is not a pipeline once, and return the observations; restore it afterwards.
 
     Args:
         torch_dtypes: component → dtype that it is to have as if it had been loaded so.
@@ -140,7 +140,7 @@ class DtypeListener(Listener):
         self._around = Walk(self._outside, None, device)
 
     def note_failure(self, error: Exception) -> None:
-        """What ended the run before its end."""
+        """Record the error that ended the run early."""
         if isinstance(error, ComponentFailed):
             self._result.unseen.append((error.callee.name, _shorten(error.error)))
         else:
@@ -151,7 +151,7 @@ class DtypeListener(Listener):
         return self._result
 
     def around(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """The walk through the pipeline's own code."""
+        """Return the walk through the pipeline's own code."""
         return self._around
 
     def begin(self, run: DryCall) -> None:
@@ -174,7 +174,7 @@ class DtypeListener(Listener):
 
     @contextmanager
     def inside(self, run: DryCall, paths: ModulePaths) -> Iterator[None]:
-        """The walk through a component's code."""
+        """Walk through a component's code."""
         callee, seen = run.call.callee, self._result.callees[run.call.callee.name]
         judge = Judge(_make_case(callee, seen.main, self._place, list_autocast()))
         walk = Walk(judge, seen.main, paths=paths)
@@ -196,7 +196,7 @@ class DtypeListener(Listener):
             self._result.operations.setdefault(key, name_module_path(name, path))
 
     def end(self, run: DryCall) -> None:
-        """The pipeline's code goes on, with tensors that know where they come from."""
+        """Resume the walk through the pipeline's code, and mark the output with its origin."""
         for tensor in iterate_tensors(run.output):
             set_origin(tensor, Origin("output", f"the output of {run.call.callee.name}", ""))
         self._around.is_paused = False
@@ -233,7 +233,7 @@ def _asks_for_mps(kind: type) -> bool:
 
 
 def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> None:
-    """Let fake tensors of an argument know its name."""
+    """Mark the fake tensors of an argument with its name."""
     if isinstance(value, torch.Tensor):
         fake = fakes[id(value)]
         set_origin(fake, Origin("argument", name, "", before=str(find_origin(value))))

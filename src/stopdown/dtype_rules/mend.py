@@ -97,7 +97,7 @@ def mend(
     arguments: Mapping[str, Any] | None = None,
     run: Callable[[], Any] | None = None,
 ) -> Mending:
-    """Put right what a check of a live pipeline or program finds, in place.
+    """Mend the faults that `check` finds in a live pipeline or program, in place.
 
     Args:
         pipe: a Diffusers pipeline with its weights, or another program as `guard` takes it.
@@ -129,7 +129,7 @@ def mend(
 
 
 def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patches) -> list[str]:
-    """Mend what may be the cause of the rest first; what was done, and was not done before."""
+    """Mend the findings that may cause others first, and return a sentence for each new repair."""
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
         said = [_mend_one(pipe, finding, checked, done, patches) for finding in chosen]
@@ -142,7 +142,7 @@ def _mend_roots(pipe: Any, checked: CheckResult, done: list[str], patches: Patch
 def _mend_one(
     pipe: Any, finding: Finding, checked: CheckResult, done: Collection[str], patches: Patches
 ) -> str:
-    """Mend one finding; what was done, "" when nothing can be."""
+    """Mend one finding, and return a sentence about the repair; "" when there is none."""
     name, path = split_module_path(finding.module_path)
     remedy = _REMEDIES.get(finding.kind)
     callees = tuple(x for x in checked.callees if x.component_name == name)
@@ -185,7 +185,7 @@ def _restore_kept(case: _Case) -> str:
 
 
 def _widen_parameters(case: _Case) -> str:
-    """Parameters in fp32 beside an input that their module casts to fp32, for all of its class."""
+    """Cast the parameters of modules that cast their own input to fp32 to fp32, for the whole class."""
     parts = find_widening(case.module, case.name, [name_module_path(case.name, case.path)])
     names = [
         f"{path}.{key}".removeprefix(".")
@@ -216,7 +216,7 @@ def _cast_arguments(case: _Case) -> str:
 
 
 def _cast_at_module(case: _Case) -> str:
-    """Hooks that cast the inputs of a module, and of those in its place in other blocks."""
+    """Cast inputs to the dtype of the weights, at a module and its counterparts in other blocks."""
     own = [
         part
         for place, part in case.module.named_modules()

@@ -143,7 +143,7 @@ class Judge:
         return not ruling.accepted
 
     def _find_odd(self, step: Step) -> Operand:
-        """The operand that is at fault: of another dtype than the component, best an argument."""
+        """Return the operand at fault: one whose dtype is not the component's, preferably an argument."""
         odd = [operand for operand in step.operands if operand.dtype != self.case.main]
         order = {"argument": 0, "parameter": 1}
         odd.sort(key=lambda operand: order.get(operand.origin.kind, 2))
@@ -205,14 +205,14 @@ class Judge:
 
 
 def _contracts(step: Step) -> bool:
-    """Whether an einsum sums over a letter of its operands, as a product of matrices does."""
+    """Return whether an einsum sums over an index of its operands, as a matrix product does."""
     equation = str(step.arguments.get("equation", ""))
     given, arrow, made = equation.partition("->")
     return not arrow or not set(given) - set(", .") <= set(made)
 
 
 def _widens_itself(step: Step) -> bool:
-    """Whether a module casts a value to fp32 and computes with it and parameters of its own."""
+    """Return whether a module casts a value to fp32 and computes with it and its own parameters."""
     origins = [operand.origin for operand in step.operands]
     casts = any(
         operand.dtype == torch.float32
@@ -225,7 +225,7 @@ def _widens_itself(step: Step) -> bool:
 
 
 def _rule(operation: Operation | None, step: Step, place: Place) -> Ruling:
-    """Why a place refuses a step's operands, by its rules or, without one, by their kind."""
+    """Judge a step's operands by the rules of the place; without a rule, by the kind of operation."""
     if operation is not None and place.backend in operation.rows:
         return judge_operands(operation, place, _name_formats(operation, step))
     accepted = not wants_one_dtype(step.name) or step.name == "rms_norm"
@@ -234,7 +234,7 @@ def _rule(operation: Operation | None, step: Step, place: Place) -> Ruling:
 
 
 def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
-    """Formats by the operation's own names of its operands; in order where names differ."""
+    """Map the operation's operand names to formats; match by position where the names differ."""
     named: dict[str, list[str]] = {}
     for operand in step.operands:
         named.setdefault(operand.name, []).append(name_dtype(operand.dtype))
@@ -246,7 +246,7 @@ def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
 
 
 def list_operands(step: Step) -> str:
-    """`input fp32, weight fp16`."""
+    """List a step's operands with their formats: `input fp32, weight fp16`."""
     return ", ".join(f"{o.name} {name_dtype(o.dtype)}" for o in step.operands)
 
 
@@ -262,7 +262,7 @@ def _describe_origin(odd: Operand) -> dict[str, str]:
 
 
 def _is_counting(values: torch.Tensor) -> bool:
-    """Whether these are positions or the like: several different whole numbers."""
+    """Return whether values are whole numbers, at least two of them, such as positions."""
     if values.numel() < 2 or values.dtype == torch.bool or values.dtype in HALVES:
         return False
     wide = values.double()
@@ -287,14 +287,14 @@ def _find_mask(step: Step) -> torch.Tensor | None:
 
 
 def _is_lowest(value: Any) -> bool:
-    """Whether a value stands for minus infinity in scores."""
+    """Return whether a value represents minus infinity in attention scores."""
     if isinstance(value, torch.Tensor):
         value = float(value) if value.numel() == 1 else 0.0
     return isinstance(value, (int, float)) and value < -1e4
 
 
 def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
-    """In how many items of a batch a mask lets nothing through, for any query.
+    """Count the items of a batch in which a mask hides every key from every query.
 
     Rows of padding that see nothing (left-padded prompts have them) do no harm and are not counted.
 

@@ -29,7 +29,7 @@ SUBNORMAL_SHARE = 0.5
 
 
 def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[str]:
-    """Names of the parameters that a module's authors keep in fp32 when it is in a precision."""
+    """Return the names of the parameters that a module's authors keep in fp32 in a given precision."""
     kept = find_kept_fp32(type(module), precision)
     names = [name for name, _ in module.named_parameters()]
     return frozenset(name for name in names if any(part in kept for part in name.split(".")))
@@ -38,7 +38,7 @@ def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[s
 def find_widening(
     module: torch.nn.Module, name: str, module_paths: Collection[str]
 ) -> dict[str, torch.nn.Module]:
-    """The modules of a component that cast their input to fp32 themselves, by path.
+    """Map paths to the modules of a component that cast their own input to fp32.
 
     Those that a run did not reach are known by their class, unless it is one of PyTorch's, which a hook
     made so.
@@ -56,7 +56,7 @@ def find_widening(
 def check_dtypes(
     components: Mapping[str, torch.nn.Module], widening: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Findings about the dtypes that parameters have, component by component.
+    """Find parameters with an unsuitable dtype, component by component.
 
     Args:
         widening: module paths of modules that cast their input to fp32 themselves: fp32 is right for them.
@@ -111,13 +111,13 @@ def _check_others(
 
 
 def _find_at_owner(kind: str, name: str, path: str, evidence: str, main: torch.dtype) -> Finding:
-    """A finding at the module that has a parameter."""
+    """Make a finding at the module that owns a parameter."""
     module_path = name_module_path(name, path.rpartition(".")[0])
     return make_finding(kind, module_path, evidence, dtype=str(main))
 
 
 def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about components whose files say that their weights are rescaled.
+    """Find components whose files declare rescaled weights.
 
     Args:
         said: component → what they say; "" for nothing.
@@ -128,7 +128,7 @@ def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_rescaled(pipe: Any, components: Mapping[str, torch.nn.Module]) -> Iterator[Finding]:
-    """Findings about components of a live pipeline whose weights are rescaled, and adapters on them."""
+    """Find components of a live pipeline with rescaled weights, and adapters on them."""
     for name, module in components.items():
         said = _describe_rescaled(module)
         if not said:
@@ -145,7 +145,7 @@ def check_rescaled(pipe: Any, components: Mapping[str, torch.nn.Module]) -> Iter
 
 
 def _describe_rescaled(module: torch.nn.Module) -> str:
-    """What the files that a module was loaded from say of themselves."""
+    """Return the note on rescaling in the files that a module was loaded from, or ""."""
     folder = getattr(getattr(module, "config", None), "_name_or_path", "")
     if not folder or not Path(str(folder)).is_dir():
         return ""
@@ -157,7 +157,7 @@ def _describe_rescaled(module: torch.nn.Module) -> str:
 def check_values(
     components: Mapping[str, torch.nn.Module], precisions: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings about the values of live components' weights, as they are in a precision.
+    """Find weights of live components that do not fit a precision.
 
     Small values of a component that has exponents are left out: its plan weighed what they lose.
 
@@ -181,7 +181,7 @@ def check_values(
 def check_files(
     files: Mapping[str, list[Path]], precisions: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings about the values in safetensors files, one tensor in memory at a time.
+    """Find weights in safetensors files that do not fit a precision, with one tensor in memory at a time.
 
     Args:
         files: component → its files.
@@ -201,7 +201,7 @@ def check_files(
 
 
 def check_tensor(module_path: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
-    """Findings about one weight cast to a format.
+    """Find faults of one weight after a cast to a format.
 
     Cost: up to four passes and two host reads.
     """

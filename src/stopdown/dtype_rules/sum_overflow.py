@@ -54,7 +54,7 @@ def check_sums(
     profile: Profile,
     run: Callable[[], Any],
 ) -> list[Finding]:
-    """Findings about sums that leave fp16 on their way, worst first, and an answer for each component.
+    """Find sums and products that overflow fp16, worst first, and add a verdict for each component.
 
     Args:
         pipe: a pipeline or another program with its weights; it is left as it was.
@@ -85,7 +85,7 @@ _KINDS = {
 
 
 def answer(sums: Iterable[Sum]) -> str:
-    """Whether sums in fp16 are safe in the calls that were looked at, kind by kind.
+    """State whether fp16 accumulation is safe in the measured calls, by kind of operation.
 
     For each kind: the largest sum, the pieces that make it safe and the error that these cost. With m
     roundings of 2**-11 a sum is expected to be off by their root, and by m times 2**-11 at most.
@@ -125,7 +125,7 @@ def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[str, Sum]]:
-    """Sums of one run, largest first."""
+    """Run once and return the sums by component, largest first."""
     largest: dict[tuple[str, ...], Sum] = {}
 
     def look(call: ComponentCall) -> Any:
@@ -160,12 +160,12 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
 
 
 def _is_sum_alone(entry: Sum) -> bool:
-    """Whether the value at the end of the sum fits, or is one that kernels never write."""
+    """Return whether only partial sums overflow: the final value fits, or kernels never write it."""
     return entry.operation == "attention scores" or entry.result <= FP16.largest
 
 
 def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
-    """One finding for the same module in all blocks."""
+    """Make one finding for the same module in all blocks."""
     worst = group[0]
     module_path = name_module_path(component, worst.path)
     if not _is_sum_alone(worst):
@@ -182,7 +182,7 @@ def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
 
 
 def _find_faults(entry: Sum, profile: Profile) -> Iterator[DeviceFault]:
-    """Faults of the device that are sums in fp16 in such an operation."""
+    """Yield the device's faults of fp16 accumulation that affect such an operation."""
     attends = entry.operation in _ATTENTION
     for fault in profile.faults:
         is_meant = not fault.operations or attends == (

@@ -199,7 +199,7 @@ class Walk(TorchFunctionMode):
 
 
 def _cast_known(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in another dtype, whose values are known if they were."""
+    """Cast a tensor to another dtype and keep its known values."""
     made = tensor.to(dtype)
     if isinstance(made, FakeTensor):
         set_known(made, find_known(tensor))
@@ -216,7 +216,7 @@ def find_origin(tensor: torch.Tensor) -> Origin:
 
 
 def _trace(step: Step, dtype: torch.dtype) -> Origin:
-    """Where the dtype of a step's output comes from: an operand that has it, or the step itself."""
+    """Find the origin of the dtype of a step's output: an operand that has it, or the step itself."""
     same = [operand.origin for operand in step.operands if operand.dtype == dtype]
     if not same:
         return Origin("cast" if step.operands else "made", step.name, step.path)
@@ -231,18 +231,18 @@ def _trace(step: Step, dtype: torch.dtype) -> Origin:
 
 
 def is_product(name: str) -> bool:
-    """Whether an operation is one of those that do nearly all of the arithmetic."""
+    """Return whether an operation is of a kind that does most arithmetic, such as a matrix product."""
     return name in list_kinds(*operations.PRODUCTS, "einsum", "bilinear")
 
 
 def wants_one_dtype(name: str) -> bool:
-    """Whether an operation's floating operands must have one dtype where no rule says otherwise."""
+    """Return whether an operation needs operands of one floating dtype where no rule says otherwise."""
     return name in list_kinds(*operations.ONE_DTYPE)
 
 
 @functools.cache
 def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
-    """Names of a function's arguments, in order; empty if they are unknown."""
+    """Return the names of a function's arguments in order; an empty tuple when they are unknown."""
     packet = getattr(torch.ops.aten, name.strip("_") or name, None)
     if inspect.isfunction(func):
         try:
@@ -255,7 +255,7 @@ def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
 
 
 def name_arguments(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name; by number where the names are not known."""
+    """Map names to a call's arguments; unknown names are positions such as "0"."""
     names = read_calls().arguments.get(name) or _parameter_names(name, func)
     padded = [*names, *(str(at) for at in range(len(names), len(args)))]
     found = dict(zip(padded, args, strict=False)) | dict(kwargs)
@@ -270,7 +270,7 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 def _heal(output: Any, step: Step, main: torch.dtype | None) -> Any:
-    """The output of a refused step in the component's dtype: what follows is not at fault."""
+    """Cast the output of a refused step to the component's dtype, so that later steps are not blamed."""
     if main is None or main not in step.dtypes:
         return output
     with torch._C.DisableTorchFunction():
