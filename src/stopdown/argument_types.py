@@ -34,7 +34,7 @@ def check_type(
 
 
 def check_function(place: str, value: Any, example: str, arguments: int = 0) -> None:
-    """Refuse what is no function, or one that cannot be called with so many arguments.
+    """Refuse a value that is not a function, or that does not accept so many arguments.
 
     Args:
         value: None is taken.

@@ -88,7 +88,7 @@ class Report:
 
 
 def list_subjects(source: Source, device: Device, request: Request) -> list[Subject]:
-    """List the model that was named and generated weights; a folder of one's own is not named."""
+    """List the given model and one with generated weights; a local model has the name of its class."""
     name = source.name if source.kind == "bundled" else source.pipeline_class
     small = device.type == "cpu" or device.memory_bytes < 6 * 2**30
     heads, layers, side = (2, 2, 32) if small else (48, 4, 256)
@@ -107,7 +107,7 @@ def list_subjects(source: Source, device: Device, request: Request) -> list[Subj
 
 
 def measure(device: Device, subjects: list[Subject], minutes: float, progress: Progress) -> Report:
-    """Measure each model in each precision; a row that would begin after some minutes is left out."""
+    """Measure each model in each precision; rows that would begin after so many minutes are left out."""
     begun, rows = time.monotonic(), list[Row]()
     for subject in subjects:
         bench = _Bench(device, subject, progress)
@@ -131,7 +131,7 @@ class _Bench:
         self.fp32: tuple[torch.Tensor, float] | None = None
 
     def measure(self, way: str) -> Row:
-        """Measure one precision; whatever a device refuses is the row's note."""
+        """Measure one precision; an error becomes the note of the row."""
         row = Row(self.subject.name, way)
         try:
             with quiet_libraries(), torch.no_grad():
@@ -191,7 +191,7 @@ class _Bench:
 
 
 def _count_weights(device: Device, pipe: Any) -> int:
-    """Count the bytes of weights that a peak does not have: on a CPU only growth is read."""
+    """Count the bytes of weights missing from a peak: on a CPU only growth is measured."""
     if device.type != "cpu":
         return 0
     tensors = [x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())]
@@ -209,7 +209,7 @@ def hide_paths(text: str) -> str:
 
 
 def render(report: Report) -> str:
-    """Draw the report in Markdown: its verdict first."""
+    """Draw the report in Markdown, its verdict first."""
     rows = {row.way: row for row in report.rows[: len(WAYS)]}
     versions = ", ".join(f"{name} {x}" for name, x in report.versions.items() if x)
     with_plan, plain, bf16 = (_name_error(rows[x]) for x in ("fp16", "fp16-plain", "bf16"))
@@ -228,7 +228,7 @@ def render(report: Report) -> str:
 
 
 def _name_error(row: Row) -> str:
-    """Name an error in percent, how many values aren't finite, or why nothing was measured."""
+    """Format an error in percent, the count of non-finite values, or the note on a failed row."""
     if row.note:
         return row.note
     return f"{row.non_finite:,} NaN or Inf" if row.rel_err is None else f"{100 * row.rel_err:.2g} %"

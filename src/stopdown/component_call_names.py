@@ -15,38 +15,38 @@ QUANT_METHOD = "stopdown"
 
 
 def name_call(component: str, method: str = "") -> str:
-    """`vae.decode`; the component alone for its `forward`, or for no method."""
+    """Name a call: `vae.decode`; the component alone for its `forward` or without a method."""
     return component if method in ("", "forward") else f"{component}.{method}"
 
 
 def name_component(call: str) -> str:
-    """`vae` of `vae.decode`."""
+    """Return the component in the name of a call: `vae` for `vae.decode`."""
     return split_call(call)[0]
 
 
 def split_call(name: str) -> tuple[str, str]:
-    """Component and method of a call's name; the method is "" where the name is a component's."""
+    """Split the name of a call into component and method; the method of a component's name is ""."""
     component, _, method = name.partition(".")
     return component, method
 
 
 def name_module_path(call: str, path: str) -> str:
-    """`transformer:blocks.1.ff`; the call alone for the component itself, whose path is ""."""
+    """Name a module in a call: `transformer:blocks.1.ff`; the call alone for the component itself."""
     return f"{call}:{path}" if path else call
 
 
 def split_module_path(text: str) -> tuple[str, str]:
-    """Call and path inside of a module path; the path is "" for the component itself."""
+    """Split a module path into the call and the path inside it, "" for the component itself."""
     call, _, path = text.partition(":")
     return call, path
 
 
 def is_inside(path: str, *ancestors: str) -> bool:
-    """Whether a dotted path is that of one of these modules, or of something inside one."""
+    """Return whether a dotted path is one of the given paths or lies inside one."""
     return any(not x or path == x or path.startswith(f"{x}.") for x in ancestors)
 
 
 def list_outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that do not lie inside another one of them."""
+    """List the paths that do not lie inside another one of them."""
     known = list(paths)
     return [path for path in known if not is_inside(path, *(x for x in known if x != path))]

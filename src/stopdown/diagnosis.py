@@ -165,13 +165,13 @@ FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
 
 @functools.cache
 def read_knowledge() -> Knowledge:
-    """The knowledge that comes with the package; of causes with equal points the first is answered."""
+    """Read the knowledge that comes with the package; of causes with equal points the first wins."""
     files = read_folder("explain")
     return parse_knowledge(files[name] for name in sorted(files, key=FILES.index))
 
 
 def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
-    """Knowledge from the tables of several files, put together by their names."""
+    """Parse the tables of several files, joined by their names, into one `Knowledge`."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         for kind, entries in file.items():
@@ -200,7 +200,7 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
 
 
 def _fill_words(known: Any, words: Mapping[str, str]) -> Any:
-    """The tables with each `<<name>>` of a pattern replaced by the pattern of such words."""
+    """Replace each `<<name>>` in the patterns of nested tables by the pattern of that word."""
     if isinstance(known, str):
         return re.sub("<<[a-z]+>>", lambda found: words[found[0]], known)
     if isinstance(known, Mapping):
@@ -225,7 +225,7 @@ def _compile(kind: type, pattern: str) -> re.Pattern[str]:
 
 
 def explain(subject: str | BaseException | Path) -> Diagnosis:
-    """Why something failed, and what to type.
+    """Explain a failure, and name the remedy and the next command.
 
     Args:
         subject: an error message, a traceback or a log as text; an exception; or the path of a log,
@@ -252,7 +252,7 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
 
 
 def explain_text(text: str) -> Diagnosis:
-    """As `explain`, for the text of a message, a traceback or a log."""
+    """Explain the text of a message, a traceback or a log, as `explain` does."""
     half = MOST_BYTES // 2
     ends = [text] if len(text) <= MOST_BYTES else [text[:half], text[-half:]]
     return _explain_ends(ends)
@@ -268,7 +268,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def explain_stream(stream: BinaryIO) -> Diagnosis:
-    """As `explain`, for what is piped in, of which no more than its two ends are held."""
+    """Explain piped input as `explain` does, with only its beginning and end in memory."""
     head, tail = stream.read(MOST_BYTES // 2), b""
     for _ in range(MOST_STREAM_BYTES // (MOST_BYTES // 2)):
         piece = stream.read(MOST_BYTES // 2)
@@ -279,7 +279,7 @@ def explain_stream(stream: BinaryIO) -> Diagnosis:
 
 
 def _decode(head: bytes, tail: bytes) -> list[str]:
-    """The two ends of a text; one where nothing lies between them that was not read."""
+    """Decode the beginning and end of a text; as one part where nothing was skipped between them."""
     is_whole = len(tail) < MOST_BYTES // 2
     parts = [head + tail] if is_whole else [head, tail]
     coding = _find_coding(head)
@@ -287,7 +287,7 @@ def _decode(head: bytes, tail: bytes) -> list[str]:
 
 
 def _find_coding(head: bytes) -> str:
-    """UTF-8, or the two bytes a character that PowerShell writes logs in."""
+    """Return the encoding of a text: UTF-8, or the UTF-16 of PowerShell's logs."""
     if b"\0" not in head:
         return "utf-8"
     return {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(
@@ -329,7 +329,7 @@ _Signs = list[tuple[Sign, list[re.Match[str]]]]
 
 
 def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
-    """The text with blanks for what the patterns match; each place stays where it is."""
+    """Replace the matches of patterns by blanks; all other characters keep their position."""
     for pattern in patterns:
         text = pattern.sub(lambda found: " " * len(found[0]), text)
     return text
@@ -338,7 +338,7 @@ def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
 def _weigh(
     cause: Cause, text: str, telling: str, signs: _Signs, *, is_told: bool
 ) -> _Candidate | None:
-    """How much speaks for a cause; None when its message, or what it needs beside it, is not there.
+    """Weigh the evidence for a cause; return None when its message, or a sign it needs, is missing.
 
     Args:
         is_told: it may be a person's description, in which loose words count.
@@ -354,7 +354,7 @@ def _weigh(
 
 
 def _counts(cause: Cause, match: re.Match[str]) -> bool:
-    """Whether a message's number of bad values is what the cause is about."""
+    """Return whether a message's share of bad values, all or some, is that of the cause."""
     if not cause.counts:
         return True
     total = math.prod(map(int, re.findall(r"\d{1,9}", match["shape"])))
@@ -362,18 +362,18 @@ def _counts(cause: Cause, match: re.Match[str]) -> bool:
 
 
 def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str] | None:
-    """The match of the first pattern that has one: patterns are in the order of how much they tell."""
+    """Return the match of the first pattern that has one; patterns are in order of significance."""
     return next((match for pattern in patterns if (match := pattern.search(text))), None)
 
 
 def _find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Match[str]]:
-    """A match of every pattern, or nothing."""
+    """Return a match of every pattern, or an empty list."""
     matches = [pattern.search(text) for pattern in patterns]
     return [match for match in matches if match] if all(matches) else []
 
 
 def condense(text: str, end: str = "") -> tuple[str, list[int]]:
-    """A text with each line once, and the number that each line had, from 1.
+    """Return a text with each line once, and the original number of each line, from 1.
 
     Lines that differ in their digits only, such as those of a progress bar, count as one. Control
     sequences are taken out, white space in a line becomes one blank, long lines are cut, and of
@@ -446,7 +446,7 @@ def _describe_known(
 
 
 def read_run(known: Knowledge, text: str) -> dict[str, str]:
-    """What a log names of its run: all options, and of anything else the first that is found."""
+    """Read the facts of a run that a log names: all its options, and the first match of other facts."""
     found = {}
     text = _blank(known.demands, text)
     for fact in known.facts:
@@ -462,7 +462,7 @@ def read_run(known: Knowledge, text: str) -> dict[str, str]:
 
 
 def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ...]:
-    """The remedies of a cause, those for the card that is named first, without those for other cards."""
+    """Return a cause's remedies, those for the named card first, without those for other cards."""
     own = [x.named for x in known.generations if card and x.cards.search(card)]
     others = [x.named for x in known.generations if card and not x.cards.search(card)]
 
@@ -476,7 +476,7 @@ def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ..
 
 
 def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:
-    """The other faults, likeliest first, each once."""
+    """List the other faults once each, likeliest first."""
     seen = {weighed[0].cause.fault}
     for other in weighed[1:]:
         fault = other.cause.fault
@@ -496,7 +496,7 @@ _DTYPES = (
 
 
 def name_operand(text: str) -> str:
-    """Our name of a dtype as messages spell it: `struct c10::Half`, `torch.cuda.HalfTensor`."""
+    """Return our name of a dtype in a message: `fp16` for `struct c10::Half` or `torch.cuda.HalfTensor`."""
     for pattern, name in _DTYPES:
         if re.search(pattern, text, re.IGNORECASE):
             return name
@@ -504,7 +504,7 @@ def name_operand(text: str) -> str:
 
 
 def _fill(cause: Cause, values: dict[str, str]) -> str:
-    """The title with the values of the message; the plain one when the message lacks some."""
+    """Fill the title with the values of the message; return the plain title when a value is missing."""
     wanted = set(re.findall(r"\{(\w+)\}", cause.title))
     return cause.title.format(**values) if wanted <= set(values) else cause.plain or cause.title
 
@@ -514,7 +514,7 @@ _MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipeli
 
 
 def _find_frame(text: str) -> str:
-    """The deepest frame of a traceback that lies in a model's code; "" when there is none."""
+    """Return the deepest frame of a traceback in a model's code; "" when there is none."""
     frames = [
         f"{parts[-1]}:{frame[2]} in {frame[3]}"
         for frame in _FRAME.finditer(text)
@@ -554,7 +554,7 @@ EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS, *SOUNDS)
 
 
 def explain_file(path: Path) -> Diagnosis:
-    """As `explain`, for a picture, a video, sound, a folder of frames, a log, or a record of Stopdown."""
+    """Explain a picture, a video, sound, a folder of frames, a log or a record, as `explain` does."""
     from stopdown.frames import media, sound, sound_faults
 
     if path.is_dir() and not any(path.glob("*.png")):
@@ -573,7 +573,7 @@ def explain_file(path: Path) -> Diagnosis:
 
 
 def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
-    """What is seen in the frames of a clip, as many of them as are looked at."""
+    """Explain the faults in the frames of a clip, up to a limit of frames and bytes."""
     from stopdown.frames import frame_faults, media
 
     count, was_cut = 0, False
@@ -593,7 +593,7 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
 
 
 def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
-    """The diagnosis with what the record beside a clip says: its run's faults first, model and prompt."""
+    """Add the record beside a clip to a diagnosis: the faults of its run first, model and prompt."""
     record = find_record_path(path)
     try:
         if not record.is_file() or read_kind(record) != "run":
@@ -653,7 +653,7 @@ def _refuse_folder(path: Path) -> InputError:
 
 
 def _explain_record(path: Path, kind: str) -> Diagnosis:
-    """What a record of our own says: of a run its findings and repairs; of others what shows them."""
+    """Explain the record of a run by its findings and repairs; refuse other records with a remedy."""
     if kind != "run":
         raise InputError(
             f"{path} is a record of the kind {kind}.",
@@ -679,7 +679,7 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
 
 
 def _list_repairs(run: RunRecord) -> list[Clue]:
-    """The faults that a run met, and what was done about each."""
+    """List the faults of a run, with the repair of each."""
     done = {x.action: f"repaired, {x.action}" for x in run.repairs} | {"none": "not repaired"}
     return [Clue(0, x.evidence, f"{done[x.action]}, {x.module_path}") for x in run.repairs]
 
@@ -702,7 +702,7 @@ _RUN = "stopdown generate SOURCE PROMPT --precision {}"
 
 
 def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Diagnosis:
-    """The diagnosis of a finished picture, video or sound from the faults that it shows."""
+    """Make the diagnosis of a finished picture, video or sound from its faults."""
     found = list(faults)
     noun = "sound" if path.suffix.lower() in SOUNDS else "frames"
     kinds = "silent, clipped or noise" if noun == "sound" else "black, grey, flat, frozen or noise"

@@ -79,7 +79,7 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def examine(name: str | None = None) -> MachineHealth:
-    """What is known of this machine, or of one device.
+    """Examine this machine, or one device.
 
     Args:
         name: a device, a profile or a profile's file, as `--device` takes it; None for each device here.
@@ -106,7 +106,7 @@ def examine(name: str | None = None) -> MachineHealth:
 
 
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
-    """What is known of a device, and where it is of this machine what trying it gives."""
+    """Describe a device, with the results of a probe where it is on this machine."""
     if tried:
         forget_timings(device)  # this is what a user runs after a change of the machine
     supports = probe_formats(device) if tried else profile.supports
@@ -164,7 +164,7 @@ class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def quote_measured(name: str, backend: str) -> Iterable[str]:
-    """What was measured on devices of this name, a sentence for each model."""
+    """Quote the measurements on devices of this name, in a sentence for each model."""
     for device in read_rows("measured", "device", MeasuredDevice):
         if (device.name, device.backend) != (name, backend):
             continue
@@ -179,7 +179,7 @@ def _say_error(row: MeasuredRow) -> str:
 
 
 def foresee(supports: Mapping[str, Support], kind: str) -> list[Outlook]:
-    """What `auto` would choose for each component of a few well-known models, and why."""
+    """Predict the choice of `auto`, with its reason, for each component of a few well-known models."""
     return [outlook for model in read_models() for outlook in _foresee_model(model, supports, kind)]
 
 
@@ -212,7 +212,7 @@ def word_answer(supports: Mapping[str, Support], kind: str) -> str:
 def list_fits(
     outlooks: Iterable[Outlook], memory_bytes: int, profile: Profile | None = None
 ) -> Iterable[KnownFit]:
-    """For each well-known model that runs in 16 bits, the fastest strategy that a device's memory holds.
+    """Find the fastest strategy that fits a device's memory, for each well-known model in 16 bits.
 
     Args:
         profile: whose published rates say how long a run takes.
@@ -245,7 +245,7 @@ def read_models() -> tuple[KnownModel, ...]:
 
 
 def try_attention(device: Device) -> dict[str, tuple[str, ...]]:
-    """Formats in which each kernel of attention runs on a device of this machine, by a call of each.
+    """Find the formats in which each attention kernel runs on a device of this machine, by a call of each.
 
     Cost: twelve calls on tensors of 1 x 1 x 16 x 64; on an accelerator they synchronise.
     """
@@ -272,7 +272,7 @@ def list_kernels() -> tuple[str, ...]:
 
 
 def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
-    """Attention of `x` `[B, H, L, E]` over itself by one kernel."""
+    """Compute the attention of `x` `[B, H, L, E]` over itself with one kernel."""
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -282,7 +282,7 @@ def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def read_switches(kinds: Iterable[str]) -> list[Switch]:
-    """List the switches of torch that lower the precision of sums or products as they stand."""
+    """List torch's switches whose current values lower the precision of sums or products."""
     import torch
 
     found = []
@@ -297,7 +297,7 @@ def read_switches(kinds: Iterable[str]) -> list[Switch]:
 
 
 def _list_faults(places: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
-    """Known faults of the installed versions, on any of these backends and compute capabilities."""
+    """List known faults of the installed versions on these backends and compute capabilities."""
     import platform
 
     names = ("torch", "diffusers", "transformers", "accelerate")
@@ -324,7 +324,7 @@ def _read_capability(text: str | None) -> tuple[int, int] | None:
 
 
 def has_fused_attention(profile: Profile, formats: Iterable[str]) -> bool:
-    """Whether a device has, in each of these formats, an attention kernel that keeps no scores."""
+    """Return whether a device has, in each format, an attention kernel that does not store the scores."""
     kernels = list_attention(profile.kind, profile.number)
     fused = {entry for name, taken in kernels.items() if name != "math" for entry in taken}
     return set(formats) <= fused

@@ -76,7 +76,7 @@ class StopdownError(Exception):
 
     @property
     def parts(self) -> list[str]:
-        """What was found, what was expected and the remedy, without empty ones.
+        """The problem, the expectation and the remedy, without empty ones.
 
         A text of another program may lack its full stop: it is added if a part follows.
         """
@@ -87,7 +87,7 @@ class StopdownError(Exception):
         return " ".join(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """All parts and the exit code reach another process."""
+        """Return all parts and the exit code, so that the error survives pickling to another process."""
         return _remake, (type(self), self.what, self.expected, self.remedy, self.exit_code)
 
 
@@ -163,7 +163,7 @@ _PASSED = ("stopdown", "torch", "diffusers", "transformers", "accelerate", "peft
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line that called the libraries: that line was written by the reader of the warning.
+    """Warn at the line that called the libraries, which the reader of the warning wrote.
 
     Waits while another thread has the warnings of the process ignored.
     """
@@ -175,18 +175,18 @@ def warn_user(text: str) -> None:
 
 
 def take_first_line(error: Exception | str) -> str:
-    """The first line of what an exception says; its class when it says nothing."""
+    """Return the first line of an exception's message, or the class name when it is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def take_one_line(error: BaseException, most: int | None = None) -> str:
-    """All that an exception says, in one line of so many characters; its class when it says nothing."""
+    """Return an exception's message as one line of at most `most` characters, or the class name."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def describe_error(error: Exception, most: int = 1000) -> str:
-    """An error in one line of so many characters, with its class when it is none of Stopdown's."""
+    """Describe an error in one line of limited length, with the class unless it is Stopdown's own."""
     text = take_one_line(error, most)
     return text if isinstance(error, StopdownError) else f"{type(error).__name__}: {text}"
 
@@ -199,10 +199,10 @@ _UNPRINTABLE = re.compile(
 
 
 def make_printable(text: str) -> str:
-    """Text of others as a terminal may show it: no control sequence, and nothing that is no character.
+    """Remove terminal control sequences from a text, and replace unprintable characters.
 
-    Sequences that a terminal obeys are taken out; other control characters, those that reverse the
-    direction of text, and bytes of a file's name that are not UTF-8 become U+FFFD. Line ends and
+    Control sequences are removed. Other control characters, characters that reverse the direction of
+    text, and bytes of a file's name that are not UTF-8 become U+FFFD. Line ends and
     tabs stay.
     """
     if text.isprintable():

@@ -79,7 +79,7 @@ _ALIASES = {
 
 
 def parse_precision(text: str, also: Iterable[str] = ()) -> str:
-    """The name of a precision, from its name or a common alias.
+    """Return the name of a precision from its name or a common alias.
 
     Args:
         also: further words that are taken where it was typed, for the error.
@@ -102,7 +102,7 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
 
 
 def find_format(dtype: torch.dtype | str) -> Format | None:
-    """The format of a torch dtype or of a safetensors dtype name, None when it is not floating."""
+    """Return the format of a torch dtype or a safetensors dtype name; None when it is not floating."""
     text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     for entry in FORMATS.values():
         if text in (entry.name, entry.torch_name, entry.safetensors_name):
@@ -111,13 +111,13 @@ def find_format(dtype: torch.dtype | str) -> Format | None:
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """The name of a torch dtype: `fp16` for `torch.float16`, `int64` for `torch.int64`."""
+    """Return the name of a torch dtype: `fp16` for `torch.float16`, `int64` for `torch.int64`."""
     found = find_format(dtype)
     return found.name if found else str(dtype).removeprefix("torch.")
 
 
 def format_bytes(count: float) -> str:
-    """`1.5 GiB` for a number of bytes."""
+    """Format a number of bytes: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit != "MiB" else f"{count:.1f} MiB"
@@ -126,26 +126,26 @@ def format_bytes(count: float) -> str:
 
 
 def format_about(seconds: float) -> str:
-    """`40 s`, `12 min`, `2.5 h` for a time that was estimated."""
+    """Format an estimated time, given in seconds: `40 s`, `12 min`, `2.5 h`."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def format_range(least: float, most: float) -> str:
-    """`15 min to 31 min`; one of the two where they read alike."""
+    """Format a range of estimated times in seconds: `15 min to 31 min`; one time where both read alike."""
     first, last = format_about(least), format_about(most)
     return first if first == last else f"{first} to {last}"
 
 
 def list_some(names: Sequence[str], most: int = 3) -> str:
-    """`a, b, c and 4 more`."""
+    """Join the first names, and count the rest: `a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 def list_all(names: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Join names: `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
@@ -153,7 +153,7 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_bytes(text: str, name: str = "memory") -> int:
-    """Bytes from `8GiB`, `500 MiB` or `8GB`, which is taken as GiB, as makers of cards mean it.
+    """Parse an amount of memory: `8GiB`, `500 MiB`, or `8GB`, which counts as GiB as on graphics cards.
 
     Args:
         name: of the argument, for the message.

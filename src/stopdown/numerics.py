@@ -40,14 +40,14 @@ FEW_COLUMNS = 3
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested tuples, lists, mappings and objects with attributes or slots."""
+    """Yield every tensor in nested tuples, lists, mappings and objects with attributes or slots."""
     yield from iterate_leaves(value, (torch.Tensor,))
 
 
 def iterate_leaves(
     value: Any, kinds: tuple[type, ...], seen: frozenset[int] = frozenset()
 ) -> Iterator[Any]:
-    """Every value of these kinds inside nested tuples, lists, mappings and objects; no modules'."""
+    """Yield every value of these kinds in nested tuples, lists, mappings and objects, except modules."""
     if isinstance(value, kinds):
         yield value
     elif id(value) not in seen:  # an object that holds itself
@@ -72,7 +72,7 @@ def _iterate_items(value: Any) -> Iterator[Any]:
 
 @without_autocast()
 def measure_amax(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude of a floating tensor of any shape; 0.0 when it is empty.
+    """Return the largest finite magnitude of a floating tensor of any shape; 0.0 when it is empty.
 
     Cost: one pass and one host read.
     """
@@ -85,7 +85,7 @@ def measure_amax(tensor: torch.Tensor) -> float:
 
 @without_autocast()
 def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int]:
-    """Largest magnitude, root mean square and smallest positive magnitude; NaN and Inf counted.
+    """Return the largest magnitude, root mean square, smallest positive magnitude and non-finite count.
 
     The non-finite values are counted by the last figure and left out of the others, which are
     0.0 for an empty tensor.
@@ -106,7 +106,7 @@ def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int
 
 
 def _summarise_piece(values: torch.Tensor) -> list[float]:
-    """Largest magnitude, sum of squares, smallest positive magnitude, and how many are not finite."""
+    """Return the largest magnitude, sum of squares, smallest positive magnitude and non-finite count."""
     magnitudes = values.abs().double()
     finite = torch.isfinite(magnitudes)
     magnitudes = torch.where(finite, magnitudes, 0.0)
@@ -118,7 +118,7 @@ def _summarise_piece(values: torch.Tensor) -> list[float]:
 
 
 def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
-    """`_summarise_piece` of each piece, in fp32 where that has numbers for it."""
+    """Summarise each piece as `_summarise_piece` does, in fp32 unless its range is too small."""
     pieces, found = values.split(CACHED_VALUES), list[list[float]]()
     wide_dtype = values.dtype if values.element_size() >= 4 else torch.float32
     held = torch.empty(pieces[0].shape, dtype=wide_dtype)
@@ -137,7 +137,7 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
 
 @without_autocast()
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors.
+    """Return `rows @ columns.T`; on AMD's CPUs in fp32 oneDNN takes half of MKL's time.
 
     A few columns take MKL half of oneDNN's time.
     """
@@ -156,7 +156,7 @@ def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 @without_autocast()
 def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many values are NaN, and how many are +Inf or -Inf.
+    """Count the NaN values, and the +Inf and -Inf values.
 
     Cost: two passes and one host read.
     """
@@ -185,12 +185,12 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has floating values of 16 bits or more; those of 8 cannot be compared."""
+    """Return whether a tensor has floating values of 16 bits or more; 8-bit values cannot be compared."""
     return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
 
 
 def count_writes(tensor: torch.Tensor) -> int | None:
-    """How often PyTorch counted a write into a tensor; None in inference mode, where it does not."""
+    """Return PyTorch's count of writes into a tensor; None in inference mode, which keeps none."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -198,11 +198,12 @@ def count_writes(tensor: torch.Tensor) -> int | None:
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> torch.Tensor | None:
-    """Smallest and largest value of each floating tensor in turn, `[2 * n]` on the first one's device.
+    """Return the least and largest value of each floating tensor, `[2 * n]` on the first one's device.
 
-    Both are NaN where a tensor holds NaN, and infinite where it holds Inf, so that one read tells
-    whether all is finite, and how near to the maximum of its format it comes. None without a tensor.
-    `known` are pairs of scalars that were found before; they stand behind those of the tensors.
+    Both are NaN where a tensor holds NaN, and one is infinite where it holds Inf, so that one read shows
+    whether all values are finite, and how close they are to the maximum of the format. Returns None
+    without a tensor.
+    `known` holds pairs of scalars found before; they follow those of the tensors.
     Cost: one pass and one operation a tensor, one more for each dtype; no host read.
     """
     pairs = [_bound(t) for t in tensors if t.is_floating_point() and t.numel()]
@@ -226,7 +227,7 @@ def _bound(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def headroom_bits(amax: float, dtype: torch.dtype) -> float:
-    """Bits between a magnitude and the largest value of a dtype: negative when it overflows."""
+    """Return the bits between a magnitude and the largest value of a dtype: negative on overflow."""
     found = find_format(dtype)
     if found is None:
         raise ValueError(f"{dtype} is not a floating dtype")
@@ -247,7 +248,7 @@ def count_flops(
     *,
     transposed: bool = False,
 ) -> float:
-    """Floating-point operations of a product, a convolution or attention, two for each multiply-add.
+    """Count the floating-point operations of a product, convolution or attention, two per multiply-add.
 
     As `torch.utils.flop_counter` counts them, but by names: a transposed convolution multiplies once
     for each value that it is given, any other for each that it returns.
@@ -273,12 +274,12 @@ def count_flops(
 def count_attention_on_cpu(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """As `count_flops`, for torch's counter, which has no formula for the CPU's attention."""
+    """Count the operations of the CPU's attention, for which torch's counter has no formula."""
     return int(count_flops(ATTENTION, {"query": query, "key": key, "value": value}, ()))
 
 
 @without_autocast()
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """2-norm of the difference over that of the reference, computed in fp64; NaN passes on."""
+    """Return the 2-norm of the difference over that of the reference, in fp64; NaN propagates."""
     difference = value.double() - reference.double()
     return float(difference.norm() / reference.double().norm())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left; the CPU's and MPS's are RuntimeErrors."""
+    """Return whether an error reports exhausted memory; on CPU and MPS it is a RuntimeError."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

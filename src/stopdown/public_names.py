@@ -18,7 +18,7 @@ def read_homes(package: ModuleType) -> dict[str, str]:
 
 
 def load_name(package: str, name: str, homes: dict[str, str]) -> object:
-    """Import a name of a package, and keep it there.
+    """Import a public name of a package and cache it in the package.
 
     Raises:
         AttributeError: the package's stub does not have it.

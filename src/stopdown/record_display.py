@@ -56,7 +56,7 @@ class Displayed:
         return f"<div style='max-width:100%;overflow-x:auto'>{title}{shown}</div>"
 
     def summarise(self) -> Summary | None:
-        """What the command line shows of it; None for a record that has its fields alone."""
+        """Return the summary that the command line shows; None to show the fields alone."""
         return None
 
 
@@ -75,7 +75,7 @@ class Summary:
     notes: tuple[tuple[str, str], ...] = ()
 
     def format(self) -> str:
-        """Plain text of at most 80 columns, if the table is no wider."""
+        """Format the table and the notes as plain text, in 80 columns unless the table is wider."""
         lines = [self.headings, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = (zip(line, widths, strict=True) for line in lines)
@@ -84,11 +84,11 @@ class Summary:
         return "\n\n".join(["\n".join(table), *notes])
 
     def list_sentences(self) -> list[str]:
-        """The notes as texts, after their names."""
+        """List the notes as texts, each after its name."""
         return [f"{name}: {said}" if name else said for name, said in self.notes]
 
     def format_html(self) -> str:
-        """A table and paragraphs."""
+        """Format the table and the notes as HTML."""
         rows = "".join(_make_row(row, "td") for row in self.rows)
         notes = "".join(
             "<p style='text-align:left;overflow-wrap:anywhere'>"
@@ -104,7 +104,7 @@ def _make_row(texts: Iterable[str], tag: str) -> str:
 
 
 def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of the fields that are not at their default."""
+    """Yield the names and values of the fields that differ from their defaults."""
     for entry in dataclasses.fields(record):
         value = getattr(record, entry.name)
         default = entry.default
@@ -126,7 +126,7 @@ def _make_table(record: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """One value as HTML: a table of records, a list, or its text."""
+    """Format one value as HTML: a table of records, a list, or its text."""
     if isinstance(value, tuple) and value and all(isinstance(item, Displayed) for item in value):
         return _make_list(value)
     if isinstance(value, Displayed):
@@ -159,7 +159,7 @@ def _shorten(text: str) -> str:
 
 
 def _make_list(records: tuple[Any, ...]) -> str:
-    """Records of one class side by side: a row each."""
+    """Format records of one class as an HTML table with a row for each."""
     shown = [pair for item in records for pair in _list_fields(item)]
     told = {name for name, value in shown if not _is_digest(value)}
     names = [entry.name for entry in dataclasses.fields(records[0]) if entry.name in told]

@@ -152,7 +152,7 @@ class CallSummary(Displayed):
     headroom_bits: float | None = None
 
     def add(self, other: CallSummary) -> CallSummary:
-        """These calls and later ones; precisions of now come first."""
+        """Add the statistics of later calls, whose precisions come first."""
         known = [x for x in (self.headroom_bits, other.headroom_bits) if x is not None]
         return dataclasses.replace(
             self,
@@ -363,7 +363,7 @@ class JournalUse(Displayed):
     components: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """How many calls were answered and written, of which components, and the remarks."""
+        """Describe the answered and written calls by component, and the remarks."""
         known, made = (f"{n} call{'s' * (n != 1)}" for n in (self.answered, self.written))
         whose = ", ".join(f"{count} of {name}" for name, count in self.components.items())
         known += f" ({whose})" * bool(whose)
@@ -507,7 +507,7 @@ class RunRecord(GuardRecord):
     kind: str = "run"
 
     def summarise(self) -> Summary:
-        """The card that `generate` prints."""
+        """Summarise a run as the card that `generate` prints."""
         headings = ("component", "stored", "ran in", "calls", "seconds", "NaN/Inf")
         stored = {decision.component: decision.stored or "?" for decision in self.decisions}
         rows = tuple(
@@ -530,7 +530,7 @@ class RunRecord(GuardRecord):
 
     @property
     def verdict(self) -> str:
-        """Whether the output is right, in one sentence."""
+        """The verdict on the output, in one sentence."""
         if self.findings:
             return self.findings[0].evidence
         if not self.repairs:
@@ -541,14 +541,14 @@ class RunRecord(GuardRecord):
         return f"repaired {', '.join(names)}; the result is not affected."
 
     def list_reasons(self) -> list[tuple[str, str]]:
-        """Each reason once, after the components that it holds for."""
+        """List each reason once, after the components it applies to."""
         called = {call.component for call in self.calls}
         return group_components(
             (x.component, x.reason) for x in self.decisions if x.component in called
         )
 
     def list_costs(self) -> list[tuple[str, str]]:
-        """Seconds by stage, the highest memory, and the sound."""
+        """List the seconds by stage, the peak memory, and the sound."""
         shown = [name for name in _STAGES if name in self.stages_s]
         times = ", ".join(f"{name} {self.stages_s[name]:.1f} s" for name in shown)
         said = f"{self.elapsed_s:.1f} s ({times}). Stopdown's overhead: {self.own_s:.3f} s"
@@ -557,9 +557,7 @@ class RunRecord(GuardRecord):
         return [*costs, ("sound", self.sound)] if self.sound else costs
 
     def list_limits(self) -> list[str]:
-        """How the run stayed within its memory, and which calls were run again for it; empty without a
-        limit.
-        """
+        """Describe the memory strategy and the calls repeated for lack of memory; empty without a limit."""
         if not self.strategy:
             return []
         limit = self.request.get("memory") or "auto"
@@ -571,7 +569,7 @@ class RunRecord(GuardRecord):
         ]
 
     def list_repairs(self) -> list[str]:
-        """Where, what was done, what it cost, and why."""
+        """List the place, action, cost and reason of each repair."""
         return [
             f"{x.module_path}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. {x.reason}"
             for x in self.repairs
@@ -628,7 +626,7 @@ class ComponentPlan(Displayed):
 
     @property
     def in_force(self) -> Scaling:
-        """The exponents that it runs with; empty ones for another format than fp16."""
+        """The exponents in force; empty for a format other than fp16."""
         return (self.scaling if self.precision == "fp16" else None) or Scaling()
 
     @property
@@ -677,12 +675,12 @@ class Plan(Displayed):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it says precisions alone, so that it holds for any weights."""
+        """Whether it holds precisions alone, and so applies to any weights."""
         rests_on = self.seal or self.fingerprint or any(x.class_name for x in self.components)
         return not rests_on
 
     def summarise(self) -> Summary:
-        """One row for each component, and the reasons below."""
+        """Summarise each component in a row, with the reasons below."""
         headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
         rows = tuple(map(_describe_entry, self.components))
         notes = ((entry.component, " ".join(entry.reasons)) for entry in self.components)
@@ -961,9 +959,9 @@ class MachineHealth(Displayed):
 
 
 def to_json(record: Any) -> str:
-    """A record as indented JSON text, which a terminal shows as it is.
+    """Encode a record as indented JSON text that is safe to print on a terminal.
 
-    Bytes of a file's name that are not UTF-8 become U+FFFD.
+    Bytes of file names that are not UTF-8 become U+FFFD.
     """
     try:
         content = msgspec.json.encode(record)
@@ -988,7 +986,7 @@ def _replace_bytes(value: Any) -> Any:
 
 
 def from_json(text: str | bytes, kind: type[Record]) -> Record:
-    """A record from JSON text.
+    """Read a record from JSON text.
 
     Raises:
         InputError: the text is not such a record, or has another schema number.
@@ -1001,7 +999,7 @@ def from_json(text: str | bytes, kind: type[Record]) -> Record:
 
 
 def convert_record(raw: Any, kind: type[Record]) -> Record:
-    """A record from what its JSON says.
+    """Convert decoded JSON to a record.
 
     Raises:
         InputError: it is not such a record, or has another schema number.
@@ -1044,7 +1042,7 @@ def _check_header(raw: Any, kind: type) -> None:
 
 
 def describe_other(kind: str, path: Path) -> str:
-    """What a file holds when it is no record of a kind; empty when it is one, or an empty file.
+    """Describe a file that is not a record of a kind; return "" when it is one, or is empty.
 
     Args:
         kind: `run`, `plan`, `comparison`…
@@ -1057,7 +1055,7 @@ def describe_other(kind: str, path: Path) -> str:
 
 
 def read_kind(path: Path) -> str | None:
-    """The kind of record that a file says it is; empty for an empty file, None for another file."""
+    """Read the kind of record from a file; "" for an empty file, None for a file without one."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
         return msgspec.json.decode(content, type=_Head).kind if content else ""
@@ -1080,7 +1078,7 @@ class _Head(msgspec.Struct):
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
-    """A record from a JSON file.
+    """Read a record from a JSON file.
 
     Raises:
         InputError: the file cannot be read, or is not such a record.

@@ -27,7 +27,7 @@ def make_pipeline(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A tiny pipeline of real Diffusers classes with random weights.
+    """Make a tiny pipeline of real Diffusers classes with random weights.
 
     Args:
         name: one of `PIPELINE_NAMES`.
@@ -59,6 +59,6 @@ def save_pipeline(
     overflow: str | None = None,
     seed: int = 0,
 ) -> Path:
-    """The folder that a tiny pipeline was saved to, in the layout of Diffusers."""
+    """Save a tiny pipeline to a folder in the layout of Diffusers, and return the folder's path."""
     make_pipeline(name, overflow=overflow, seed=seed, dtype=dtype).save_pretrained(folder)
     return Path(folder)

@@ -133,7 +133,7 @@ def _run(
 
 
 def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
-    """What runs it: its call with the request's arguments, or a function with the request's seed."""
+    """Return a function that runs the pipeline with a request, or `run` with the request's seed."""
     pipe = opened.loaded.pipe
     if run is None:
         pipe.set_progress_bar_config(disable=True)
@@ -150,7 +150,7 @@ def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
 
 
 def write_outcome(outcome: Outcome, path: Path) -> None:
-    """Keep a cell as a file, whole or not at all."""
+    """Write a cell to a file atomically."""
     with written_beside(path) as part:
         part.write_bytes(msgspec.msgpack.encode(outcome, enc_hook=_encode))
 
@@ -167,7 +167,7 @@ def read_outcome(path: Path) -> Outcome:
 
 
 def _encode(value: Any) -> bytes:
-    """A tensor or array as a safetensors file has it."""
+    """Encode a tensor or array as the bytes of a safetensors file."""
     return save({"": torch.as_tensor(value).contiguous()})
 
 
@@ -196,12 +196,12 @@ _LEAST = {0: 0.4, 90: 0.06, 75: 0.03, 50: 0.02, 40: 0.0}
 
 
 def share_bytes(cells: int) -> int:
-    """Bytes for the frames of one cell, so that a whole report stays under 30 MB."""
+    """Return the number of bytes for the frames of one cell, so that a report stays under 30 MB."""
     return max(4_000, WHOLE_BYTES * 3 // 4 // max(1, cells))
 
 
 def make_sheet(frames: Frames, most_bytes: int) -> Sheet:
-    """A clip as one picture.
+    """Draw the frames of a clip into one compressed picture.
 
     Args:
         frames: `[T, H, W, 3]` uint8, or `[T, H, W]` for grey.

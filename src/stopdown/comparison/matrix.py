@@ -175,7 +175,7 @@ class _Matrix:
                 part.write_text(to_json(self.variants), encoding="utf-8")
 
     def read_variants(self) -> None:
-        """What an earlier start knew of the precisions; what could not be loaded is tried again."""
+        """Read the precisions that an earlier start recorded; those that failed to load are retried."""
         path = self.folder / "variants.json"
         with contextlib.suppress(UnreadableError, InputError):  # they are found anew
             for name, plain in read_json_table(path).items():
@@ -235,7 +235,7 @@ def compare(
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """The same prompts, seeds and noise under several precisions, measured against the best of them.
+    """Run the same prompts, seeds and noise in several precisions, and measure each against the best.
 
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
@@ -304,7 +304,10 @@ def compare(
 def number_prompts(
     given: str | Run | Sequence[str | Prompt | Run],
 ) -> tuple[list[Prompt], list[Run]]:
-    """Texts with their numbers, and functions, each with an empty text; one alone is a list of one."""
+    """Return the prompts with their line numbers, and the functions that run a program.
+
+    A function has an empty text. A single text or function counts as a list of one.
+    """
     listed: Any = [given] if isinstance(given, str) or callable(given) else given
     expected = "A prompt is a text; a program that is no pipeline is run by a function."
     remedy = 'Use compare(pipe, ["a red circle"]).'
@@ -387,7 +390,7 @@ def describe_request(request: Request) -> dict[str, Any]:
 def _sign_request(
     subject: Subject, request: Request, thresholds: Thresholds, names: Sequence[str], count: int
 ) -> str:
-    """A name for what must be the same when a comparison goes on."""
+    """Return a signature of everything that must be unchanged when a comparison resumes."""
     plans = [Path(n).read_text(encoding="utf-8") for n in names if Path(n).is_file()]
     given = [getattr(request, name) for name in MEDIA]
     media = ["" if x is None else hashlib.sha256(x.tobytes()).hexdigest() for x in given]

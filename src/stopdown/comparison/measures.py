@@ -38,14 +38,14 @@ _SSIM_WINDOW = 11
 
 
 def clean_frames(frames: Frames) -> tuple[Frames, int]:
-    """`[T, H, W, 3]` fp32 in [0, 1] with NaN as black, and how many values were not finite."""
+    """Clip `[T, H, W, 3]` frames to [0, 1] in fp32, with NaN as black, and count the non-finite values."""
     broken = int((~np.isfinite(frames)).sum())
     cleaned = np.nan_to_num(frames.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
     return np.clip(cleaned, 0.0, 1.0), broken
 
 
 def read_values(result: Any) -> tuple[Frames, int]:
-    """What a program gave: its floating values `[N]` fp32, or pictures of bytes as frames.
+    """Read the output of a program: its floating values `[N]` in fp32, or its 8-bit pictures as frames.
 
     Returns:
         The values with NaN and Inf as 0, and how many of them there were.
@@ -67,7 +67,7 @@ def read_values(result: Any) -> tuple[Frames, int]:
 
 
 def measure_values(values: Frames, reference: Frames) -> Measures:
-    """The distance between values that are no pictures, over the range of the reference's."""
+    """Measure the distance between two arrays other than pictures, relative to the reference's range."""
     span = float(reference.max() - reference.min()) or 1.0
     rmse = float(np.sqrt(np.mean((values.astype(np.float64) - reference) ** 2))) / span
     psnr_db = -20 * math.log10(rmse) if rmse else None
@@ -75,7 +75,7 @@ def measure_values(values: Frames, reference: Frames) -> Measures:
 
 
 def measure_frames(frames: Frames, reference: Frames) -> tuple[Measures, Frames | None]:
-    """The distance between two clips, and FLIP error maps.
+    """Measure the distance between two clips, and map the FLIP error of each frame.
 
     Args:
         frames, reference: `[T, H, W, 3]` fp32 in [0, 1] of the same shape.
@@ -106,7 +106,10 @@ def _measure_psnr(frames: Frames, reference: Frames) -> float:
 
 
 def _measure_ssim(frames: Frames, reference: Frames) -> float | None:
-    """Mean over frames of SSIM (Wang et al. 2004); windows at the border reflect the picture."""
+    """Return the mean SSIM over frames (Wang et al. 2004), with reflected borders.
+
+    Returns None for frames smaller than the window.
+    """
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(frames.shape[1:3]) < _SSIM_WINDOW:
@@ -123,7 +126,10 @@ def _measure_ssim(frames: Frames, reference: Frames) -> float | None:
 
 
 def _map_flip(frames: Frames, reference: Frames) -> Frames | None:
-    """FLIP error map of each frame at 67 pixels a degree, the library's default."""
+    """Map the FLIP error of each frame at 67 pixels a degree, the library's default.
+
+    Returns `[T, H, W]`, or None where FLIP is not installed.
+    """
     if importlib.util.find_spec("flip_evaluator") is None:
         return None
     import flip_evaluator
@@ -144,7 +150,7 @@ def _map_flip(frames: Frames, reference: Frames) -> Frames | None:
 def measure_latents(
     latents: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
 ) -> tuple[float | None, ...]:
-    """Relative L2 error of the latents after each step; None where it is not finite."""
+    """Return the relative L2 error of the latents after each step; None where it is not finite."""
     pairs = zip(latents, reference, strict=False)
     return tuple(_measure_pair(one, other) for one, other in pairs)
 
@@ -167,7 +173,7 @@ def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
 
 
 def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Divergence | None:
-    """The first block, in order of the calls, that is not finite or whose sample is off by `PARTING`.
+    """Find the first block, in call order, with a non-finite value or an error above `PARTING`.
 
     Args:
         scaled: blocks may hold values times powers of two (a plan's exponents): those are taken
@@ -193,13 +199,13 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Divergence 
 
 
 def is_lost(trace: Trace, reference: Trace, key: tuple[str, int | None, str]) -> bool:
-    """Whether a block gave NaN or Inf anywhere, where the reference's values were finite."""
+    """Return whether a block produced NaN or Inf where the reference stayed finite."""
     own, other = trace.amax.get(key, 0.0), reference.amax.get(key, 0.0)
     return math.isfinite(other) and not math.isfinite(own)
 
 
 def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Each value divided by the power of two that brings it nearest to its reference."""
+    """Divide each value by the power of two that brings it nearest to its reference."""
     ratio = (values / reference).abs()
     known = torch.isfinite(ratio) & (ratio > 0)
     exponents = torch.where(known, ratio.log2().round(), torch.zeros_like(ratio))
@@ -207,7 +213,10 @@ def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Ten
 
 
 def find_headroom(trace: Trace) -> tuple[float | None, str]:
-    """Bits between the largest magnitude at a block and 65504, and where; None when not finite."""
+    """Return the least headroom of all blocks, in bits to 65504, and its place.
+
+    The headroom is None where a value is not finite.
+    """
     if not trace.amax:
         return None, ""
     bits = {key: count_bits(amax) for key, amax in trace.amax.items()}
@@ -227,7 +236,7 @@ def draw_heats(trace: Trace) -> tuple[Heat, ...]:
 
 
 def join_heats(runs: Iterable[Sequence[Heat]]) -> tuple[Heat, ...]:
-    """Of several runs the tightest headroom at each place."""
+    """Merge the headroom of several runs, with the least value at each block and step."""
     found: dict[str, dict[str, list[tuple[float | None, ...]]]] = {}
     for heat in itertools.chain.from_iterable(runs):
         rows = found.setdefault(heat.component, {})

@@ -12,7 +12,7 @@ OWN_WORDS = ("autocast", "clamp")
 
 
 def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The precisions of a list such as `fp32,bf16,fp16,fp16-plain,autocast,clamp,plan.json`.
+    """Parse a list of precisions such as `fp32,bf16,fp16,fp16-plain,autocast,clamp,plan.json`.
 
     Args:
         given: a list, or several that are joined. One precision may differ by component: alone it is
@@ -36,7 +36,7 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """The entries of a list; one that names components all through is a single one."""
+    """Split a list at its commas; a list whose entries all name components is one precision."""
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     by_component = [entry for entry in entries if "=" in entry and not entry.endswith(".json")]
     if len(by_component) < 2:

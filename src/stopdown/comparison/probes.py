@@ -144,7 +144,7 @@ class Probe:
         return output
 
     def _read(self, callee: Callee, step: int | None, pending: _Pending) -> None:
-        """Bring what the hooks noted to the host.
+        """Copy the hooks' records to the host.
 
         Cost: one host read.
         """
@@ -168,7 +168,7 @@ class Probe:
 
 
 def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> None:
-    """Keep bounds, saturation and a sample of a block's first floating output, on its device."""
+    """Record the bounds, saturation and a sample of a block's first floating output, on its device."""
     begun = time.perf_counter()
     found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)
     if found is not None and found.numel() and not isinstance(found, FakeTensor):
@@ -183,14 +183,14 @@ def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> 
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """`[SAMPLES]` fp32: values at places that depend on the size alone."""
+    """Return `[SAMPLES]` values in fp32, at positions that depend on the size alone."""
     flat = values.reshape(-1)
     places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
     return flat[places.round().long().to(flat.device)].float()
 
 
 def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
-    """A layer's output without NaN and Inf; None leaves it as it is."""
+    """Replace NaN by 0 and Inf by ±65504 in an fp16 output; return None for any other output."""
     if not isinstance(output, torch.Tensor) or output.dtype != torch.float16:
         return None
     pending.clamped.append((~torch.isfinite(output)).sum())
@@ -199,7 +199,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
 
 
 def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a component: members of module lists, and what is beside them."""
+    """Return the paths of a component's blocks: members of module lists, and modules beside these lists."""
     found = []
     for path, module in owner.named_modules():
         if not path or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
@@ -212,7 +212,7 @@ def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _stands_beside(owner: torch.nn.Module, path: str) -> bool:
-    """Whether a module has lists beside it and none within: an embedding, a last norm."""
+    """Return whether a module has module lists beside it but none inside, such as a last norm."""
     parent = owner.get_submodule(path.rpartition(".")[0])
     module = owner.get_submodule(path)
     return _has_list(parent) and not any(_has_list(child) for child in module.modules())

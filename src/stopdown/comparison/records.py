@@ -203,7 +203,7 @@ SPOILT = -1000.0
 
 
 def count_bits(amax: float | None) -> float | None:
-    """Bits between a magnitude and 65504; None for zero, `SPOILT` for what is not finite."""
+    """Return the bits of headroom from a magnitude to 65504; None for zero, `SPOILT` for NaN or Inf."""
     if amax is None or not math.isfinite(amax):
         return SPOILT
     return math.log2(FP16.largest) - math.log2(amax) if amax > 0 else None
@@ -212,7 +212,7 @@ def count_bits(amax: float | None) -> float | None:
 def list_bits(
     amax: Mapping[tuple[str, int | None], float | None],
 ) -> dict[str, tuple[float | None, ...]]:
-    """Module path to its headroom in each step, from its largest magnitudes; None where it had none."""
+    """Map each module path to its headroom in each step, in bits; None where it was not called."""
     bits = {(path, step or 0): count_bits(value) for (path, step), value in amax.items()}
     steps = sorted({step for _, step in bits})
     rounded = {place: None if x is None else round(x, 2) for place, x in bits.items()}
@@ -333,7 +333,7 @@ class Comparison(Displayed):
     schema: int = field(default=SCHEMA)
 
     def summarise(self) -> Summary:
-        """One row for each precision, and below it the verdict, its reasons and what was not run."""
+        """Summarise each precision in a row, with the verdict, its reasons and the skipped runs below."""
         headings = ("precision", "verdict", "PSNR, dB", "SSIM", "FLIP", "time", "headroom, bits")
         notes = [("", self.headline)]
         notes += [("", self.reference_reason)] if self.reference != "fp32" else []
@@ -371,32 +371,32 @@ def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """`0.64×`, `310×`, or a dash."""
+    """Format a ratio: `0.64×`, `310×`, or a dash where it is unknown."""
     if ratio is None or not math.isfinite(ratio):
         return "–"
     return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.2f}×"
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash."""
+    """Format a number with so many decimals, or as a dash where it is unknown."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def format_bits(bits: float | None) -> str:
-    """`4.1 bits`, `−1.9 bits`, `not finite`, or a dash."""
+    """Format headroom: `4.1 bits`, `−1.9 bits`, `not finite`, or a dash where it is unknown."""
     if bits is None:
         return "–"
     return "not finite" if bits <= SPOILT else f"{bits:.1f}".replace("-", "−")
 
 
 def find_median(values: Iterable[float | None]) -> float | None:
-    """The median of what is known."""
+    """Return the median of the known values; None without any."""
     known = [x for x in values if x is not None]
     return statistics.median(known) if known else None
 
 
 def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, float | None]:
-    """Median and worst of a measure over prompts; the worst is the least for PSNR and SSIM."""
+    """Return the median and the worst value of a measure; for PSNR and SSIM the least is the worst."""
     values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
     known = [x for x in values if x is not None]
     worst = min if name in ("psnr_db", "ssim") else max
@@ -404,7 +404,7 @@ def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, f
 
 
 def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
-    """The least headroom over prompts and where it is; `SPOILT` where a value was not finite."""
+    """Return the least headroom over prompts, in bits, and its place; `SPOILT` for NaN or Inf."""
     ran = [cell for cell in cells if not cell.error]
     known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
     if len(known) < len(ran):

@@ -71,7 +71,7 @@ _LOADED_AS = {"autocast": "fp32", "clamp": PLAIN_FP16}
 
 
 def explain_meaning(name: str) -> str:
-    """What a precision of a comparison is, in one sentence."""
+    """Describe a precision of a comparison in one sentence."""
     if name.endswith(".json"):
         return f"fp16, rescaled by {Path(name).name}."
     return MEANINGS.get(name, f"By component: {name.replace('+', ', ')}.")
@@ -91,7 +91,7 @@ class OpenSubject:
 
     @property
     def plan(self) -> Plan | None:
-        """What it was rescaled by; None without exponents."""
+        """The plan that rescaled it; None without exponents."""
         return None if self.loaded.plan.is_bare else self.loaded.plan
 
 
@@ -120,7 +120,7 @@ class Subject:
     memory: str = ""
 
     def open(self, name: str, folder: Path) -> OpenSubject:
-        """The pipeline in one precision; an open one is given again.
+        """Load the pipeline in one precision, or return it if it is already open.
 
         Args:
             folder: where a plan that has to be made is kept for the next start.
@@ -150,7 +150,7 @@ class Subject:
         return read_plan(path)
 
     def _make_room(self) -> None:
-        """Close what was used longest ago until another one and its run have room."""
+        """Close the least recently used pipelines until there is room for another one and its run."""
         while self._opened:
             sizes = [opened.weights_bytes for opened in self._opened.values()]
             has_room = sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes
@@ -170,7 +170,7 @@ def describe_subject(
     memory: MemoryPlan | None = None,
     names: Sequence[str] = (),
 ) -> Subject:
-    """What is to be compared, before anything is loaded.
+    """Describe the model or program to compare, before anything is loaded.
 
     Args:
         runs: what runs a program that is no pipeline, one function a row.
@@ -238,7 +238,7 @@ def _fit(
     tiling: bool | None,
     loaded: AppliedPlan,
 ) -> AppliedPlan:
-    """The pipeline within the limit of its plan."""
+    """Apply the memory strategy that keeps a loaded pipeline within its limit."""
     try:
         loaded = fit_run(loaded, request, device, lambda _: None, tiling=tiling)
     except StopdownError as error:
@@ -251,7 +251,7 @@ def _fit(
 def _choose_tiling(
     source: Source, device: Device, request: Request, limit_bytes: int, names: Sequence[str]
 ) -> bool:
-    """Whether all precisions decode in tiles, from runs without weights."""
+    """Decide from runs without weights whether all precisions decode in tiles."""
     facts, supports = gather_facts(source), probe_formats(device)
     fits: list[Fit] = []
     for asked in dict.fromkeys(_LOADED_AS.get(name, name) for name in names):
@@ -272,7 +272,7 @@ def _choose_tiling(
 
 
 def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
-    """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
+    """Describe a program that is not a pipeline; it is cast in place and restored afterwards."""
     make = partial(measure_plan, program, run=lambda: [run() for run in runs])
     put = partial(_put_program, program)
     return dataclasses.replace(_describe(program, find_device(program), put, make), keeps_one=True)
@@ -303,8 +303,9 @@ def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> AppliedPlan:
 
 
 def _put_program(program: Any, precision: str, plan: Plan | None) -> AppliedPlan:
-    """A program with its modules in one precision and the arguments of their calls with them, or by a
-    plan; it is the caller's: a cast that fails half-way leaves nothing of it.
+    """Cast a program's modules and call arguments to one precision, or rescale them by a plan.
+
+    The program belongs to the caller: a failed cast is undone.
     """
     dtype = _find_dtype(precision, plan, "Compare it in one precision for all of its modules.")
     parts, patches = find_components(program), Patches()
@@ -369,6 +370,6 @@ def _count_bytes(pipe: Any) -> int:
 
 
 def _find_place(tensor: torch.Tensor) -> int:
-    """Address of a tensor's values; of one that waits in its file, their address there."""
+    """Return the address of a tensor's values, or of the values in its file while it is offloaded."""
     stored = find_stored(tensor)
     return (tensor if stored is None else stored.values).data_ptr()

@@ -20,7 +20,7 @@ _ORDER = ("fp32", "auto", "autocast", "fp16", "bf16", "fp16-plain", "clamp")
 
 
 def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
-    """Precisions from the most to the least precise that is valid for a model.
+    """Sort precisions from the most to the least precise that is valid for a model.
 
     Args:
         needs_clamp: a clamp at fp16's maximum is part of the model, so fp16 is what it was made
@@ -37,19 +37,19 @@ def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
 
 
 def is_sound(cell: Cell) -> bool:
-    """Whether a cell has frames in which nothing is broken."""
+    """Return whether a cell ran without errors, findings, faults or non-finite values."""
     return not cell.error and not cell.non_finite and not cell.findings and not cell.faults
 
 
 def choose_reference(cells: Sequence[Cell], ranked: Sequence[str]) -> str:
-    """The most precise run that is sound; the most precise at all when none is."""
+    """Return the most precise sound run, or the most precise of all when none is sound."""
     by_name = {cell.precision: cell for cell in cells}
     sound = [name for name in ranked if name in by_name and is_sound(by_name[name])]
     return sound[0] if sound else ranked[0]
 
 
 def judge_cell(cell: Cell, reference: Cell, thresholds: Thresholds) -> Cell:
-    """A cell with its verdict and reasons."""
+    """Return a cell with its verdict and reasons."""
     verdict, reasons = _judge(cell, reference, thresholds)
     return dataclasses.replace(cell, verdict=verdict, reasons=tuple(reasons))
 
@@ -83,7 +83,7 @@ def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
 
 
 def _name_start(cell: Cell) -> str:
-    """Where the first of them came from, as far as the guard saw it."""
+    """Name the module and step of the first fault that the guard saw, or return ""."""
     for fault in cell.faults:
         step = "" if fault.step is None else f" at step {fault.step + 1}"
         return f", starting in {fault.module_path}{step}"
@@ -113,7 +113,7 @@ def _describe_measures(measures: Measures) -> str:
 
 
 def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
-    """A precision with its verdict over all prompts, its time ratios and its peak memory."""
+    """Return a precision with its verdict over all prompts, its time ratios and its peak memory."""
     cells = pick_cells(rows, variant.name)
     if variant.error or not cells:
         return dataclasses.replace(variant, verdict="failed", reasons=(variant.error,))
@@ -158,7 +158,7 @@ def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
 
 
 def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """Stage to the median over prompts of its time over the reference's."""
+    """Map each stage to the median over prompts of its time, relative to the reference."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         by_name = {cell.precision: cell for cell in row.cells}
@@ -180,7 +180,7 @@ FEWEST_TIMED = 3
 def recommend(
     variants: Sequence[Variant], device: str, prompts: int = FEWEST_TIMED
 ) -> tuple[str | None, str]:
-    """The precision to take, and the verdict in one sentence: the fastest that gives the pictures.
+    """Recommend the fastest precision that gives the reference's pictures, with a verdict of one sentence.
 
     Args:
         prompts: how many were compared; of fewer than `FEWEST_TIMED` the sentence says no times.
@@ -204,7 +204,10 @@ def recommend(
 
 
 def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
-    """Of each two precisions with sound pictures, on how many prompts the one is nearer; best first."""
+    """State for each pair of precisions which one is closer to the reference on more prompts.
+
+    The best precisions come first.
+    """
     ordered = sorted(names, key=lambda name: _find_typical(rows, name))
     for index, one in enumerate(ordered):
         for other in ordered[index + 1 :]:

@@ -131,7 +131,7 @@ def check(
 
 
 def check_call(function: str, arguments: object, run: object) -> None:
-    """Refuse arguments of a call that are no table, and a `run` that cannot be called."""
+    """Refuse call arguments that are not a mapping, and a `run` that is not callable."""
     check_type(
         f"{function}(arguments=...)",
         arguments,
@@ -295,7 +295,7 @@ def _judge_live(
     """Combine the observations of a program with findings about its weights.
 
     Args:
-        copy: its components as if they had been loaded in these dtypes; those that were run are used up.
+        copy: returns the components as if loaded in these dtypes; a skeleton that has run is used up.
     """
     widening = {module_path for part in parts for module_path in part.widening}
     found = [

@@ -105,7 +105,7 @@ class Judge:
         return refused
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Judge what a step made of known values."""
+        """Judge the output of a step whose values are known."""
         source = given if isinstance(given, torch.Tensor) else None
         if not isinstance(made, torch.Tensor) or made.dtype not in HALVES:
             return

@@ -40,8 +40,8 @@ def find_widening(
 ) -> dict[str, torch.nn.Module]:
     """Map paths to the modules of a component that cast their own input to fp32.
 
-    Those that a run did not reach are known by their class, unless it is one of PyTorch's, which a hook
-    made so.
+    Modules that a run did not reach are recognised by their class. PyTorch's own classes are left out,
+    because only a hook makes one of their modules widen its input.
 
     Args:
         module_paths: where a run has seen it, as in `Examination.widening`.
@@ -120,7 +120,7 @@ def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
     """Find components whose files declare rescaled weights.
 
     Args:
-        said: component → what they say; "" for nothing.
+        said: component → the note on rescaling in its files; "" without one.
     """
     for name, text in said.items():
         if text:
@@ -159,7 +159,7 @@ def check_values(
 ) -> Iterator[Finding]:
     """Find weights of live components that do not fit a precision.
 
-    Small values of a component that has exponents are left out: its plan weighed what they lose.
+    Small values of a component with exponents are left out: its plan has weighed their loss.
 
     Args:
         precisions: component → format that it is to be cast to; absent ones stay.

@@ -104,7 +104,7 @@ class StepObserver(Protocol):
         """Look at a step before it is made, and return whether its operands cannot go together."""
 
     def watch(self, step: Step, given: Any, made: Any) -> None:
-        """Look at what a step made of known values."""
+        """Look at the output of a step whose values are known."""
 
 
 class Walk(TorchFunctionMode):
