@@ -88,7 +88,7 @@ class Report:
 
 
 def list_subjects(source: Source, device: Device, request: Request) -> list[Subject]:
-    """List the given model and one with generated weights; a local model has the name of its class."""
+    """List the given model and one with generated weights; only a bundled model keeps its name."""
     name = source.name if source.kind == "bundled" else source.pipeline_class
     small = device.type == "cpu" or device.memory_bytes < 6 * 2**30
     heads, layers, side = (2, 2, 32) if small else (48, 4, 256)

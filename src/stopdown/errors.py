@@ -199,11 +199,10 @@ _UNPRINTABLE = re.compile(
 
 
 def make_printable(text: str) -> str:
-    """Remove terminal control sequences from a text, and replace unprintable characters.
+    """Make a foreign text safe to print on a terminal.
 
     Control sequences are removed. Other control characters, characters that reverse the direction of
-    text, and bytes of a file's name that are not UTF-8 become U+FFFD. Line ends and
-    tabs stay.
+    text, and bytes of file names that are not UTF-8 become U+FFFD. Line ends and tabs stay.
     """
     if text.isprintable():
         return text

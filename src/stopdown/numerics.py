@@ -137,7 +137,7 @@ def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
 
 @without_autocast()
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `rows @ columns.T`; on AMD's CPUs in fp32 oneDNN takes half of MKL's time.
+    """Return `rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors.
 
     A few columns take MKL half of oneDNN's time.
     """

@@ -212,7 +212,7 @@ def count_bits(amax: float | None) -> float | None:
 def list_bits(
     amax: Mapping[tuple[str, int | None], float | None],
 ) -> dict[str, tuple[float | None, ...]]:
-    """Map each module path to its headroom in each step, in bits; None where it was not called."""
+    """Map each module path to its headroom in each step, in bits; None without a call, and for zeros."""
     bits = {(path, step or 0): count_bits(value) for (path, step), value in amax.items()}
     steps = sorted({step for _, step in bits})
     rounded = {place: None if x is None else round(x, 2) for place, x in bits.items()}

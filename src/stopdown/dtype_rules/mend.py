@@ -185,7 +185,7 @@ def _restore_kept(case: _Case) -> str:
 
 
 def _widen_parameters(case: _Case) -> str:
-    """Cast the parameters of modules that cast their own input to fp32 to fp32, for the whole class."""
+    """Cast parameters to fp32 in every module of a class that casts its own input to fp32."""
     parts = find_widening(case.module, case.name, [name_module_path(case.name, case.path)])
     names = [
         f"{path}.{key}".removeprefix(".")
