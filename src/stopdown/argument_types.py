@@ -21,7 +21,7 @@ def check_type(
 
     Args:
         place: the function and its argument: `make_plan(request=...)`.
-        kinds: what is taken; None has to be among them as `type(None)`.
+        kinds: accepted types; `type(None)` for None.
     """
     if not isinstance(value, kinds):
         shown = repr(value).split("\n")[0]

@@ -232,8 +232,8 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
             of a picture, or of a video.
 
     Returns:
-        What is known. Its `fault` is `unknown` where nothing is, and `none` for a picture that looks
-        healthy.
+        The diagnosis. Its `fault` is `unknown` where no cause is known, and `none` for a picture that
+        looks healthy.
 
     Raises:
         InputError: a path that cannot be read.
@@ -376,13 +376,13 @@ def condense(text: str, end: str = "") -> tuple[str, list[int]]:
     """Return a text with each line once, and the original number of each line, from 1.
 
     Lines that differ in their digits only, such as those of a progress bar, count as one. Control
-    sequences are taken out, white space in a line becomes one blank, long lines are cut, and of
-    what is still long the middle is left out: no pattern sees a long line, or two blanks or line
-    ends side by side.
+    sequences are removed, white space in a line becomes one blank, long lines are cut, and the middle
+    of a text that is still long is left out: no pattern sees a long line, or two blanks or line ends
+    side by side.
 
     Args:
         text: all of it, or its beginning.
-        end: its end, where what lies between was not read; its lines have the number 0.
+        end: its end, where the middle was not read; its lines have the number 0.
     """
     lines: dict[str, tuple[int, str]] = {}
     seen: set[str] = set()

@@ -215,7 +215,7 @@ def list_fits(
     """Find the fastest strategy that fits a device's memory, for each well-known model in 16 bits.
 
     Args:
-        profile: whose published rates say how long a run takes.
+        profile: the device's profile, whose published rates give the time of a run.
     """
     from stopdown.memory.speed import find_speed
 

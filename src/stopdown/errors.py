@@ -42,8 +42,8 @@ def ignoring_warnings(category: type[Warning], pattern: str = "") -> Iterator[No
     before and ended meanwhile, that one's filter would stay for ever.
 
     Args:
-        category: of what is ignored.
-        pattern: that its message begins with.
+        category: class of the ignored warnings.
+        pattern: regular expression that matches the beginning of their messages.
     """
     entry = ("ignore", re.compile(pattern, re.IGNORECASE), category, None, 0)
     with WARNINGS_IGNORED:

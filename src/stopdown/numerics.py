@@ -256,7 +256,7 @@ def count_flops(
     Args:
         name: of the operation, as ATen has it: `linear`, `conv_transpose2d`, `addmm`.
         shapes: of its tensors, by the names of their arguments, in order.
-        output: shape of what it returns.
+        output: shape of its output.
         transposed: for `convolution`, whether it is a transposed one.
     """
     if name == ATTENTION and {"query", "key"} <= set(shapes):

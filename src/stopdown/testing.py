@@ -33,7 +33,7 @@ def make_pipeline(
         name: one of `PIPELINE_NAMES`.
         overflow: component (`transformer`, `text_encoder`, `vae`…) that overflows in fp16 only.
         seed: of the weights.
-        dtype: what the weights are cast to.
+        dtype: dtype of the weights.
 
     Raises:
         ValueError: the name is unknown, or there is no rule to make the component overflow.

@@ -65,7 +65,7 @@ def run_cell(
 ) -> Outcome:
     """Run one prompt in one precision; an error of the run becomes part of the cell.
 
-    Nothing is repaired: what is not finite is said, and the run goes on with the bad value.
+    Nothing is repaired: NaN and Inf are reported, and the run goes on with the bad value.
 
     Args:
         names_culprit: run a call that gives NaN or Inf once more to find where they begin.

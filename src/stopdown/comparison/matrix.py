@@ -238,24 +238,25 @@ def compare(
     """Run the same prompts, seeds and noise in several precisions, and measure each against the best.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
+        pipe_or_source: a Diffusers pipeline, which is copied and left unchanged; or a Hub id,
             Diffusers folder, single safetensors file, bundled model, or `Source`; or another program
-            as `guard` takes it, which is cast where it is for each run, and is as before at the end; or
-            what `describe_subject` gave for one of these.
+            as `guard` takes it, which is cast in place for each run and restored at the end; or
+            the result of `describe_subject` for one of these.
         prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
-            that takes none. For a program that is no pipeline what runs it once and returns pictures,
-            arrays or tensors: a function without arguments, or several. PyTorch's seed is set before.
+            that takes none. For a program other than a pipeline: a function without arguments that
+            runs it once and returns pictures, arrays or tensors, or several such functions. PyTorch's
+            seed is set before each run.
         precisions: `fp32`, `bf16`, `fp16` (rescaled), `fp16-plain` (nothing repaired), `autocast` (fp32
             weights under `torch.autocast` in fp16), `clamp` (plain fp16, every layer's output brought
             back to 65504), a `Plan` or the path of its file, `auto`, or by component:
             `transformer=bf16,vae=fp32`, in a text with others `transformer=bf16+vae=fp32`.
-        request: sizes, steps, guidance and a picture or video to start from; its seed is that of the
-            first prompt, each further one has the next.
-        thresholds: what counts as the same picture.
+        request: sizes, steps, guidance and a picture or video to start from. Its seed is the first
+            prompt's; each further prompt has the next seed.
+        thresholds: the limits within which two pictures count as the same.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`; a subject has its own.
-        folder: where cells are kept until all is done, so that a second start goes on; None takes
-            one that is removed at the end.
-        progress: told of stage, what, done and total.
+        folder: keeps finished cells until the end, so that a second start resumes; None for a
+            temporary folder.
+        progress: called with the stage, the item, and the done and total counts.
 
     Raises:
         InputError: the program is no pipeline, and texts were given; or it is one, and a function was.

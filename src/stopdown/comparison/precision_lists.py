@@ -16,8 +16,8 @@ def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
 
     Args:
         given: a list, or several that are joined. One precision may differ by component: alone it is
-            written as everywhere, `transformer=bf16,vae=fp32`; inside of a list, whose commas stand
-            between precisions, `transformer=bf16+vae=fp32`.
+            written as everywhere, `transformer=bf16,vae=fp32`; inside a list, whose commas separate
+            precisions, `transformer=bf16+vae=fp32`.
 
     Returns:
         Their names; one by component has a plus between its parts.

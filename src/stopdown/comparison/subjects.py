@@ -173,8 +173,8 @@ def describe_subject(
     """Describe the model or program to compare, before anything is loaded.
 
     Args:
-        runs: what runs a program that is no pipeline, one function a row.
-        memory: what each run of a checkpoint is to stay within.
+        runs: functions that run a program other than a pipeline, one for each row.
+        memory: the limit that each run of a checkpoint stays within.
         names: the precisions that are compared: if one has to decode in tiles within the limit, all do,
             because tiles change the picture.
     """

@@ -23,8 +23,8 @@ def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
     """Sort precisions from the most to the least precise that is valid for a model.
 
     Args:
-        needs_clamp: a clamp at fp16's maximum is part of the model, so fp16 is what it was made
-            in, and unclamped arithmetic is another function.
+        needs_clamp: whether a clamp at fp16's maximum is part of the model. Such a model was made in
+            fp16, and unclamped arithmetic computes another function.
     """
     clamped = ("fp16-plain", "clamp", "fp16", "autocast", "bf16", "auto", "fp32")
     order = clamped if needs_clamp else _ORDER

@@ -100,21 +100,20 @@ def check(
     """Find every dtype problem of a pipeline or program, worst first; a healthy one gives an empty list.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, as it is; or
-            a SOURCE, of which the configs are
-            enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
-            folder, or a bundled model.
+        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it; or a SOURCE: a Hub
+            id (only configs and the headers of its weights are fetched), a Diffusers folder, or a
+            bundled model. Configs are enough.
         precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`. A source is judged as
             `load` would run it: fp16 with a plan, `fp16-plain` without one. A live pipeline has no plan
-            and is judged as if it were cast. `plan.json`, as if that plan were on it; dtypes as in
-            `load`. None and `auto` for a live pipeline as it is, and for a source as it is stored.
-        device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
-            pipeline is, and for what `auto` finds here.
+            and is judged as if it were cast. `plan.json` judges it as if that plan were applied; dtypes
+            as in `load`. None and `auto` judge a live pipeline as it is, and a source as it is stored.
+        device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for a live
+            pipeline's own device, and for a source the device that `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.
         sums: load the weights as well and run two steps in fp32, to find sums that kernels with fp16
             accumulators would not hold, and products that do not fit into fp16.
-        run: runs a program that is no pipeline once, as it is to be run later. Its own code runs;
-            what it calls of its modules is answered with zeros, and not computed.
+        run: a function that runs a program other than a pipeline once, as in later use. The program's own
+            code runs; calls of its modules return zeros and are not computed.
 
     Raises:
         InputError: the program is no pipeline, and `run` is missing or calls none of its modules.

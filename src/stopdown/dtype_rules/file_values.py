@@ -61,7 +61,7 @@ def inspect_file(
     """Describe the contents of a weight file, and find its faults.
 
     Args:
-        device: what it is judged for; None for all that are known.
+        device: the device to judge the file for; None for all known devices.
 
     Cost: every byte of the file is read once.
     """

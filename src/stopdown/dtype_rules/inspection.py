@@ -111,7 +111,7 @@ def examine_program(
     """Run a live program that is not a pipeline once, and return the observations; restore it afterwards.
 
     Args:
-        torch_dtypes: component → dtype that it is to have as if it had been loaded so.
+        torch_dtypes: component → dtype that it is treated as loaded in.
     """
     return _listen(
         DtypeListener(place, "cpu"),  # a live program runs where it is

@@ -162,7 +162,7 @@ def check_values(
     Small values of a component with exponents are left out: its plan has weighed their loss.
 
     Args:
-        precisions: component → format that it is to be cast to; absent ones stay.
+        precisions: component → format to judge its weights in; absent components keep their own.
 
     Cost: a few passes over every weight that is in memory.
     """
