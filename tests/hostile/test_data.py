@@ -423,7 +423,7 @@ def list_explained() -> Iterator[Attack]:
             f"explain FILE{suffix}",
             Path.mkdir,
             2,
-            "The folder {folder}/file" + suffix + " holds no png files.",
+            "The folder {folder}/file" + suffix + " holds no frames.",
         )
     for suffix in (".mp4", ".gif", ".mov", ".webm", ".avi", ".mkv"):
         yield give(
@@ -469,29 +469,31 @@ def list_explained() -> Iterator[Attack]:
 
     for word in ("bf16 ", "only supports ", "from_pretrained("):
         name = f"many {word.strip()}"
-        yield give(name, "explain FILE.log", repeat_word(word), 1, "unknown")
+        yield give(name, "explain FILE.log", repeat_word(word), 1, "Nothing in this text")
     yield give(
         "white space",
         "explain FILE.log",
         lambda path: void(path.write_text("\n".join(" " * i for i in range(1300)))),
         1,
-        "unknown",
+        "Nothing in this text",
     )
-    yield give("one line of 20 MB", "explain FILE.log", write(b"x" * 20_000_000), 1, "unknown")
+    yield give(
+        "one line of 20 MB", "explain FILE.log", write(b"x" * 20_000_000), 1, "Nothing in this text"
+    )
 
     yield give(
         "zeros and bytes that are no text",
         "explain FILE.log",
         write(bytes(range(256)) * 50),
-        1,
-        "unknown",
+        2,
+        "The file {folder}/file.log cannot be read: it is not text.",
     )
     yield give(
         "control sequences",
         "explain FILE.log",
         write(f"{HOSTILE}invalid value encountered in cast{HOSTILE}\n".encode()),
         0,
-        "unattributed",
+        "Most likely overflow in fp16",
     )
 
 

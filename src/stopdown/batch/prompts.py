@@ -107,7 +107,7 @@ def read_items(given: str | None, prompts: Sequence[str] = ()) -> list[Item]:
         raise InputError(
             "No prompts were given.",
             expected="A batch takes them from a file, or one by one.",
-            remedy="Use --prompts prompts.txt, or --prompt once for each.",
+            remedy="Give them: stopdown batch SOURCE --prompts prompts.txt.",
         )
     return items
 
