@@ -99,7 +99,7 @@ def test_prompts_come_from_the_command_as_well(run: Run, tiny: str) -> None:
     assert run("batch", tiny, "a cat", *folder)[1].startswith("1 of 1 done, 1 finished before")
     code, _, err = run("batch", tiny, *folder)
     assert (code, "No prompts were given. " in err) == (2, True)
-    assert "Give them: stopdown batch SOURCE --prompts prompts.txt." in err
+    assert f"Give them: stopdown batch {tiny} --prompts prompts.txt." in err
 
 
 @pytest.mark.usefixtures("each_device")
