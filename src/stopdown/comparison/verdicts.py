@@ -180,7 +180,7 @@ FEWEST_TIMED = 3
 def recommend(
     variants: Sequence[Variant], device: str, prompts: int = FEWEST_TIMED
 ) -> tuple[str | None, str]:
-    """Recommend the fastest precision that gives the pictures of the reference, with a verdict of one sentence.
+    """Recommend the fastest precision that gives the same pictures, with a verdict of one sentence.
 
     Args:
         prompts: how many were compared; of fewer than `FEWEST_TIMED` the sentence says no times.
