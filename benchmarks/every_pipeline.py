@@ -113,7 +113,7 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
         save(pipe, folder / "model")
     except Exception as error:
         row |= {"outcome": "not built", "said": f"{type(error).__name__}: {error}"[:300]}
-        return row | {"where": traceback.format_exc()[-1500:]}
+        return row | {"where": shorten(traceback.format_exc())}
     words = list_words(type(pipe), given, folder)
     row["words"] = [x.replace(f"{folder}/", "") for x in words]
     suffix = choose_output(type(pipe), given)
@@ -434,11 +434,11 @@ def run(command: list[str], folder: Path) -> dict[str, Any]:
 
 
 def shorten(text: str) -> str:
-    """What a command said last: its one sentence, or the last line of a traceback."""
+    """What a command said last, without paths: its one sentence, or the last line of a traceback."""
     found = text.rfind("stopdown: ")
     lines = [x for x in text[max(found, 0) :].splitlines() if x.strip()]
     said = " ".join(lines) if found >= 0 else (lines or [""])[-1]
-    return re.sub(r"\s+", " ", re.sub(r"/tmp/\S*/(?=model\b)", "", said))[:700]
+    return re.sub(r"\s+", " ", re.sub(r"(?:/[\w.+-]+){2,}/", "", said))[:700]
 
 
 @contextlib.contextmanager
@@ -508,7 +508,7 @@ def make_in_process(subject: Subject) -> dict[str, Any]:
         else:
             code = os.waitstatus_to_exitcode(status)
             row = {"outcome": "crashed", "said": f"The process ended with {code}."}
-            row["where"] = (folder / "log.txt").read_text(errors="replace")[-1500:]
+            row["where"] = shorten((folder / "log.txt").read_text(errors="replace"))
         if os.environ.get("EVERY_LOGS"):
             logs = Path(os.environ["EVERY_LOGS"])
             (logs / f"{subject.name}.log").write_bytes((folder / "log.txt").read_bytes())
