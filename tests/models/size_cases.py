@@ -98,6 +98,24 @@ WITHOUT_BRANCHES = {
 }
 """Classes that hold a table of positions and read it the same way at all sizes: why."""
 
+
+def _continue_frames(kind: str) -> SizeCase:
+    """A denoiser of Wan's design that is given a first and a last frame as well."""
+    return SizeCase(
+        from_diffusers(
+            kind, num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
+            text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
+            image_dim=16, pos_embed_seq_len=10, added_kv_proj_dim=32,
+        ),
+        lambda frames, height, width: {
+            "hidden_states": _random(1, 4, frames, height, width), "timestep": torch.tensor([500]),
+            "encoder_hidden_states": _random(1, 512, 16),
+            "encoder_hidden_states_image": _random(2, 5, 16),
+        },
+        ((2, 8, 8), (4, 4, 8)),
+    )  # fmt: skip
+
+
 CASES: dict[str, SizeCase] = {
     "CogVideoX learned, as configured": SizeCase(
         _cogvideox(**_LEARNED), _video, ((3,), (1,), (2,), (5,)), 2,
@@ -262,19 +280,7 @@ CASES: dict[str, SizeCase] = {
         },
         ((2, 8, 8), (4, 4, 8), (1, 8, 12)),
     ),
-    "Wan first and last frame": SizeCase(
-        from_diffusers(
-            "WanTransformer3DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
-            out_channels=4, text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
-            image_dim=16, pos_embed_seq_len=10, added_kv_proj_dim=32,
-        ),
-        lambda frames, height, width: {
-            "hidden_states": _random(1, 4, frames, height, width), "timestep": torch.tensor([500]),
-            "encoder_hidden_states": _random(1, 512, 16),
-            "encoder_hidden_states_image": _random(2, 5, 16),
-        },
-        ((2, 8, 8), (4, 4, 8)),
-    ),
+    "Wan first and last frame": _continue_frames("WanTransformer3DModel"),
     "OmniGen": SizeCase(
         from_diffusers(
             "OmniGenTransformer2DModel", in_channels=4, patch_size=2, hidden_size=32, num_layers=2,
@@ -291,19 +297,7 @@ CASES: dict[str, SizeCase] = {
         ),
         _SQUARES, 0,
     ),
-    "SkyReels V2": SizeCase(
-        from_diffusers(
-            "SkyReelsV2Transformer3DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
-            out_channels=4, text_dim=16, freq_dim=16, ffn_dim=48, num_layers=2, rope_max_seq_len=32,
-            image_dim=16, pos_embed_seq_len=10, added_kv_proj_dim=32,
-        ),
-        lambda frames, height, width: {
-            "hidden_states": _random(1, 4, frames, height, width), "timestep": torch.tensor([500]),
-            "encoder_hidden_states": _random(1, 512, 16),
-            "encoder_hidden_states_image": _random(2, 5, 16),
-        },
-        ((2, 8, 8), (4, 4, 8)),
-    ),
+    "SkyReels V2": _continue_frames("SkyReelsV2Transformer3DModel"),
     "DiT": SizeCase(
         from_diffusers(
             "DiTTransformer2DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,

@@ -67,7 +67,6 @@ from stopdown.scaling.calls.call_interception import (
 from stopdown.scaling.calls.call_signatures import list_sizes, sign_call
 from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
 from stopdown.scaling.calls.entrances import BeyondError
-from stopdown.scaling.calls.module_settings import ModuleSettings
 from stopdown.scaling.calls.outermost_calls import is_plain, listen
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
@@ -82,7 +81,7 @@ from stopdown.scaling.graph.capture import (
 from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.exponent_switch import ExponentSwitch, ReplacedError
 from stopdown.scaling.watch.folded_weights import FoldedWeights
-from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, find_path
+from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, cast_arguments, find_path
 from stopdown.scaling.watch.range_notes import RangeNotes
 from stopdown.scaling_records import Scaling
 
@@ -155,10 +154,9 @@ class CallWatch(SameInCopies):
             casts: the module is cast as well, so it runs in fp32 without its exponents.
         """
         self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
-        self._settings = ModuleSettings(module)
+        self.known = KnownCalls(module, scaling)
         self.weights = FoldedWeights(module, scaling, self._name, casts=casts)
-        self.switch = ExponentSwitch(module, put, self.weights, self._settings, casts=casts)
-        self.known = KnownCalls(module, scaling, self._settings)
+        self.switch = ExponentSwitch(module, put, self.weights, self.known.settings, casts=casts)
         self.switch.parts = [
             PartCall(module, Callee(path, part, "forward", "part", GENERAL_KEEPS), self._enter)
             for path, part in module.named_modules()
@@ -192,11 +190,11 @@ class CallWatch(SameInCopies):
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
         show_parts(self.switch.parts)
-        self._settings.note()
+        self.known.settings.note()
 
     def accept_settings(self) -> None:
         """Accept the module's present settings as those that exponents were found for."""
-        self._settings.note()
+        self.known.settings.note()
 
     def take_help(self, options: WatchOptions) -> None:
         """Tell others, and be helped by them, from now on: a guard that comes or goes."""
@@ -354,7 +352,7 @@ class CallWatch(SameInCopies):
             with self.using(is_on=False):
                 output = self._track(call, self._call_bare(call))
         except REFUSALS as error:
-            if not (self._casts and self._settings.is_other_code and is_refusal(error)):
+            if not (self._casts and self.known.settings.is_other_code and is_refusal(error)):
                 raise
             what = self.known.describe_difference(key, call.callee.method)
             raise ScalingError(
@@ -413,8 +411,8 @@ class CallWatch(SameInCopies):
         """Return a call's signature, with settings changed since exponents were put on, and its sizes."""
         with self.switch.held():
             if not self.switch.is_used:  # what a call sets is not what leads it elsewhere
-                self._settings.read()
-            others = self._settings.describe()
+                self.known.settings.read()
+            others = self.known.settings.describe()
         path = find_path(call)
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
@@ -505,13 +503,12 @@ class CallWatch(SameInCopies):
             held: the contents of the call's arguments, which a trace may change.
         """
         method, path = call.callee.method, find_path(call)
-        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
-        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
+        args, kwargs = cast_arguments(call)
         ends = None
         if not held.has_kept_tensors:
             ends = self.known.find_ends(key, method, args, kwargs, path)
         held.restore()
-        is_other_code = self._settings.describe()  # earlier calls would run it as well by now
+        is_other_code = self.known.settings.describe()  # earlier calls would run it as well by now
         can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
         if ends is None and can_extend and self._options.extend is not None:
             what = self.known.describe_difference(key, method, names_sizes=False)
@@ -535,7 +532,7 @@ class CallWatch(SameInCopies):
             else f"{self._name} was called {self.known.describe_difference(key, method)}"
         )
         remedy = _WHOLE if path else self._options.remedy
-        remedy = _CODE if self._settings.is_other_code else remedy
+        remedy = _CODE if self.known.settings.is_other_code else remedy
         waits = vars(self.module).get(WAITING, False)
         if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(

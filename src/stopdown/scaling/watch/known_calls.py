@@ -70,16 +70,16 @@ class KnownCalls:
     """What holds for the calls of one module.
 
     Attributes:
+        settings: of the module, which a trace sets on its copy.
         verdicts: signature and sizes to what is multiplied; None where the exponents do not hold.
     """
 
-    def __init__(self, module: torch.nn.Module, scaling: Scaling, settings: ModuleSettings) -> None:
+    def __init__(self, module: torch.nn.Module, scaling: Scaling) -> None:
         """
         Args:
             module: as it is without the exponents.
-            settings: of the module, which a trace sets on its copy.
         """
-        self._scaling, self._settings = scaling, settings
+        self._scaling, self.settings = scaling, ModuleSettings(module)
         self._kinds = {
             x: _Kind(PLAIN, list(scaling.shapes[x]))
             for x in scaling.signatures
@@ -129,8 +129,7 @@ class KnownCalls:
         base = strip_answers(key[0])
         if self._reading[base] >= _MOST_ANSWERS:
             return True
-        collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - arguments as they are cast
-        args, kwargs = replace(call, below=collect).proceed_in(torch.float16)
+        args, kwargs = cast_arguments(call)
         ends = self.trace(call.callee.method, args, kwargs, find_path(call), answers=answers)
         if ends is None or not ends.is_plain:
             return False
@@ -171,9 +170,9 @@ class KnownCalls:
     ) -> frozenset[int] | None:
         """Trace how a call reads folded tensors, and once how its kind's first did; None if unknown."""
         skeleton = self._skeleton
-        if skeleton is None or not kind.is_read or self._settings.is_other_code:
+        if skeleton is None or not kind.is_read or self.settings.is_other_code:
             return None
-        self._settings.set_on(skeleton)
+        self.settings.set_on(skeleton)
         part = skeleton.get_submodule(path)
         function = part if method == "forward" else getattr(skeleton, method)
         blocked = {bare for bare, place in map(split_name, self._scaling.exponents) if place}
@@ -208,9 +207,9 @@ class KnownCalls:
             is_short: a video is cut to its first frames where that can be traced.
         """
         skeleton = self._skeleton
-        if skeleton is None or self._settings.is_other_code:
+        if skeleton is None or self.settings.is_other_code:
             return None
-        self._settings.set_on(skeleton)
+        self.settings.set_on(skeleton)
         own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
         scaling = restrict_scaling(self._scaling, path) if path else self._scaling
@@ -254,6 +253,15 @@ def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
 def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     dtype = own if own is not None and tensor.dtype == torch.float16 else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def cast_arguments(call: ComponentCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call as a component in fp16 gets them."""
+    collect = lambda *args, **kwargs: (args, kwargs)  # noqa: E731 - in the place of the component
+    given: tuple[tuple[Any, ...], dict[str, Any]] = replace(call, below=collect).proceed_in(
+        torch.float16
+    )
+    return given
 
 
 def find_path(call: ComponentCall) -> str:
