@@ -50,13 +50,14 @@ print(json.dumps({"lines": lines, "check_s": time.perf_counter() - begun,
 def certify(folder: Path, path: Path, residual: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Plan a folder, write its certificate and check it; one row."""
     from stopdown.plans.certificate_files import write_certificate
-    from stopdown.plans.certified import Scope, certify_plan
+    from stopdown.plans.certified import Scope, TracedCalls, certify_plan
     from stopdown.sources.sources import resolve_source
 
     source, spent = resolve_source(folder), time.process_time()
-    plan = certify_plan(source, residual=residual, scope=Scope(only))
+    traced = dict[str, TracedCalls]()
+    plan = certify_plan(source, residual=residual, scope=Scope(only), traced=traced)
     planned = time.process_time()
-    made = write_certificate(plan, source, path)
+    made = write_certificate(plan, source, path, traced)
     written = time.process_time()
     command = [sys.executable, "-c", _CHECK, str(path), str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

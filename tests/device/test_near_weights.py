@@ -55,7 +55,7 @@ def plan_there() -> Any:
     load = module.state_dict().__getitem__
     context = certified._Context({}, {}, "fp32", choose_device(KIND), "", None, False)
     traced = certified.TracedCalls(module, [call])
-    made = certified._plan_component(context, "encoder", module, load, traced)
+    made = certified._plan_component(context, "encoder", load, traced)
     return made.in_force
 
 

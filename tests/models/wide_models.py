@@ -75,9 +75,8 @@ def certify(module: torch.nn.Module, call: ComponentCall, load: Any) -> tuple[An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "bound_kinds", keep)
-        return certify_component(
-            module, TracedCalls(module, [call]), "fp32", load, hands_over=False
-        ), found
+        traced = TracedCalls(module, [call])
+        return certify_component(traced, "fp32", load, hands_over=False), found
 
 
 def check_bounds(module: torch.nn.Module, call: ComponentCall, device: Device) -> None:

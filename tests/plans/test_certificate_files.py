@@ -26,11 +26,12 @@ from models.rescaling_models import make_example
 from stopdown import rescale_
 from stopdown.errors import SourceError
 from stopdown.plans.certificate_files import export_calls, write_certificate
-from stopdown.plans.certified import Scope, certify_plan
+from stopdown.plans.certified import Scope, TracedCalls, certify_plan
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling.bounds.values import uniform
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.scaling.graph.nodes import shape_of
+from stopdown.scaling.trials import measurement
 from stopdown.scaling.trials.measurement import Captures
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import save_pipeline
@@ -694,9 +695,10 @@ def fixture_encoder(tmp_path_factory) -> tuple[dict[str, Any], Path, Path]:
     place = tmp_path_factory.mktemp("certificate")
     folder = save_pipeline("cogvideox", place / "model", overflow="text_encoder")
     source = resolve_source(folder)
-    plan = certify_plan(source, residual="fp32", scope=Scope(("text_encoder",)))
+    traced = dict[str, TracedCalls]()
+    plan = certify_plan(source, residual="fp32", scope=Scope(("text_encoder",)), traced=traced)
     path = place / "certificate.json"
-    return write_certificate(plan, source, path), path, folder
+    return write_certificate(plan, source, path, traced), path, folder
 
 
 @pytest.mark.thorough
@@ -712,6 +714,28 @@ def test_plan_of_an_encoder_is_covered(encoder):
     assert any(entry["exponents"] for entry in stated["weights"].values())
     assert not any(x.startswith("  not covered") for x in rest)
     assert "transformer: not covered (it is not in the certificate)" in rest
+
+
+@pytest.mark.thorough
+def test_certificate_takes_the_captures_of_its_plan(
+    encoder: tuple[dict[str, Any], Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call is captured for it again, unless the plan was kept; the content is the same then."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    source, captured = resolve_source(encoder[2]), list[str]()
+    capture = measurement.capture_call
+    monkeypatch.setattr(
+        measurement, "capture_call", lambda *x, **y: captured.append("") or capture(*x, **y)
+    )
+    counts = []
+    for name in ("made.json", "kept.json"):
+        traced, scope = dict[str, TracedCalls](), Scope(("text_encoder",), keeps=True)
+        plan = certify_plan(source, residual="fp32", scope=scope, traced=traced)
+        counts.append(len(captured))
+        made = write_certificate(plan, source, tmp_path / name, traced)
+        counts.append(len(captured))
+        assert made["components"] == encoder[0]["components"]
+    assert counts[0] == counts[1] == counts[2] < counts[3]
 
 
 @pytest.mark.thorough
@@ -734,7 +758,7 @@ def test_certificate_is_of_a_folder(tmp_path):
     source = resolve_source(folder)
     plan = certify_plan(source, scope=Scope(("text_encoder",)))
     with pytest.raises(SourceError, match="A certificate is of a folder as Diffusers saves it"):
-        write_certificate(plan, replace(source, loras=(("a", 1.0),)), tmp_path / "c.json")
+        write_certificate(plan, replace(source, loras=(("a", 1.0),)), tmp_path / "c.json", {})
 
 
 def test_rows_of_many_norms_are_not_followed():

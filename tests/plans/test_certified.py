@@ -188,7 +188,7 @@ def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> No
     load = name_parameters(module).__getitem__
     for hands_over in (False, True):
         scaling = certify_component(
-            module, TracedCalls(module, [call]), "native", load, hands_over=hands_over
+            TracedCalls(module, [call]), "native", load, hands_over=hands_over
         )
         found = [x for key, x in scaling.limits.items() if is_encoded(key)]
         assert found == [limit if hands_over else 128.0]

@@ -102,9 +102,10 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         check_components(others, source.components)
     load_libraries(display)
     from stopdown.plans.certificate_files import write_certificate
-    from stopdown.plans.certified import Scope, certify_plan
+    from stopdown.plans.certified import Scope, TracedCalls, certify_plan
     from stopdown.sources.library_messages import quiet_libraries
 
+    traced = dict[str, TracedCalls]()
     with quiet_libraries():
         made = certify_plan(
             source,
@@ -112,10 +113,11 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             residual="fp32",
             progress=display.progress,
             scope=Scope(keeps=True),
+            traced=traced,
         )
     if options.certificate is not None:
         with quiet_libraries():
-            write_certificate(made, source, options.certificate, progress=display.progress)
+            write_certificate(made, source, options.certificate, traced, display.progress)
     return made, write_plan(made, output, numbered=options.output is None)
 
 

@@ -1,6 +1,6 @@
 """`write_certificate`: what a plan's bounds rest on, as a file that `stopdown-verify` checks by itself.
 
-The graphs that the plan was made for are captured again and put into the few rules of `stopdown_verify`.
+The graphs that the plan was made for are put into the few rules of `stopdown_verify`.
 Its own derivation then fills in each bound, the exponents of each value and what is not covered: nothing of
 `stopdown.bounds` is in the file but witnesses of singular values. An operation that no rule fits becomes
 `unknown`, and what follows has no bound up to the next norm or saturating function.
@@ -24,12 +24,9 @@ from torch.fx import Node
 import stopdown_verify
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
-from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.requests import Request
-from stopdown.plans.certified import build_with_tables, open_component
+from stopdown.plans.certified import TracedCalls, open_component
 from stopdown.plans.certified import find_aliases as find_tied
-from stopdown.plans.dry_calls import list_source_calls
 from stopdown.records import ComponentPlan, Plan, Scaling, describe_other
 from stopdown.scaling import Capture, find_operation
 from stopdown.scaling.bounds.evaluation import writes_in_place
@@ -66,7 +63,6 @@ from stopdown.scaling.graph.nodes import (
 )
 from stopdown.scaling.graph.operations import Operation
 from stopdown.scaling.graph.range_measurement import find_sentinels
-from stopdown.scaling.trials.measurement import Captures
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, list_weight_files
 
@@ -93,7 +89,7 @@ _NAMED = ("silu", "gelu", "relu", "neg", "abs", "leaky_relu", "hardswish", "mish
 
 
 def write_certificate(
-    plan: Plan, source: Source, path: Path, request: Request | None = None,
+    plan: Plan, source: Source, path: Path, traced: Mapping[str, TracedCalls],
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the certificate of a plan that rests on bounds; return its content.
@@ -101,18 +97,17 @@ def write_certificate(
     Args:
         plan: of this source, made from its weights alone.
         source: a folder with a whole pipeline.
+        traced: the components' calls, as `certify_plan` has captured them.
 
-    Cost: captures of seconds, and a check of the file: some passes over the weights.
+    Cost: a check of the file: some passes over the weights. A component whose plan was kept is captured.
     """
     whole = complete_source(source)
-    whole = select_class(whole, request) if whole.pipeline_class else whole
     if source.kind not in ("folder", "hub", "bundled") or source.loras:
         raise SourceError(
             f"A certificate is of a folder as Diffusers saves it, and {source.name} is none.",
             expected="It names the files of weights by component, without LoRAs.",
             remedy="Save the pipeline with save_pretrained, and plan that folder.",
         )
-    calls, _ = list_source_calls(whole)
     components, left = [], {}
     for entry in plan.components:
         scaling = entry.in_force
@@ -120,7 +115,7 @@ def write_certificate(
             left[entry.component] = f"it runs in {entry.precision}, or rests on no bounds"
             continue
         try:
-            components.append(_export_component(whole, entry, calls[entry.component], progress))
+            components.append(_export_component(whole, entry, traced[entry.component], progress))
         except stopdown_verify.Refused as error:
             left[entry.component] = f"no rule of the certificate shows it: {error}"
     made = {"kind": KIND, "plan": plan.seal, "components": components, "left": left}
@@ -132,17 +127,11 @@ def write_certificate(
 
 
 def _export_component(
-    source: Source, entry: ComponentPlan, called: list[Any], progress: Progress | None
+    source: Source, entry: ComponentPlan, traced: TracedCalls, progress: Progress | None
 ) -> dict[str, Any]:
-    name, stream = entry.component, entry.in_force.stream
-    module = build_with_tables(source, name)
+    name, module = entry.component, traced.module
     files = [path.name for path in list_weight_files(source)[name]]
-    captures, captured = Captures(), []
-    for call in called:
-        one = call.callee.bind(module), call.args, call.kwargs
-        capture = captures.take(one)
-        capture = capture if stream is None else captures.take(one, stream)
-        captured.append((capture, call.args, call.kwargs))
+    captured = traced.capture(entry.in_force.stream)
     if progress is not None:
         progress("certificate", name, 0, len(files))
     with open_component(source, name, module) as load:

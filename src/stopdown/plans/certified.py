@@ -74,7 +74,7 @@ from stopdown.plans.precision import (
 )
 from stopdown.plans.weight_fingerprints import join_samples, sample_weights, take_samples
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
-from stopdown.scaling import ComponentCall
+from stopdown.scaling import Capture, ComponentCall
 from stopdown.scaling.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.scaling.bounds.known_values import Load, bring_home
 from stopdown.scaling.calls.call import PlainCall
@@ -156,6 +156,7 @@ def certify_plan(
     device: Device | None = None,
     progress: Progress | None = None,
     scope: Scope | None = None,
+    traced: dict[str, TracedCalls] | None = None,
 ) -> Plan:
     """Make a plan from the weights of a model; its exponents rest on bounds.
 
@@ -170,6 +171,7 @@ def certify_plan(
             fast in it. None is a device that is.
         progress: told of stage, what, done and total: tensors that were read.
         scope: None plans all components, and keeps none.
+        traced: receives the calls of each component with their captures, which `write_certificate` takes.
 
     Raises:
         OptionError: the precision needs no plan, or names an unknown component; the residual is unknown.
@@ -205,7 +207,9 @@ def certify_plan(
         for name in names:
             own = fingerprint(narrow_source(source, (name,)))
             keys[name] = _hash((own, _read_call_sizes(calls.get(name, [])), stream, hands_over))
-    components = _Components(context, source, modules, loaded, calls, keys).plan(whole)
+    traced = {} if traced is None else traced
+    traced |= {name: TracedCalls(module, calls.get(name, [])) for name, module in modules.items()}
+    components = _Components(context, source, traced, loaded, keys).plan(whole)
     known = source.name, fingerprint(source), source.pipeline_class
     return seal_made(known, components, started, choose_device("cpu"))
 
@@ -262,7 +266,7 @@ def certify_program(
             tensors = name_parameters(module)
             load = functools.partial(load_stored, tensors, find_aliases(module), dict)
             with bared(bare[name]):
-                entry = _plan_component(context, name, bare[name], load, traced[name])
+                entry = _plan_component(context, name, load, traced[name])
         elif PLANNED in vars(module):
             why = "It is under a plan already, of another pipeline that shares it."
             entry = dataclasses.replace(entry, weights=sample_weights(module), reasons=(why,))
@@ -359,9 +363,8 @@ class _Components:
 
     context: _Context
     source: Source
-    modules: Mapping[str, torch.nn.Module]
+    traced: Mapping[str, TracedCalls]
     loaded: Mapping[str, Mapping[str, torch.Tensor]]
-    calls: Mapping[str, list[ComponentCall]]
     keys: Mapping[str, str]
     made: dict[str, ComponentPlan] = dataclasses.field(default_factory=dict)
 
@@ -373,7 +376,9 @@ class _Components:
         """
         left, stored = self._take_kept(), self.context.stored
         shared = [
-            x for x in left if x in self.keys and x in self.calls and x not in self.context.others
+            x
+            for x in left
+            if x in self.keys and self.traced[x].calls and x not in self.context.others
         ]
         beside = choose_others({name: sum(stored[name].values()) for name in shared})
         with Certifier(whole, beside, self.context.residual, shares=True) as certifier:
@@ -383,7 +388,7 @@ class _Components:
             certifier.wait(self.context.progress)
             for name in self._take_kept():
                 self._plan_one(name, certifier)
-        return [self.made[name] for name in self.modules]
+        return [self.made[name] for name in self.traced]
 
     def _take_kept(self) -> list[str]:
         """Take plans that were kept, and return the components that have none."""
@@ -393,13 +398,12 @@ class _Components:
                 self.made.update(
                     () if kept is None else ((x.component, x) for x in kept.components)
                 )
-        return [name for name in self.modules if name not in self.made]
+        return [name for name in self.traced if name not in self.made]
 
     def _plan_one(self, name: str, certifier: Certifier) -> None:
-        module = self.modules[name]
-        traced = TracedCalls(module, self.calls.get(name, []))
-        with open_component(self.source, name, module, self.loaded.get(name)) as load:
-            made = _plan_component(self.context, name, module, certifier.beside(load), traced)
+        traced = self.traced[name]
+        with open_component(self.source, name, traced.module, self.loaded.get(name)) as load:
+            made = _plan_component(self.context, name, certifier.beside(load), traced)
         self.made[name] = made
         if name in self.keys and made.scaling is not None:
             keep_plan(seal_plan(Plan(self.source.name, self.keys[name], components=(made,))))
@@ -408,10 +412,10 @@ class _Components:
 def _plan_component(
     context: _Context,
     name: str,
-    module: torch.nn.Module,
     load: Load,
     traced: TracedCalls,
 ) -> ComponentPlan:
+    module = traced.module
     reading = _TensorReader(load, name, module, context.progress)
     bare = ComponentPlan(name, type(module).__name__, "", "fp32")
     if name in context.others:
@@ -420,7 +424,7 @@ def _plan_component(
         planned = _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     else:
         try:
-            scaling = _scale_near(context, module, traced, reading)
+            scaling = _scale_near(context, traced, reading)
             if "" in scaling.fp32_modules:
                 raise ScalingError(_WHOLE)
         except (CaptureError, ScalingError) as error:
@@ -433,12 +437,10 @@ def _plan_component(
     return dataclasses.replace(planned, weights=reading.hash_samples(), code=code)
 
 
-def _scale_near(
-    context: _Context, module: torch.nn.Module, traced: TracedCalls, load: Load
-) -> Scaling:
+def _scale_near(context: _Context, traced: TracedCalls, load: Load) -> Scaling:
     """Scale a component as `certify_component` does, on an accelerator while its memory allows."""
     scale = functools.partial(
-        certify_component, module, traced, context.residual, hands_over=context.hands_over
+        certify_component, traced, context.residual, hands_over=context.hands_over
     )
     if (near := bring_near(load, context.device)) is not None:
         try:
@@ -588,6 +590,15 @@ class TracedCalls:
         self.captures = Captures()
         self._made = made
 
+    def capture(
+        self, stream: ResidualStream | None
+    ) -> list[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]]:
+        """Capture the calls with the stream that they are planned for, each with its arguments.
+
+        Cost: a capture for each call (seconds) that has none yet.
+        """
+        return [(self.captures.take(x, stream), *x[1:]) for x in self.calls]
+
     def sign(self) -> tuple[object, ...]:
         """Return a signature of the calls' graphs at their sizes.
 
@@ -604,7 +615,6 @@ class TracedCalls:
 
 
 def certify_component(
-    module: torch.nn.Module,
     traced: TracedCalls,
     residual: str,
     load: Load,
@@ -617,10 +627,10 @@ def certify_component(
         hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. Outputs
             of encoders may then have any value that fp16 holds, if exponents for that cost nothing.
     """
-    calls, captures = traced.calls, traced.captures
+    module = traced.module
 
     def scale(stream: ResidualStream | None) -> Scaling:
-        captured = [(captures.take(x, stream), *x[1:]) for x in calls]
+        captured = traced.capture(stream)
         find = functools.partial(find_scaling, stream=stream, statements=Statements())
         found = scale_unmeasured(module, captured, load, find)
         if not hands_over or not any(map(is_encoded, found.limits)):
@@ -631,7 +641,7 @@ def certify_component(
     if residual == "native":
         return scale(None)
     try:
-        found = scale(plan_stream(module, calls, captures))
+        found = scale(plan_stream(module, traced.calls, traced.captures))
         if "" not in found.fp32_modules:
             return found
         why = _WHOLE
