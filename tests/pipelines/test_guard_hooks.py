@@ -25,7 +25,7 @@ from stopdown.errors import NonFiniteError
 from stopdown.interception.patches import Patches
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import Component
 
 # FasterCache, which calls itself experimental, makes grids in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
@@ -383,7 +383,7 @@ def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("each_device")
 def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate makes parameters anew at each call: without their names the cast would stay."""
-    monkeypatch.setattr(ComponentState, "_keep_waiting", lambda self: None)
+    monkeypatch.setattr(Component, "_keep_waiting", lambda self: None)
     with pytest.raises(AssertionError, match=r"is torch\.bfloat16 and was torch\.float16"):
         run_offloaded(monkeypatch)
 
@@ -429,13 +429,13 @@ def test_gone_after_an_exception_inside_of_the_loop(
 def test_why_a_run_ended_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the pipeline cannot be left as it was, the error of the run is raised, with a note."""
     pipe = testing.make_pipeline("sd", dtype=torch.float16)
-    leave = ComponentState.leave
+    leave = Component.leave
 
-    def fail(state: ComponentState) -> None:
+    def fail(state: Component) -> None:
         leave(state)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(ComponentState, "leave", fail)
+    monkeypatch.setattr(Component, "leave", fail)
     with pytest.raises(ValueError, match="Provide either") as raised, guard(pipe):
         pipe()
     assert any("could not be restored: out of memory" in x for x in raised.value.__notes__)

@@ -79,7 +79,7 @@ def test_a_plan_comes_back_as_it_was_put_on(cast: bool) -> None:
         before, dtypes = net(*given), [y.dtype for y in net.parameters()]
         with stopdown.guard(net) as handle:
             applied = find_applied(net)
-            handle.session.find_state(net).put_on((cast_component("bf16"),))
+            handle.session.find_component(net).put_on((cast_component("bf16"),))
             assert {y.dtype for y in net.parameters()} == {torch.bfloat16}
         assert [y.dtype for y in net.parameters()] == dtypes
         assert find_applied(net) is applied is not None

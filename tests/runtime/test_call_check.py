@@ -107,7 +107,7 @@ def test_the_scheduler_never_sees_the_fault() -> None:
     with inject(pipe, "transformer", step=1), check_calls(pipe) as handle:
         with pytest.raises(NonFiniteError):
             call_pipeline(pipe, "cogvideox", steps=3)
-        assert handle.steps.done == 1
+        assert handle.session.steps.done == 1
     (transformer,) = (call for call in handle.record.calls if call.component == "transformer")
     assert (transformer.calls, transformer.non_finite) == (2, 1)
 

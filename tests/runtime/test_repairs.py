@@ -24,7 +24,7 @@ from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime import fault_handler
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
-from stopdown.runtime.repairs import ComponentState, name_action
+from stopdown.runtime.repairs import Component, name_action
 from stopdown.scaling.calls.call import ComponentCall
 from stopdown.scaling.calls.callee import Callee
 
@@ -103,14 +103,14 @@ def test_a_warning_names_the_line_that_called_the_pipeline() -> None:
 def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite frames that are fewer than the call at fault gave are no repair; the next one is tried."""
     have_bf16(monkeypatch, True)
-    call = ComponentState.call
+    call = Component.call
 
     def lose_a_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
         is_fp32_module = "fp32-module" in map(name_action, self.applied)
         return (output[0][:, 1:],) if is_fp32_module else output
 
-    monkeypatch.setattr(ComponentState, "call", lose_a_frame)
+    monkeypatch.setattr(Component, "call", lose_a_frame)
     handle, _ = run_faulty(
         "cogvideox", "transformer", step=1, kind="frame", module_path=MODULE_PATH, lasting=True
     )
@@ -193,9 +193,7 @@ def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch
 def test_a_small_component_gets_its_arguments_in_the_format_of_its_plan() -> None:
     """When another was cast, a rescaled one gets fp16, though most of its weights stay in fp32."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2).half(), torch.nn.Linear(9, 9))
-    state = ComponentState(
-        module, applied=(ComponentPlan("x", precision="fp16", scaling=Scaling()),)
-    )
+    state = Component(module, applied=(ComponentPlan("x", precision="fp16", scaling=Scaling()),))
     callee = Callee("x", module, "forward", "forward")
     call = ComponentCall(callee, (torch.ones(1, 2),), below=lambda x: x.dtype)
     assert state.call(call, is_mixed=True) == torch.float16
@@ -205,7 +203,7 @@ def test_a_small_component_gets_its_arguments_in_the_format_of_its_plan() -> Non
 def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remedy that cannot be had is named with the reason, and the next one is taken."""
     have_bf16(monkeypatch, False)
-    monkeypatch.setattr(ComponentState, "_find_scaling", fail_to_scale)
+    monkeypatch.setattr(Component, "_find_scaling", fail_to_scale)
     handle, _ = run_faulty("cogvideox", "transformer", step=0, kind="clamp", lasting=True)
     (repair,) = handle.repairs
     assert repair.tried == ("rescaled: no exponents today",)

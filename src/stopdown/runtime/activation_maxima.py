@@ -42,14 +42,15 @@ class Notes(threading.local):
         meant: operations that hide what is to be hidden.
         blocks: path and dtype of a block's output, and its bounds.
         inputs: name of an argument, the limit up to which a plan's bounds hold for it, and its bounds.
-        oversizes: arguments that are longer, higher or wider than a plan's bounds hold for.
+        oversizes: size of each argument that is longer, higher or wider than a plan's bounds hold for, and
+            the sizes that they hold for, in words.
     """
 
     clamping: list[tuple[str, Bounds]] = field(default_factory=list)
     blocks: list[tuple[str, torch.dtype, Bounds]] = field(default_factory=list)
     inputs: list[tuple[str, float | None, Bounds]] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)
-    oversizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    oversizes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> Notes:
         return Notes()  # a copy of a module has the hooks of what it is made of

@@ -224,8 +224,8 @@ class FaultHandler:
             self._log.report_once(fault.component, "begun", text)
 
     def _count_as_right(self, fault: Fault) -> None:
-        with self._session.counting:
-            fault.guarded.non_finite -= 1
+        with self._session.turn:
+            fault.guarded.record_as_right()
 
     def _look_again(self, fault: Fault) -> Fault:
         """Repeat the call after a repair that another thread made meanwhile."""

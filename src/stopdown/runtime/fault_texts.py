@@ -12,7 +12,7 @@ from stopdown.errors import NonFiniteError
 from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
 from stopdown.runtime.call_check import CallCheck, is_operation, list_readable
-from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.guarded_call import Call
 from stopdown.scaling import ComponentCall
 from stopdown.scaling.calls.callee import Callee
 
@@ -30,7 +30,7 @@ class Fault:
         is_tracked: gradients of the component's parameters are wanted.
     """
 
-    guarded: GuardedCall
+    guarded: Call
     call: ComponentCall
     output: Any
     check: CallCheck

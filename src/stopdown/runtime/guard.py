@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ from stopdown.runtime.repairs import name_action
 from stopdown.runtime.run_check import RunCheck
 from stopdown.runtime.session import Announce, GuardOptions, Observer, Session
 from stopdown.runtime.watch import Watch
+from stopdown.scaling import ComponentCall
+from stopdown.scaling.bounds.input_limits import Size
 
 LEFT_ON: weakref.WeakSet[Guard] = weakref.WeakSet()
 """Guards that were put on and not removed."""
@@ -55,23 +57,56 @@ class Guard(SameInCopies):
     """What `guard` puts on a program; a context manager, and a handle with `record` and `remove`.
 
     Attributes:
-        pipe: the program: a pipeline, a module, a dict of them, an object that holds modules.
         session: the component calls, and what is known of each.
+        plan: what the program stands under.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions | None = None) -> None:
-        self.pipe, self.options = pipe, options or GuardOptions()
+        self.session = session = Session(pipe, options or GuardOptions())
         self.plan: Plan | None = None
-        self.session = session = Session(pipe, self.options)
-        self.steps, self._patches, self._log = session.steps, session.patches, session.log
         self._runs = RunCheck(session)
         self._watch = Watch(session, FaultHandler(session, self._runs.find_origin))
-        self.run, self.check_frames = self._runs.run, self._runs.check_frames
-        self.limit_inputs = session.limit_inputs
         self._journal: Journal | None = None
         self._applied: AppliedPlan | None = None
-        self._repair_cache = self.options.repair_cache
         self._reused: list[str] = []
+
+    @property
+    def pipe(self) -> Any:
+        """The program: a pipeline, a module, a dict of them, an object that holds modules."""
+        return self.session.pipe
+
+    @property
+    def options(self) -> GuardOptions:
+        return self.session.options
+
+    def run(self, call: ComponentCall) -> Any:
+        """Make one call of the pipeline, and check its output."""
+        return self._runs.run(call)
+
+    def check_frames(self, output: Any) -> None:
+        """Report black, grey, frozen and noisy pictures, and sound that is wrong.
+
+        Args:
+            output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
+        """
+        self._runs.check_frames(output)
+
+    def limit_inputs(
+        self,
+        component: str,
+        limits: Mapping[str, float],
+        sizes: Mapping[str, Sequence[Size]] | None = None,
+    ) -> None:
+        """Compare a component's arguments with the limits of a certificate, without its plan.
+
+        Args:
+            limits: `forward.hidden_states` to the magnitude up to which it holds.
+            sizes: the same to the sizes, without the batch.
+        """
+        before = self.session.planned.get(component, Scaling())
+        known = {name: tuple(x) for name, x in (sizes or {}).items()}
+        limited = dataclasses.replace(before, limits=dict(limits), sizes=known)
+        self.session.planned[component] = limited
 
     def put_on(self) -> Guard:
         """Intercept the component calls; the guard itself comes back.
@@ -83,39 +118,38 @@ class Guard(SameInCopies):
         try:
             self._put_on()
         except BaseException:
-            self._patches.undo()
+            self.session.patches.undo()
             raise
         LEFT_ON.add(self)
-        self._patches.defer(functools.partial(LEFT_ON.discard, self))  # the layers hold the guard
+        self.session.patches.defer(
+            functools.partial(LEFT_ON.discard, self)
+        )  # the layers hold the guard
         return self
 
     def _put_on(self) -> None:
-        journal, session = self._open_journal(), self.session
+        journal, session, steps = self._open_journal(), self.session, self.session.steps
         if self.options.plan is not None:
             self._applied = apply_plan(self.pipe, self.options.plan)
-            self._patches.defer(self._applied.undo)
+            self.session.patches.defer(self._applied.undo)
         session.put_on(self._watch.keep, self._watch.check)
         for module in find_components(self.pipe).values():
-            self.steps.listen(module, self._patches)
+            steps.listen(module, session.patches)
         self.plan = self._stand_under_plan()
         self._reuse()
-        for state in session.components.values():
-            session.put_sensors(state)
-        self.steps.follow()
-        self._patches.defer(self.steps.stop)
-        if self.steps.pipe is not None:
-            put_run_layer(self.steps.pipe, self.run, self._patches)
+        steps.follow()
+        session.patches.defer(steps.stop)
+        if steps.pipe is not None:
+            put_run_layer(steps.pipe, self.run, session.patches)
         session.listen()
         for entry in self.plan.components if self.plan is not None else ():
-            session.limit_inputs(entry.component, entry.in_force.limits, entry.in_force.sizes)
             session.planned[entry.component] = entry.in_force
         if journal is not None:
-            journal.put_on(self.pipe, self._patches, lambda: len(self._log))
+            journal.put_on(self.pipe, self.session.patches, lambda: len(self.session.log))
         self._journal = journal
 
     def _open_journal(self) -> Journal | None:
         journal = self.options.journal
-        if journal is not None and self.steps.pipe is None:
+        if journal is not None and self.session.steps.pipe is None:
             raise InputError(
                 f"A journal was requested, but a {type(self.pipe).__name__} is not a pipeline.",
                 expected="A journal identifies calls by their order in a pipeline's run.",
@@ -128,8 +162,8 @@ class Guard(SameInCopies):
                 remedy="Leave the journal out, or start one process.",
             )
         if isinstance(journal, str | Path):
-            journal = Journal(journal, announce=self.session.announce)
-            self._patches.defer(journal.close)
+            journal = Journal(journal, announce=self.session.log.announce)
+            self.session.patches.defer(journal.close)
         return journal
 
     def _stand_under_plan(self) -> Plan | None:
@@ -138,20 +172,21 @@ class Guard(SameInCopies):
         there = map(find_applied, find_components(self.pipe).values())
         found = list(dict.fromkeys([*own, *filter(None, there)]))
         for applied in found:
-            self.session.find_state(applied.module).stand_under(applied)
+            self.session.find_component(applied.module).stand_under(applied)
         return self.options.plan or join_plans([x.plan for x in found])
 
     def _reuse(self) -> None:
         """Put on the repairs that an earlier guard of the same components found."""
-        if self._repair_cache is None:
+        cache = self.options.repair_cache
+        if cache is None:
             return
         for state in self.session.components.values():
-            for applied in self._repair_cache.put_on(state):
+            for applied in cache.put_on(state):
                 place = name_module_path(state.name, split_module_path(applied.component)[1])
                 self._reused.append(f"{place}: {name_action(applied)} ({applied.precision})")
 
     def __repr__(self) -> str:
-        found = f"{len(self._log)} fault{'s' * (len(self._log) != 1)} so far"
+        found = f"{len(self.session.log)} fault{'s' * (len(self.session.log) != 1)} so far"
         return (
             f"Guard(of a {type(self.pipe).__name__}, on_fault={self.options.on_fault!r}, {found})"
         )
@@ -159,12 +194,12 @@ class Guard(SameInCopies):
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
         LEFT_ON.discard(self)
-        repair_cache, self._repair_cache = self._repair_cache, None
         if self._applied is not None:
             self._applied.end()
+        cache, is_first = self.options.repair_cache, not self.session.is_over
         for state, applied in self.session.leave():
-            if repair_cache is not None:
-                repair_cache.keep(state, applied)
+            if cache is not None and is_first:
+                cache.keep(state, applied)
 
     def give_way(self, options: GuardOptions) -> Guard:
         """Put another guard in the place of this one, which comes back when that is removed."""
@@ -174,7 +209,7 @@ class Guard(SameInCopies):
         def guard_again() -> None:
             self.pipe.stopdown_guard = Guard(self.pipe, self.options).put_on()
 
-        other._patches.defer(guard_again)  # comes off last
+        other.session.patches.defer(guard_again)  # comes off last
         return other.put_on()
 
     def __enter__(self) -> Guard:
@@ -195,13 +230,12 @@ class Guard(SameInCopies):
         own_s = (self._watch.own_s, self._runs.own_s, journal.own_s if journal else 0.0)
         return GuardRecord(
             pipeline=type(self.pipe).__name__,
-            calls=tuple(call.summarize() for call in calls if call.count),
-            repairs=self._log.repairs,
+            calls=tuple(call.summary for call in calls if call.summary.calls),
+            repairs=self.session.log.repairs,
             host_reads=self.session.host_reads,
             unwatched=(
                 *(f"{x.name}: {_COMPILED}" for x in calls if x.is_compiled),
-                *self.session.missed,
-                *self._log.left,
+                *self.session.log.left,
             ),
             own_s=sum(own_s),
             maxima=self.session.maxima,
@@ -219,7 +253,7 @@ class Guard(SameInCopies):
     @property
     def repairs(self) -> tuple[Repair, ...]:
         """One repair for each fault, in order."""
-        return self._log.repairs
+        return self.session.log.repairs
 
     def updated_plan(self) -> Plan | None:
         """Return the plan with the repairs in it, sealed; None if there is no plan, or no repair."""
@@ -235,7 +269,7 @@ class Guard(SameInCopies):
             return entry
         why = [
             f"A run repaired it: {x.evidence} {x.reason}"
-            for x in self._log.repairs
+            for x in self.session.log.repairs
             if name_component(x.component) == entry.component
             and x.action not in ("none", "replayed")
         ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_writes, iterate_tensors
-from stopdown.records import CallSummary, ComponentPlan
+from stopdown.records import BlockMaximum, CallSummary, ComponentPlan, Scaling
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import Component
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
+from stopdown.scaling.bounds.input_limits import fits, name_inputs, read_sizes, show_sizes
 from stopdown.scaling.calls.call import HeldContainers, find_float_dtype
 from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.calls.kept_state import KeptState
@@ -106,33 +106,34 @@ class Excess:
     reached: str = ""
 
 
+_NOTHING = CallSummary("", "", 0, 0.0, (), 0)
+
+
 @dataclass(eq=False)
-class GuardedCall:
+class Call:
     """One component call under the guard.
 
     Attributes:
         slot: the attribute that the call goes through.
-        limits, sizes: of arguments, up to which a plan's certificate holds; sizes without the batch.
+        device: what computes it; None before the first call.
+        summary: what was counted so far.
+        maxima: largest magnitudes by module path, step and format.
         users: threads that make the call now, if its layers are put on for that.
-        precisions: of the weights at its calls, most of them first.
-        headroom_bits: least of what it returned in fp16.
+        unseen: calls whose output could not be looked at.
+        writes: it writes into what the component keeps between calls; None before the first one.
     """
 
     callee: Callee
-    state: ComponentState
+    state: Component
     slot: str
     device: torch.device | None = None
-    limits: Mapping[str, float] = field(default_factory=dict)
-    sizes: Mapping[str, Sequence[Size]] = field(default_factory=dict)
-    excesses: dict[tuple[str, str], Excess] = field(default_factory=dict)
     latest: LatestCall = field(default_factory=LatestCall)
+    summary: CallSummary = _NOTHING
+    excesses: dict[tuple[str, str], Excess] = field(default_factory=dict)
+    maxima: dict[tuple[str, int | None, str], float] = field(default_factory=dict)
     users: int = 0
-    count: int = 0
-    elapsed_s: float = 0.0
-    non_finite: int = 0
     unseen: int = 0
-    precisions: tuple[str, ...] | None = None
-    headroom_bits: float | None = None
+    writes: bool | None = None
     patches: Patches = field(default_factory=Patches)
 
     @property
@@ -147,58 +148,97 @@ class GuardedCall:
     @property
     def precision(self) -> str:
         """The precision of the autocast around it, or of most of its weights."""
-        return self.precisions[0] if self.precisions else "fp32"
+        return next(iter(self.summary.precisions), "fp32")
 
-    def move_to(self, callee: Callee, state: ComponentState, slot: str) -> None:
+    def move_to(self, callee: Callee, state: Component, slot: str) -> None:
         """Go on counting for another object in the component's place."""
         self.patches.undo()
         self.callee, self.state, self.slot = callee, state, slot
-        self.device, self.latest = None, LatestCall()
+        self.device, self.latest, self.writes = None, LatestCall(), None
+        self.summary = replace(self.summary, component=callee.name, stage=callee.stage)
 
     def forget(self) -> None:
         """Let go of the arguments of the latest call."""
         self.latest = LatestCall()
 
-    def begin(self, call: ComponentCall) -> None:
-        """Record the arguments of a call without synchronising."""
-        self.latest.kept = None if self.state.keeps is False else KeptState(self.module)
+    def begin(self, call: ComponentCall, planned: Scaling) -> None:
+        """Record the arguments of a call without synchronising.
+
+        Args:
+            planned: its arguments' magnitudes and sizes are held against the limits there.
+        """
+        self.latest.kept = None if self.writes is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
         self.latest.held, self.latest.fills = HeldContainers(call), False
         notes = self.state.notes
         notes.clear()
         names = call.callee.argument_names
-        notes.note_inputs(self.limits, name_inputs(call.args, call.kwargs, names))
-        sizes = read_sizes(call.args, call.kwargs, names) if self.sizes else ()
-        known = ((name, size) for name, size in sizes if name in self.sizes)
-        notes.oversizes = {name: x for name, x in known if not fits(x, self.sizes[name])}
+        limits, allowed = self._choose(planned.limits), self._choose(planned.sizes)
+        notes.note_inputs(limits, name_inputs(call.args, call.kwargs, names))
+        sizes = read_sizes(call.args, call.kwargs, names) if allowed else ()
+        known = [(name, size) for name, size in sizes if name in allowed]
+        notes.oversizes = {
+            name: (show_sizes([size]), show_sizes(allowed[name]))
+            for name, size in known
+            if not fits(size, allowed[name])
+        }
+
+    def _choose(self, limits: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose the limits of this call's arguments: of `encode.z`, `z` for `vae.encode`."""
+        parts = [(key.partition("."), limit) for key, limit in limits.items()]
+        return {name: x for (method, _, name), x in parts if method == self.callee.method}
 
     def note_cast(self) -> None:
         """Put the formats of weights that were cast before those that they had."""
-        if self.precisions:
-            now = self.state.name_precisions()
-            self.precisions = tuple(dict.fromkeys((*now, *self.precisions)))
+        if self.summary.precisions:
+            self._record_precisions(*self.state.name_precisions())
 
     def note_own_precision(self, precision: str) -> None:
         """Note the precision of the code's own autocast or casts, beside that of its weights."""
-        self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
+        self._record_precisions(precision)
 
-    def count_call(self, elapsed_s: float, check: CallCheck) -> None:
-        self.count += 1
-        self.elapsed_s += elapsed_s
+    def _record_precisions(self, *precisions: str) -> None:
+        """Record formats before those that are known."""
+        found = tuple(dict.fromkeys((*precisions, *self.summary.precisions)))
+        self.summary = replace(self.summary, precisions=found)
+
+    def record(self, elapsed_s: float, check: CallCheck) -> None:
+        """Count one more call."""
         self.unseen += not check.is_seen
-        self.non_finite += not check.is_good
-        known = [x for x in (self.headroom_bits, check.headroom_bits) if x is not None]
-        self.headroom_bits = min(known, default=None)
+        one = replace(
+            self.summary,
+            calls=1,
+            elapsed_s=elapsed_s,
+            non_finite=int(not check.is_good),
+            headroom_bits=check.headroom_bits,
+        )
+        self.summary = self.summary.add(one)
+
+    def record_as_right(self) -> None:
+        """Count a call as right that was counted as one with a fault."""
+        self.summary = replace(self.summary, non_finite=self.summary.non_finite - 1)
+
+    def record_maxima(self, step: int | None, check: CallCheck) -> None:
+        """Keep the largest magnitudes of its modules at a step."""
+        for path, dtype, amax in check.maxima:
+            key = path, step, name_dtype(dtype)
+            self.maxima[key] = max(self.maxima.get(key, 0.0), amax)
+
+    def list_maxima(self) -> Iterator[BlockMaximum]:
+        """List the largest magnitude of each module at each step; None for NaN and Inf."""
+        for (path, step, precision), amax in self.maxima.items():
+            known = amax if amax < math.inf else None
+            yield BlockMaximum(self.name, path, step, precision, known)
 
     def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
         """Keep a call for a replay, with the state that it draws from and changes."""
-        if self.precisions is None:
+        if not self.summary.precisions:
             # autocast around the call comes first; weights that are cast follow its arguments
             if casts_weights(self.module):
                 self.state.computes_in = find_float_dtype(call.named, call.keeps)
             ambient = read_autocast(self.module)
-            known = self.state.name_precisions()
-            self.precisions = known if ambient is None else (name_dtype(ambient), *known)
+            around = () if ambient is None else (name_dtype(ambient),)
+            self._record_precisions(*around, *self.state.name_precisions())
         latest = self.latest
         latest.call, latest.given = call, None
         latest.applied = self.state.applied
@@ -210,7 +250,7 @@ class GuardedCall:
         latest.fills = latest.held is not None and latest.held.is_filled
         if latest.kept is not None:
             latest.changed = latest.kept.list_changes()
-            self.state.keeps = bool(latest.changed)
+            self.writes = bool(latest.changed)
             latest.kept = latest.kept if latest.changed else None
 
     def find_device(self, pipe: Any) -> torch.device:
@@ -222,18 +262,17 @@ class GuardedCall:
                 self.device = torch.device(getattr(pipe, "_execution_device", self.device))
         return self.device
 
-    def note_excesses(self, check: CallCheck) -> Iterator[str]:
-        """Count the arguments that a certificate does not cover; a sentence for each new one."""
+    def record_excesses(self, check: CallCheck) -> Iterator[str]:
+        """Count the arguments that a certificate does not cover; yield a sentence for each new one."""
         for name, limit, largest in check.limited:
             if largest <= limit:  # NaN is beyond every limit
                 continue
             seen = self.excesses.setdefault((name, "values"), Excess(f"{limit:.4g}"))
             seen.largest = max(seen.largest, largest)
             yield from self._count_excess(name, seen, f"reached {seen.largest:.4g}")
-        for name, size in self.state.notes.oversizes.items():
-            limit_of_size = show_sizes(self.sizes[name])
-            seen = self.excesses.setdefault((name, "size"), Excess(limit_of_size))
-            yield from self._count_excess(name, seen, f"was {show_sizes([size])}")
+        for name, (size, allowed) in self.state.notes.oversizes.items():
+            seen = self.excesses.setdefault((name, "size"), Excess(allowed))
+            yield from self._count_excess(name, seen, f"was {size}")
 
     def _count_excess(self, name: str, seen: Excess, reached: str) -> Iterator[str]:
         seen.calls, seen.reached = seen.calls + 1, reached
@@ -255,14 +294,3 @@ class GuardedCall:
     def is_compiled(self) -> bool:
         """Whether it, or a part of it, runs as compiled code."""
         return is_compiled(self.callee.owner) or bool(find_compiled(self.module))
-
-    def summarize(self) -> CallSummary:
-        return CallSummary(
-            self.name,
-            self.callee.stage,
-            self.count,
-            self.elapsed_s,
-            self.precisions or (),
-            self.non_finite,
-            self.headroom_bits,
-        )

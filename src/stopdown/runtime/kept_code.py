@@ -28,10 +28,12 @@ class KeptCode:
     """By module the repairs that its compiled code was made for last, and the number of their first hook.
 
     Attributes:
+        is_kept: the same repairs come off and return; if not, code is compiled again after each change.
         patches: hold what the compiler is told; undone when no repair returns any more.
     """
 
-    patches: Patches
+    is_kept: bool = False
+    patches: Patches = field(default_factory=Patches)
     _known: WeakKeyDictionary[torch.nn.Module, tuple[tuple[ComponentPlan, ...], int]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -41,11 +43,19 @@ class KeptCode:
         """Return whether there is code for a module with these repairs."""
         return module in self._known and self._known[module][0] == repairs
 
+    def forget(self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]) -> None:
+        """Have all code compiled again, unless there is some for a module with these repairs."""
+        if not self.knows(module, repairs):
+            torch.compiler.reset()
+
     @contextlib.contextmanager
     def numbered(
         self, module: torch.nn.Module, repairs: tuple[ComponentPlan, ...]
     ) -> Iterator[None]:
         """Give the hooks of these repairs the numbers that they had before, inside the block."""
+        if not (self.is_kept and repairs):
+            yield
+            return
         self._compare_hooks()
         now = RemovableHandle.next_id
         first = self._known[module][1] if self.knows(module, repairs) else now

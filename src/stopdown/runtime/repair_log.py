@@ -19,12 +19,13 @@ class RepairLog:
     """Repairs, and calls that were not repaired, in order.
 
     Args:
+        announce: told of each kind of repair once.
         before: of an earlier guard of the same program: what it reported is not reported again, and what it
             gave up stays so.
     """
 
     def __init__(self, announce: Callable[[str], None], before: RepairLog | None = None) -> None:
-        self._announce = announce
+        self.announce = announce
         self._repairs: list[Repair] = []
         self._left: list[str] = []
         self._reported: set[tuple[str, str]] = before._reported if before is not None else set()
@@ -78,7 +79,7 @@ class RepairLog:
         """Report it unless this was reported of the component before."""
         if not self.was_reported(component, kind):
             self.mark_reported(component, kind)
-            self._announce(text)
+            self.announce(text)
 
     def mark_reported(self, component: str, kind: str) -> None:
         self._reported.add((component, kind))

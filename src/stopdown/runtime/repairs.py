@@ -39,9 +39,10 @@ from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.applier import AppliedEntry, apply_precision
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import ComponentPlan, Operands, ResidualStream, Scaling
-from stopdown.runtime.activation_maxima import Notes
+from stopdown.records import ComponentPlan, Operands, Repair, ResidualStream, Scaling
+from stopdown.runtime.activation_maxima import Notes, put_sensors
 from stopdown.runtime.kept_code import KeptCode
+from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.scaling.calls.call import cast_floats
@@ -94,11 +95,13 @@ class Calibration:
     Attributes:
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
+        refused: kinds of calls that no exponents were found for.
     """
 
     calls: int = 0
     residual: str = "native"
     stream: ResidualStream | None = None
+    refused: set[str] = field(default_factory=set)
     _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
     _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
 
@@ -150,55 +153,61 @@ class Calibration:
 
 
 @dataclass
-class ComponentState:
+class Component:
     """A component, what was put on it, and what its failing calls reached.
 
     Attributes:
-        dtype: what it was cast to; None while it runs in what it was loaded in.
+        log: told of what its exponents are extended for.
         applied: what is in force: a plan's part and repairs.
-        planned: what a plan put there before the guard.
         computes_in: what its weights are cast to at each call; None where they are used as they are.
-        is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
-            compiled anew after each change.
-        code: keeps such code for repairs that come off and return; None where they stay on.
+        code: its calls run as compiled code, which does not see hooks that come later; None where they
+            do not.
         calibration: what its failing calls reached; it does not keep the component alive.
-        on_extended: told when exponents were found for one more kind of call, and how it differs.
         notes: what its modules noted during the call of now.
-        is_sensed: hooks on its modules make the notes.
-        is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
-        keeps: calls write into what it keeps between them; None before the first one.
-        wide: numbers of the outputs that its code returned in fp32, whose arguments had 16 bits.
+        is_admitted: its calls are guarded, and hooks on its modules make the notes; None before that is
+            decided.
     """
 
     module: torch.nn.Module
-    dtype: torch.dtype | None = None
+    name: str = ""
+    log: RepairLog = field(default_factory=lambda: RepairLog(warn_user))
     applied: tuple[ComponentPlan, ...] = ()
-    planned: tuple[ComponentPlan, ...] = ()
     computes_in: torch.dtype | None = None
-    is_compiled: bool = False
     code: KeptCode | None = None
     calibration: Calibration = field(default_factory=Calibration)
-    name: str = ""
-    announce: Callable[[str], None] = warn_user
-    on_extended: Callable[[str, str], None] = lambda method, what: None
     notes: Notes = field(default_factory=Notes)
-    is_sensed: bool = False
     is_admitted: bool | None = None
-    keeps: bool | None = None
-    wide: frozenset[int] = frozenset()
-    _refused: set[str] = field(default_factory=set)
-    _said: set[str] = field(default_factory=set)
     _under: AppliedEntry | None = None
     _patches: Patches = field(default_factory=Patches)
 
     def __post_init__(self) -> None:
         self._entrance = Entrance(self.module, Patches())
 
+    @property
+    def planned(self) -> tuple[ComponentPlan, ...]:
+        """The entry that a plan put there before the guard."""
+        return () if self._under is None else (self._under.entry,)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that a repair cast it to; None while it runs in what it was loaded in."""
+        return self._entrance.dtype
+
     def stand_under(self, applied: AppliedEntry) -> None:
         """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave."""
-        self.planned = self.applied = (applied.entry,)
-        self._under, self._patches, self.is_admitted = applied, applied.patches, True
+        self._under, self._patches, self.applied = applied, applied.patches, (applied.entry,)
         self._help_watch(self._list_help())
+
+    def admit(self, patches: Patches, *, is_compiled: bool, maxima: bool) -> None:
+        """Note the outputs of its modules from now on; this is outside of a plan's hooks.
+
+        Args:
+            is_compiled: hooks would not run.
+            maxima: of each block, too.
+        """
+        if not (self.is_admitted or is_compiled):
+            put_sensors(self.module, self.notes, patches, maxima=maxima)
+        self.is_admitted = True
 
     def leave(self) -> None:
         """Leave the component as the guard found it. A second call does nothing."""
@@ -215,7 +224,7 @@ class ComponentState:
 
     def _list_help(self) -> WatchOptions:
         """Return a guard's reactions to calls outside the range of the exponents."""
-        return WatchOptions(self.name, self._extend, self._announce_once)
+        return WatchOptions(self.name, self._extend, self._report_once)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
         """Make one call of it, with arguments in the dtype that a repair brought it to.
@@ -234,7 +243,7 @@ class ComponentState:
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
-            return self._entrance.proceed(call, dtype, refuses=False, wide=self.wide)
+            return self._entrance.proceed(call, dtype, refuses=False)
 
     def _find_planned(self) -> torch.dtype | None:
         """Return the format of its exponents; most weights of a small component may stay in fp32."""
@@ -245,7 +254,7 @@ class ComponentState:
         """Note which tensors of a call's output are wider than its arguments, before it is repaired."""
         came_as = call.came_as
         if came_as is not None and not self.is_repaired:
-            self.wide = frozenset(
+            self._entrance.wide = frozenset(
                 number
                 for number, x in enumerate(iterate_tensors(output))
                 if x.is_floating_point() and x.itemsize > came_as.itemsize
@@ -290,8 +299,7 @@ class ComponentState:
             return
         with find_lock(self.module).changing(), weights_at_hand(self.module):
             self.take_off()
-            if not self._has_code_for(repairs):
-                self._forget_code()
+            self._forget_code(repairs)
             self.applied = repairs
             self._keep_waiting()
             try:
@@ -325,12 +333,12 @@ class ComponentState:
         if not (self.applied or self._patches or self._entrance.patches):
             return
         with find_lock(self.module).changing():
-            if self.applied and not self._has_code_for(self.applied):
-                self._forget_code()
+            if self.applied:
+                self._forget_code(self.applied)
             with weights_at_hand(self.module):
                 self._entrance.patches.undo()
                 self._patches.undo()
-            self.dtype, self.applied = None, ()
+            self._entrance.dtype, self.applied = None, ()
 
     def _keep_waiting(self) -> None:
         """Put back, by name, the current parameters without values: each call makes new ones."""
@@ -339,18 +347,14 @@ class ComponentState:
                 if tensor is not None and tensor.is_meta:
                     self._patches.set_item(part._parameters, name, tensor)
 
-    def _has_code_for(self, repairs: tuple[ComponentPlan, ...]) -> bool:
-        """Return whether the code that was compiled tells these repairs from others."""
-        return self.code is not None and self.code.knows(self.module, repairs)
-
     def _keeping_code(self, repairs: tuple[ComponentPlan, ...]) -> AbstractContextManager[None]:
-        if self.code is None or not (self.is_compiled and repairs):
+        if self.code is None:
             return contextlib.nullcontext()
         return self.code.numbered(self.module, repairs)
 
-    def _forget_code(self) -> None:
-        if self.is_compiled:
-            torch.compiler.reset()
+    def _forget_code(self, repairs: tuple[ComponentPlan, ...]) -> None:
+        if self.code is not None:
+            self.code.forget(self.module, repairs)
 
     def _put(self, repair: ComponentPlan) -> None:
         if self._under is not None and repair is self._under.entry:
@@ -372,29 +376,27 @@ class ComponentState:
             self.module, repair.precision, scaling, self._patches, watch=self._list_help()
         )
         if scaling is None or before != (wanted,):
-            self.dtype = wanted
+            self._entrance.dtype = wanted
 
     @property
     def returns_wide(self) -> bool:
         """Whether a repair makes it return values beyond fp16's range."""
         return any(x.scaling is not None and x.scaling.outputs for x in self.applied)
 
-    def keep_wide(self, others: Iterable[ComponentState]) -> None:
+    def keep_wide(self, others: Iterable[Component]) -> None:
         """Make pipelines keep its fp32 outputs: they cast these to a dtype that a component states."""
         narrow = [x.module for x in others if torch.float16 in x.read_precisions()]
         state_dtypes(narrow, [self.module], self._patches)
 
-    def _announce_once(self, text: str) -> None:
-        """Say it unless exponents that were put on before have said it."""
-        if text not in self._said:
-            self._said.add(text)
-            self.announce(text)
+    def _report_once(self, text: str) -> None:
+        """Report it unless exponents that were put on before have had it reported."""
+        self.log.report_once(self.name, text, text)
 
     def _extend(self, call: ComponentCall, what: str) -> bool:
         """Have exponents in force that hold for one more kind of call; whether there are some."""
-        if what in self._refused or vars(self.module).get(WAITING, False):
+        if what in self.calibration.refused or vars(self.module).get(WAITING, False):
             return False
-        self._refused.add(what)  # the exponents of now are put on anew, and ask again
+        self.calibration.refused.add(what)  # the exponents of now are put on anew, and ask again
         if any(x.is_meta for x in self.module.parameters()):
             return False
         before = self.applied
@@ -405,9 +407,24 @@ class ComponentState:
         except Exception:  # no such exponents, or the model's code refuses: it runs without any
             self.put_on(before)
             return False
-        self._refused.discard(what)
-        self.on_extended(call.callee.method, what)
+        self.calibration.refused.discard(what)
+        self._record_extension(call.callee.method, what)
         return True
+
+    def _record_extension(self, method: str, what: str) -> None:
+        """Record that exponents were found which hold for one more kind of call."""
+        name = self.name if method == "forward" else f"{self.name}.{method}"
+        self.log.keep(
+            Repair(
+                component=name,
+                module_path=self.name,
+                kind="signature",
+                step=None,
+                evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
+                action="rescaled",
+                reason="Its exponents were recomputed for these calls and those before.",
+            )
+        )
 
     def _find_scaling(self, call: ComponentCall) -> Scaling:
         """Find exponents for all calls that failed so far, relative to the component as it was found."""
@@ -444,7 +461,8 @@ class ComponentState:
     def overlaps(self, modules: Collection[int]) -> bool:
         """Return whether it is guarded and shares modules with these, given by identity."""
         own = (id(part) for part in self.module.modules())
-        return bool(self.is_admitted) and any(part in modules for part in own)
+        is_guarded = self.is_admitted or self._under is not None
+        return bool(is_guarded) and any(part in modules for part in own)
 
     def name_precisions(self) -> tuple[str, ...]:
         """Name the formats that it computes in, that of most of its weights first."""
@@ -567,12 +585,12 @@ class RepairCache:
     """
 
     outdated: list[str] = field(default_factory=list)
-    code: KeptCode = field(default_factory=lambda: KeptCode(Patches()))
+    code: KeptCode = field(default_factory=lambda: KeptCode(is_kept=True))
     _kept: WeakKeyDictionary[
         torch.nn.Module, tuple[str, tuple[ComponentPlan, ...], Calibration]
     ] = field(default_factory=WeakKeyDictionary)
 
-    def put_on(self, state: ComponentState) -> tuple[ComponentPlan, ...]:
+    def put_on(self, state: Component) -> tuple[ComponentPlan, ...]:
         """Put on the repairs that an earlier guard found; return them, or () for none."""
         if state.module not in self._kept:
             return ()
@@ -585,7 +603,7 @@ class RepairCache:
         state.calibration = calibration
         return applied
 
-    def keep(self, state: ComponentState, applied: tuple[ComponentPlan, ...]) -> None:
+    def keep(self, state: Component, applied: tuple[ComponentPlan, ...]) -> None:
         """Keep the repairs of a component that is again as it was before its guard."""
         weights = _sign(state.module)
         if weights:

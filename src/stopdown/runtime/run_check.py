@@ -183,7 +183,9 @@ class RunCheck:
         self.findings: list[Finding] = []
         self.own_s = 0.0
         self._session = session
-        self._given: dict[str, Any] = {}  # what the pipeline was called with
+        self._given: dict[
+            int, Mapping[str, Any]
+        ] = {}  # by thread, what the pipeline was called with
 
     def run(self, call: ComponentCall) -> Any:
         """Make one call of the pipeline, and check its output.
@@ -191,26 +193,24 @@ class RunCheck:
         Cost: a pass over the result; one host read when that holds tensors.
         """
         thread = threading.get_ident()
-        if thread in self._session.running:  # a class that calls its parent's `__call__`
+        if thread in self._given:  # a class that calls its parent's `__call__`
             return call.proceed()
-        self._session.running.add(thread)
+        names = list(inspect.signature(type(self._session.pipe).__call__).parameters)[1:]
+        self._given[thread] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         try:
-            self._begin(call)
+            self._begin()
             output = call.proceed()
             begun = time.perf_counter()
             self._check_result(output)
             self.own_s += time.perf_counter() - begun
             return output
         finally:
-            self._session.running.discard(thread)
-            self._given = {}
+            del self._given[thread]
 
-    def _begin(self, call: ComponentCall) -> None:
+    def _begin(self) -> None:
         self._session.follow()
         self._session.steps.follow()
         self._session.steps.forget()
-        names = list(inspect.signature(type(self._session.pipe).__call__).parameters)[1:]
-        self._given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         self._session.log.begin_run()
 
     def _check_result(self, output: Any) -> None:
@@ -248,7 +248,8 @@ class RunCheck:
 
         Cost: a pass over the pictures.
         """
-        if not self._session.options.frames or self._given.get("output_type") == "latent":
+        is_latent = self._list_given().get("output_type") == "latent"
+        if is_latent or not self._session.options.frames:
             return
         found = [
             finding
@@ -272,6 +273,10 @@ class RunCheck:
             f"`{callee.name}` was compiled or replaced under the guard and not watched."
             for callee in self._session.list_moved()
         ]
-        return find_origin(
-            self._session.steps, self._session.log.of_this_run, self._given, [*unseen, *moved]
-        )
+        session = self._session
+        unwatched = [*unseen, *moved]
+        return find_origin(session.steps, session.log.of_this_run, self._list_given(), unwatched)
+
+    def _list_given(self) -> Mapping[str, Any]:
+        """Return what this thread called the pipeline with; empty outside of its call."""
+        return self._given.get(threading.get_ident(), {})

@@ -1,5 +1,13 @@
 """The component calls of one program: which they are, and what a guard puts around each of them.
 
+Three objects hold what a guard knows. A `Session` owns the program, the guard's options and log, the plan's
+exponents, the step counter, and the two below; it decides what is guarded, until `stage` ends it. A
+`Component` (`repairs`) owns one module: what a plan and repairs have in force on it, what its failing
+calls reached, the notes of its modules. A `Call` (`guarded_call`) owns one way of calling a component: its
+layers, its latest arguments, what was counted. A session has one component for a module and one call for a
+name; several calls may share a component. What works on them (`watch`, `fault_handler`, `run_check`) keeps
+nothing of them itself.
+
 Around each call lie the layers of a session's listeners, in their order: next to the component the one that
 keeps what it is really called with (`Rank.COMPONENT`), outside of it the one that checks what came out
 (`Rank.GUARD`). Around all hooks of the module a further layer keeps other threads from changing it.
@@ -18,10 +26,10 @@ import contextlib
 import fnmatch
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,17 +39,16 @@ from stopdown.errors import OptionError, warn_user
 from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
-from stopdown.number_formats import name_dtype
-from stopdown.records import BlockMaximum, ComponentPlan, Plan, Repair, Scaling
-from stopdown.runtime.activation_maxima import is_compiled, put_sensors
+from stopdown.records import BlockMaximum, ComponentPlan, Plan, Scaling
+from stopdown.runtime.activation_maxima import is_compiled
 from stopdown.runtime.call_check import CallCheck, check_call
-from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.guarded_call import Call
 from stopdown.runtime.journal import Journal
+from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import ComponentState, RepairCache
+from stopdown.runtime.repairs import Component, RepairCache
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.bounds.input_limits import Size
 from stopdown.scaling.calls.call_interception import find_module, find_slot, put_layer
 from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
 from stopdown.scaling.calls.outermost_calls import (
@@ -60,7 +67,7 @@ from stopdown.sources.hub import Progress
 _PATIENCE_S = 0.01
 """How long a call waits at a time for a guard to be removed, which may wait for a call around it."""
 
-Listener = Callable[[GuardedCall, ComponentCall], Any]
+Listener = Callable[[Call, ComponentCall], Any]
 """Called instead of a component call; goes on by `call.proceed()`, and returns the call's output."""
 
 
@@ -131,34 +138,32 @@ class Session(SameInCopies):
 
     Attributes:
         components: by `id` of the module.
-        missed: calls that are not guarded, a sentence each.
-        running: threads inside of the pipeline's call.
-        is_over: the guard is removed, so a call at fault is made again without it.
-        counting: held while several threads change what is counted here.
+        calls: by name, `vae.decode`.
+        planned: exponents of a plan, by component.
+        turn: held while several threads change what is counted here, and waited on until `stage` is `left`.
+        stage: `on`; `leaving`, a call at fault is made again without the guard; `left`, the components are
+            as they were.
     """
 
     def __init__(self, pipe: Any, options: GuardOptions) -> None:
-        self.pipe, self.options, self.adapter = pipe, options, find_adapter(pipe)
+        self.pipe, self.options = pipe, options
+        self.log = options.log or RepairLog(options.announce or warn_user)
+        scheduled = find_adapter(pipe).find_scheduled(pipe)
+        on_begin = functools.partial(self.follow, is_late=True)
+        self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=on_begin)
+        self.patches = Patches()
+        self.components: dict[int, Component] = {}
+        self.calls: dict[str, Call] = {}
+        self.planned: dict[str, Scaling] = {}
         self.host_reads = 0
-        self.announce = options.announce or warn_user
-        self.log = RepairLog(self.announce) if options.log is None else options.log
-        scheduled = self.adapter.find_scheduled(pipe)
-        self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self.follow)
-        self.patches, self.counting, self.is_over = Patches(), threading.RLock(), False
-        self.components: dict[int, ComponentState] = {}
-        self.calls: dict[str, GuardedCall] = {}
-        self.missed: list[str] = []
-        self.running: set[int] = set()
-        self.planned: dict[str, Scaling] = {}  # by component
-        self._limits: dict[str, Mapping[str, float]] = {}  # of the plan's certificate
-        self._sizes: dict[str, Mapping[str, Sequence[Size]]] = {}
-        self._maxima: dict[tuple[str, str, int | None, str], float] = {}
-        self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
+        self.turn = threading.Condition(threading.RLock())
+        self.stage: Literal["on", "leaving", "left"] = "on"
         self._listeners: tuple[Listener, Listener] | None = None
-        self._is_left = threading.Event()  # the components are as they were
-        self._has_free_methods = (
-            self.adapter.name == GENERAL.name
-        )  # called inside of other calls, too
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the guard is removed."""
+        return self.stage != "on"
 
     def put_on(self, inner: Listener, outer: Listener) -> None:
         """Intercept the calls that are known.
@@ -173,25 +178,37 @@ class Session(SameInCopies):
 
     def listen(self) -> None:
         """Find the calls of outermost modules as they happen, if the adapter does not know them."""
-        modules = self.adapter.name_modules(self.pipe)
-        self._names = {id(module): name for name, module in modules.items()}
-        if self._has_free_methods:
-            listen(self._meet_module, self.patches)
-            for name, module in find_components(self.pipe).items():
-                for notice in (self._notice_enclosed, self._notice_transformed):
-                    noticed = functools.partial(notice, name)
-                    self.patches.defer(module.register_forward_pre_hook(noticed).remove)
+        if not self._has_free_methods:
+            return
+        modules = find_adapter(self.pipe).name_modules(self.pipe)
+        names = {id(module): name for name, module in modules.items()}
+        listen(functools.partial(self._meet_module, names), self.patches)
+        for name, module in find_components(self.pipe).items():
+            noticed = functools.partial(self._notice_enclosed, names, name)
+            self.patches.defer(module.register_forward_pre_hook(noticed).remove)
+            noticed = functools.partial(self._notice_transformed, name)
+            self.patches.defer(module.register_forward_pre_hook(noticed).remove)
 
-    def follow(self) -> None:
-        """Intercept the calls of components that were compiled or replaced since."""
+    @property
+    def _has_free_methods(self) -> bool:
+        """Whether the program's methods are called inside of other calls, too."""
+        return find_adapter(self.pipe) is GENERAL
+
+    def follow(self, *, is_late: bool = False) -> None:
+        """Intercept the calls of components that were compiled or replaced since.
+
+        Args:
+            is_late: the run has begun, so its encoders were called.
+        """
         for callee in self.list_moved():
-            if callee.stage == "encode" and not self.running:  # called without the pipeline
-                self.missed.append(
+            if is_late and callee.stage == "encode":
+                self.log.leave(
+                    f"{callee.name}, moved",
                     f"{callee.name}: it was compiled or replaced under the guard; calls "
-                    "before the next run's first step were not watched."
+                    "before the next run's first step were not watched.",
+                    is_fault=False,
                 )
             self._guard_call(callee)
-            self.put_sensors(self.calls[callee.name].state)
 
     def list_moved(self) -> list[Callee]:
         """List component calls that go past the guard: of components that were compiled or replaced."""
@@ -204,14 +221,14 @@ class Session(SameInCopies):
             or place[1] != find_slot(callee)
         ]
 
-    def leave(self) -> list[tuple[ComponentState, Any]]:
+    def leave(self) -> list[tuple[Component, Any]]:
         """Leave each component as it was, under its lock, repairs first; then take all layers off.
 
         Returns:
             Components with the repairs that were in force.
         """
-        with self.counting:
-            self.is_over = True
+        with self.turn:
+            self.stage = "leaving"
             components = list(self.components.values())
         found = []
         try:
@@ -223,59 +240,25 @@ class Session(SameInCopies):
                     for call in self.list_calls(state):
                         call.patches.undo()
         finally:
-            self._is_left.set()
+            with self.turn:
+                self.stage = "left"
+                self.turn.notify_all()
         self.patches.undo()
         for call in self.calls.values():
             call.forget()
         return found
 
-    def find_state(self, module: torch.nn.Module) -> ComponentState:
-        """Return the state of a component, made when it is first asked for."""
-        with self.counting:
+    def find_component(self, module: torch.nn.Module) -> Component:
+        """Return the component that a module is, made when it is first asked for."""
+        with self.turn:
             state = self.components.get(id(module))
             if state is None:
-                returning = self.options.repair_cache
-                code = None if returning is None else returning.code
-                state = self.components[id(module)] = ComponentState(module, code=code)
+                state = self.components[id(module)] = Component(module, log=self.log)
                 self.patches.defer(state.leave)
             return state
 
-    def list_calls(self, state: ComponentState) -> list[GuardedCall]:
+    def list_calls(self, state: Component) -> list[Call]:
         return [call for call in list(self.calls.values()) if call.state is state]
-
-    def limit_inputs(
-        self,
-        component: str,
-        limits: Mapping[str, float],
-        sizes: Mapping[str, Sequence[Size]] | None = None,
-    ) -> None:
-        """Compare a component's arguments with the limits of its plan's certificate.
-
-        Args:
-            limits: `forward.hidden_states` to the magnitude up to which it holds.
-            sizes: the same to the sizes, without the batch.
-        """
-        self._limits[component], self._sizes[component] = limits, sizes or {}
-        for call in self.calls.values():
-            call.limits, call.sizes = self._find_limits(call.callee)
-
-    def _find_limits(self, callee: Callee) -> tuple[dict[str, float], dict[str, Sequence[Size]]]:
-        """Map arguments to the magnitude, and to the sizes, up to which a plan's certificate holds."""
-
-        def choose(entries: Mapping[str, Any]) -> dict[str, Any]:
-            parts = [(key.partition("."), limit) for key, limit in entries.items()]
-            return {name: limit for (method, _, name), limit in parts if method == callee.method}
-
-        name = callee.component_name
-        return choose(self._limits.get(name, {})), choose(self._sizes.get(name, {}))
-
-    def put_sensors(self, state: ComponentState) -> None:
-        """Note the outputs of a component's modules; this is outside of a plan's hooks."""
-        if not state.is_sensed and not any(
-            is_compiled(x.callee.owner) for x in self.list_calls(state)
-        ):
-            put_sensors(state.module, state.notes, self.patches, maxima=self.options.maxima)
-        state.is_sensed = True
 
     def _list_callees(self) -> list[Callee]:
         return [x for x in find_callees(self.pipe) if self.options.wants(x)]
@@ -283,20 +266,23 @@ class Session(SameInCopies):
     def _guard_call(self, callee: Callee) -> None:
         """Intercept a component call; at another object in the component's place no more."""
         assert self._listeners is not None
-        state, slot = self.find_state(find_module(callee)), find_slot(callee)
+        state, slot = self.find_component(find_module(callee)), find_slot(callee)
         guarded = self.calls.get(callee.name)
         if guarded is None:
-            guarded = self.calls[callee.name] = GuardedCall(callee, state, slot)
-            guarded.limits, guarded.sizes = self._find_limits(callee)
+            guarded = self.calls[callee.name] = Call(callee, state, slot)
             self.patches.defer(guarded.patches.undo)
         guarded.move_to(callee, state, slot)
-        state.name, state.announce = callee.component_name, self.announce
-        state.on_extended = functools.partial(self._note_extended, guarded)
-        state.is_compiled |= guarded.is_compiled
+        state.name = callee.component_name
+        if guarded.is_compiled and state.code is None:
+            cache = self.options.repair_cache
+            state.code = KeptCode() if cache is None else cache.code
+        is_free = self._has_free_methods
+        if not is_free:
+            self._admit(state, callee)
         inner, outer = self._listeners
         for rank, layer in (
             (Rank.COMPONENT, functools.partial(inner, guarded)),
-            (Rank.GUARD, functools.partial(self._call_outermost, outer, guarded)),
+            (Rank.GUARD, functools.partial(self._call_outermost, outer, guarded, is_free)),
         ):
             intercept(callee, layer, guarded.patches, rank)
         if callee.owner is not state.module:  # compiled code goes past the layers of the module
@@ -306,98 +292,82 @@ class Session(SameInCopies):
         turn = functools.partial(self._call_whole, guarded)
         put_layer(callee.owner, whole, turn, guarded.patches, Rank.TURN, callee)
 
-    def _note_extended(self, guarded: GuardedCall, method: str, what: str) -> None:
-        """Record that exponents were found which hold for one more kind of call of a component."""
-        name = guarded.callee.component_name
-        name = name if method == "forward" else f"{name}.{method}"
-        self.log.keep(
-            Repair(
-                component=name,
-                module_path=guarded.callee.component_name,
-                kind="signature",
-                step=None,
-                evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
-                action="rescaled",
-                reason="Its exponents were recomputed for these calls and those before.",
-            )
-        )
-
-    def check(self, guarded: GuardedCall, output: object) -> CallCheck:
+    def check(self, guarded: Call, output: object) -> CallCheck:
         """Check a call's output and arguments; keep maxima, and report values that a plan does not cover.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
         check = check_call(guarded.state.notes, output)
-        with self.counting:
+        with self.turn:
             self.host_reads += check.host_reads
-            for path, dtype, amax in check.maxima:
-                step = self.steps.find_step(guarded.callee)
-                key = (guarded.name, path, step, name_dtype(dtype))
-                self._maxima[key] = max(self._maxima.get(key, 0.0), amax)
-            for sentence in guarded.note_excesses(check):
-                self.announce(sentence)
+            guarded.record_maxima(self.steps.find_step(guarded.callee), check)
+            for sentence in guarded.record_excesses(check):
+                self.log.announce(sentence)
         return check
 
     @property
     def maxima(self) -> tuple[BlockMaximum, ...]:
         """The largest magnitude of each block at each step; None for NaN and Inf."""
-        return tuple(
-            BlockMaximum(component, path, step, precision, amax if amax < torch.inf else None)
-            for (component, path, step, precision), amax in self._maxima.items()
-        )
+        return tuple(found for call in self.calls.values() for found in call.list_maxima())
 
     # Calls that are found as they happen
 
     @contextlib.contextmanager
-    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
-        """Guard the call of an outermost module if it is one of the program's."""
-        name = self._find_name(module) if method == "forward" else None
+    def _meet_module(
+        self, names: Mapping[int, str], module: torch.nn.Module, method: str
+    ) -> Iterator[None]:
+        """Guard the call of an outermost module if it is one of the program's.
+
+        Args:
+            names: of its modules, by `id`.
+        """
+        name = _find_name(names, module) if method == "forward" else None
         if name is None or self._leaves(module, name):
             yield
             return
         callee = Callee(name, module, "forward", "call", GENERAL_KEEPS)
         if not self.options.wants(callee) or not self._admit(
-            self.find_state(find_module(callee)), name
+            self.find_component(find_module(callee)), callee
         ):
             yield
             return
-        with self.counting:
+        with self.turn:
             guarded = None if self.is_over else self.calls.get(name)
             if not (self.is_over or (guarded is not None and guarded.users)):
                 self._guard_call(callee)
                 guarded = self.calls[name]
-                self.put_sensors(guarded.state)
             if guarded is not None:
                 guarded.users += 1
         if guarded is None and not is_changing():
-            self._is_left.wait()
+            self._wait_until_left()
         try:
             yield
         finally:
-            with self.counting:
+            with self.turn:
                 if guarded is not None:
                     guarded.users -= 1
                     if not guarded.users:
                         guarded.patches.undo()
 
-    def _find_name(self, module: torch.nn.Module | None) -> str | None:
-        """Find the name of a module of the program, or of its source if it is compiled."""
-        inner = getattr(module, "_orig_mod", module)
-        return self._names.get(id(module), self._names.get(id(inner)))
+    def _wait_until_left(self, most_s: float | None = None) -> None:
+        with self.turn:
+            self.turn.wait_for(lambda: self.stage == "left", most_s)
 
-    def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
+    def _notice_enclosed(
+        self, names: Mapping[int, str], name: str, module: torch.nn.Module, args: object
+    ) -> None:
         """Report once that another module's call encloses the call of a module that was given."""
         if is_traced():
             return
         enclosing = find_outermost()
-        is_own = id(module) in self._names  # a copy has the hooks of what it is made of
-        if is_own and enclosing not in (None, module) and self._find_name(enclosing) is None:
+        is_own = id(module) in names  # a copy has the hooks of what it is made of
+        if is_own and enclosing not in (None, module) and _find_name(names, enclosing) is None:
             outer = type(enclosing).__name__
             text = (
                 f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
                 f"{outer} to the guard."
             )
-            self._miss(text)
+            self.log.leave(f"{name}, enclosed", text)
 
     def _notice_transformed(self, name: str, module: torch.nn.Module, args: object = ()) -> None:
         """Report once that a call whose values cannot be read is not repaired.
@@ -407,17 +377,12 @@ class Session(SameInCopies):
         if is_traced() or not is_transformed() or find_watch(module) is not None:
             return
         if any(x.dtype == torch.float16 for x in module.parameters()):
-            self._miss(
+            self.log.leave(
+                f"{name}, transformed",
                 f"`{name}` is called inside of torch.func (vmap, grad), where no value can be read: what "
                 "overflows there is neither found nor repaired. Call it once outside of that, which "
-                "repairs it for these calls as well."
+                "repairs it for these calls as well.",
             )
-
-    def _miss(self, text: str) -> None:
-        """Report once a component or call that is not guarded."""
-        if text not in self.missed:
-            self.missed.append(text)
-            self.announce(text)
 
     def _leaves(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a call belongs to training, which is reported once."""
@@ -430,27 +395,34 @@ class Session(SameInCopies):
         )
         return True
 
-    def _admit(self, state: ComponentState, name: str) -> bool:
+    def _admit(self, state: Component, callee: Callee) -> bool:
         """Return whether a component is guarded.
 
-        It is not if one of its parts, or a component around it, is guarded already.
+        Of other programs than pipelines it is not if one of its parts, or a component around it, is guarded
+        already.
         """
-        with self.counting:
+        with self.turn:
             if state.is_admitted is None:
-                inside = {id(part) for part in state.module.modules()}
-                other = next((x for x in self.components.values() if x.overlaps(inside)), None)
-                state.is_admitted = other is None
-                if other is not None:
-                    names = [x.name for x in self.list_calls(other)] or [
-                        type(other.module).__name__
-                    ]
-                    said = f"{name}: it shares modules with {names[0]}, which is guarded; "
-                    self.missed.append(f"{said}its own calls were not watched.")
-            return state.is_admitted
+                other = None
+                if self._has_free_methods and not state.planned:
+                    inside = {id(part) for part in state.module.modules()}
+                    other = next((x for x in self.components.values() if x.overlaps(inside)), None)
+                if other is None:
+                    wraps = is_compiled(callee.owner)
+                    state.admit(self.patches, is_compiled=wraps, maxima=self.options.maxima)
+                else:
+                    state.is_admitted = False
+                    names = [x.name for x in self.list_calls(other)]
+                    name, guarded = callee.name, (names or [type(other.module).__name__])[0]
+                    said = f"{name}: it shares modules with {guarded}, which is guarded; "
+                    self.log.leave(
+                        f"{name}, shared", f"{said}its own calls were not watched.", is_fault=False
+                    )
+            return bool(state.is_admitted)
 
     # Layers
 
-    def _call_whole(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+    def _call_whole(self, guarded: Call, call: ComponentCall) -> Any:
         """Keep other threads from changing the module during a call with all of its hooks.
 
         Where exponents are on, the layer that asks for them sees to it.
@@ -465,21 +437,27 @@ class Session(SameInCopies):
             if find_watch(guarded.module) is None and not self.is_over:
                 return call.proceed()
         if self.is_over:  # its turn comes once the guard has left
-            self._is_left.wait(_PATIENCE_S)
+            self._wait_until_left(_PATIENCE_S)
         return call.begin_again(guarded.module)  # other layers are there now
 
-    def _call_outermost(self, outer: Listener, guarded: GuardedCall, call: ComponentCall) -> Any:
-        """Let the outer listener answer a call; one inside of another call is left alone."""
+    def _call_outermost(
+        self, outer: Listener, guarded: Call, is_free: bool, call: ComponentCall
+    ) -> Any:
+        """Let the outer listener answer a call; one inside of another call is left alone.
+
+        Args:
+            is_free: it may be inside of one.
+        """
         if not is_plain():
             self._notice_transformed(guarded.name, guarded.module)
             return call.proceed()
         try:
-            if not self._has_free_methods:
+            if not is_free:
                 return outer(guarded, call)
             owner, method = guarded.callee.owner, guarded.callee.method
             if is_enclosed(owner, method) or self._leaves(guarded.module, guarded.name):
                 return call.proceed()
-            if not self._admit(guarded.state, guarded.name):
+            if not self._admit(guarded.state, guarded.callee):
                 return call.proceed()
             with entered(owner, method):
                 return outer(guarded, call)
@@ -487,3 +465,9 @@ class Session(SameInCopies):
             if find_lock(guarded.module).is_calling:  # it begins anew, with the module's hooks
                 raise
             return call.begin_again(guarded.module)
+
+
+def _find_name(names: Mapping[int, str], module: torch.nn.Module | None) -> str | None:
+    """Find the name of a module of the program, or of its source if it is compiled."""
+    inner = getattr(module, "_orig_mod", module)
+    return names.get(id(module), names.get(id(inner)))

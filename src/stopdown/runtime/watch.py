@@ -7,14 +7,16 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
+from stopdown.component_calls.components import find_adapter
 from stopdown.devices.environment import count_processes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
 from stopdown.interception.component_locks import find_lock, is_changing
+from stopdown.records import Scaling
 from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
-from stopdown.runtime.guarded_call import GivenTensors, GuardedCall
+from stopdown.runtime.guarded_call import Call, GivenTensors
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
 from stopdown.scaling import ComponentCall
@@ -31,7 +33,7 @@ class Watch:
         self.own_s = 0.0
         self._session, self._handler = session, handler
 
-    def keep(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+    def keep(self, guarded: Call, call: ComponentCall) -> Any:
         """Keep the component's real arguments for a replay; this is the innermost layer."""
         states = list(self._session.components.values())  # another thread may add one
         is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
@@ -46,7 +48,7 @@ class Watch:
             with self._noting(guarded):
                 return guarded.state.call(call, is_mixed=is_mixed)
 
-    def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
+    def _noting(self, guarded: Call) -> AbstractContextManager[None]:
         """Note values that the component's code hides.
 
         Compiled code is left out, because it would be compiled again.
@@ -55,13 +57,14 @@ class Watch:
         compiled = any(x.is_compiled for x in list(self._session.calls.values()))
         if is_known or compiled or count_processes() > 1:
             return contextlib.nullcontext()
-        is_wide = "fp16" in (guarded.precisions or ())
+        is_wide = "fp16" in guarded.summary.precisions
         return noting_hidden(guarded.state.notes.note_hidden, is_wide=is_wide)
 
-    def check(self, guarded: GuardedCall, call: ComponentCall) -> Any:
+    def check(self, guarded: Call, call: ComponentCall) -> Any:
         """Check a call's output, and answer a fault; this is outside of plans and memory strategies."""
         entered_at = time.perf_counter()
-        guarded.begin(call)
+        planned = self._session.planned.get(guarded.callee.component_name, Scaling())
+        guarded.begin(call, planned)
         given = GivenTensors(call)
         called = time.perf_counter()
         try:
@@ -81,8 +84,8 @@ class Watch:
             self._leave_unchecked(guarded, error)
             return output
         guarded.latest.given = given
-        with self._session.counting:
-            guarded.count_call(returned - called, check)
+        with self._session.turn:
+            guarded.record(returned - called, check)
         if not check.is_seen and is_opaque(output):
             self._session.log.leave(
                 guarded.name,
@@ -97,7 +100,7 @@ class Watch:
         self.own_s += (called - entered_at) + (time.perf_counter() - returned)
         return output
 
-    def _leave_unchecked(self, guarded: GuardedCall, error: Exception) -> None:
+    def _leave_unchecked(self, guarded: Call, error: Exception) -> None:
         """Report a call whose values no check can read."""
         guarded.state.notes.clear()
         self._session.log.leave(
@@ -107,7 +110,7 @@ class Watch:
 
     def _make_fault(
         self,
-        guarded: GuardedCall,
+        guarded: Call,
         call: ComponentCall,
         output: Any = None,
         check: CallCheck | None = None,
@@ -129,7 +132,7 @@ class Watch:
             wants_gradients(guarded.module),
         )
 
-    def _locate(self, guarded: GuardedCall) -> tuple[int | None, str]:
+    def _locate(self, guarded: Call) -> tuple[int | None, str]:
         """Return the step of the latest call from 0, None outside of denoising; and ` at step 2 of 28`.
 
         If nothing counts steps, ` at its call 3`.
@@ -138,9 +141,9 @@ class Watch:
         if steps.pipe is not None or steps.is_told:
             return steps.find_step(guarded.callee), steps.name_step(guarded.callee)
         kwargs = guarded.latest.call.kwargs if guarded.latest.call is not None else {}
-        if (found := self._session.adapter.read_step(kwargs)) is not None:
+        if (found := find_adapter(self._session.pipe).read_step(kwargs)) is not None:
             return found[0], f" at step {found[0] + 1} of {found[1]}"
-        return None, f" at its call {guarded.count + self._session.options.calls_before}"
+        return None, f" at its call {guarded.summary.calls + self._session.options.calls_before}"
 
 
 def _word_choice(precision: str, reason: str) -> str:

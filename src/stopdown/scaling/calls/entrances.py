@@ -37,31 +37,35 @@ class BeyondError(ScalingError):
 
 @dataclass
 class Entrance:
-    """Around the calls of one component that get arguments in its dtype."""
+    """Around the calls of one component that get arguments in its dtype.
+
+    Attributes:
+        dtype: what its arguments are brought to; None where each call says so.
+        wide: numbers of the outputs that its code returns in fp32 by itself.
+    """
 
     module: nn.Module
     patches: Patches
+    dtype: torch.dtype | None = None
+    wide: Collection[int] = ()
     _layers: dict[nn.Module, _WideLayer] = field(default_factory=dict)
 
-    def proceed(
-        self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool, wide: Collection[int] = ()
-    ) -> Any:
+    def proceed(self, call: ComponentCall, dtype: torch.dtype, *, refuses: bool) -> Any:
         """Go on as `call.proceed_in` does, with arguments in fp32 that `dtype` cannot hold.
 
         Args:
             refuses: raise BeyondError if that fails or its output is not finite; False returns the output,
                 for a guard to repair.
-            wide: numbers of the outputs that its code returns in fp32 by itself.
         """
         beyond = call.list_beyond(dtype)
         if not beyond:
-            return call.proceed_in(dtype, wide=wide)
+            return call.proceed_in(dtype, wide=self.wide)
         device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
         held, restores = HeldContainers(call), call.save(self.module, device)
         self._put_on()
         refused: Exception | None = None
         try:
-            output = _widen(call, beyond).proceed_in(dtype, beyond, wide)
+            output = _widen(call, beyond).proceed_in(dtype, beyond, self.wide)
             if not refuses or _is_finite(output):
                 self._keep_used()
                 return output
