@@ -9,7 +9,7 @@ Diffusers' tests are no part of its package: take them from its repository, and 
     git clone --depth 1 https://github.com/huggingface/diffusers /tmp/diffusers
     python benchmarks/every_pipeline.py /tmp/diffusers             # rows that are not stored, an hour
     python benchmarks/every_pipeline.py /tmp/diffusers --only FluxPipeline SanaPipeline
-    python benchmarks/every_pipeline.py --table                    # only write the table anew
+    python benchmarks/every_pipeline.py --table                    # only write the table
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -129,13 +130,8 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
         ends = (*options, "-o", str(output), "--json")
         with simulated_t4():
             row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
-            advised = re.findall(
-                r"use (--frames|--height|--width) (\d+)", row[name].get("said", "")
-            )
-            if advised and row[name]["code"] == 2:  # the test's size is none that a real model has
-                for option, value in advised:
-                    at = words.index(option) + 1 if option in words else len(words)
-                    words[at : at + 1] = [value] if option in words else [option, value]
+            said = row[name].get("said", "")
+            if row[name]["code"] == 2 and take_advice(words, said):
                 row["note"] = "A size was changed as the first answer said."
                 row[name] = run(["generate", str(folder / "model"), *words, *ends], folder)
     if "on simulated device" in row["auto"].get("said", ""):  # a kernel that CUDA has
@@ -152,6 +148,18 @@ def make_row(subject: Subject, folder: Path) -> dict[str, Any]:
     return row | {"outcome": judge(row)}
 
 
+def take_advice(words: list[str], said: str) -> bool:
+    """Change sizes as a refusal says: a test's size may be none that a real model has."""
+    advised = re.findall(r"use (--frames|--height|--width) (\d+)", said)
+    least = re.search(r"must be at least (\d+)px", said)
+    if least is not None:
+        advised += [("--height", least[1]), ("--width", least[1])]
+    for option, value in advised:
+        at = words.index(option) + 1 if option in words else len(words)
+        words[at : at + 1] = [value] if option in words else [option, value]
+    return bool(advised)
+
+
 def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
     """The pipeline of a test in fp32, and the arguments of its call."""
     answer_hub()
@@ -161,7 +169,7 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     parts = tester.get_dummy_components()
     inputs = tester.get_dummy_inputs
-    given = inputs("cpu") if inspect.signature(inputs).parameters else inputs()
+    given = inputs("cpu") if "device" in inspect.signature(inputs).parameters else inputs()
     for part in parts.values():
         if isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None:
             part.float().eval().requires_grad_(False)
@@ -178,9 +186,57 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
         parts["scheduler"] = type(scheduler).from_config(config, prediction_type="flow_prediction")
     kind = tester.pipeline_class
     own = next(x for x in kind.__mro__ if x.__module__.startswith("diffusers."))
+    fit_parts(own, parts)
     pipe = own(**parts)
+    make_sizes_small(own, pipe, given)
     pipe.set_progress_bar_config(disable=True)
+    steps = given.get("num_inference_steps")
+    if steps is not None:
+        share = inspect.signature(own.__call__).parameters.get("strength")
+        share = given.get("strength") or getattr(share, "default", 1.0)
+        is_share = isinstance(share, (int, float)) and share > 0
+        given["num_inference_steps"] = min(
+            int(steps), max(2, math.ceil(1 / share) if is_share else 2)
+        )
     return pipe, given
+
+
+def fit_parts(kind: type, parts: dict[str, Any]) -> None:
+    """Give a pipeline what its own code needs, and tests go round by tensors in the place of pictures."""
+    if kind.__name__ in ("StableVideoDiffusionPipeline", "ShapEImg2ImgPipeline"):
+        encoder = parts["image_encoder"]  # every picture is made 224 pixels wide
+        encoder.config.update({"image_size": 224, "patch_size": 32})
+        parts["image_encoder"] = type(encoder)(encoder.config).eval().requires_grad_(False)
+    needed: Any = vars(kind).get("_optional_components", ())
+    if "watermarker" in parts and "watermarker" not in needed:  # it isn't loaded without
+        from diffusers.pipelines.deepfloyd_if.watermark import IFWatermarker
+
+        parts["watermarker"] = IFWatermarker()
+
+
+MOST_PIXELS = 64 * 64
+"""Of what a pipeline's own code makes of a picture that it is given: 1024 pixels a side."""
+
+
+def make_sizes_small(kind: type, pipe: Any, given: dict[str, Any]) -> None:
+    """Let classes that have a size of their own take that of a tiny model, in this process."""
+    if hasattr(pipe, "resolutions"):
+        sides = [(given.get("height") or 64, given.get("width") or 64)]
+        make: Any = kind.__init__
+
+        @functools.wraps(make)
+        def make_small(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            self.resolutions = sides
+
+        kind.__init__ = make_small  # type: ignore[misc]
+        pipe.resolutions = sides
+    module = sys.modules[kind.__module__]
+    choose: Any = getattr(module, "calculate_dimensions", None)
+    if choose is not None:
+        module.calculate_dimensions = lambda area, ratio: choose(  # type: ignore[attr-defined]
+            min(area, MOST_PIXELS), ratio
+        )
 
 
 def find_denoiser(pipe: Any) -> Any:
@@ -202,7 +258,7 @@ def make_overflow(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
-            pipe(**{**given, "num_inference_steps": 2} if "num_inference_steps" in given else given)
+            pipe(**given)
     except Exception as error:
         note = f"{type(error).__name__}: {error}"[:200]
     else:
@@ -263,7 +319,7 @@ def save(pipe: Any, folder: Path) -> None:
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None:
             part.to(torch.bfloat16)
-        elif isinstance(part, torch.nn.Module):
+        elif isinstance(part, torch.nn.Module) and not hasattr(part, "save_pretrained"):
             pipe.register_modules(**{name: None})  # a stand-in of Cosmos' safety checker
     pipe.save_pretrained(folder)
 
@@ -290,10 +346,10 @@ def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
     if "use_resolution_binning" in taken:
         left["use_resolution_binning"] = False
     if "num_inference_steps" in taken:
-        left["num_inference_steps"] = min(2, int(left.get("num_inference_steps", 2)))
+        left.setdefault("num_inference_steps", 2)
     for field in (x for x in FIELDS if x.metadata["names"]):
         target = find_target(field.name, kind)
-        if target not in left:
+        if target not in left or (field.name.endswith("image") and is_list(left[target])):
             continue
         value = left.pop(target)
         value = (
@@ -304,24 +360,48 @@ def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
         option = [] if field.name == "prompt" else [f"--{field.name.replace('_', '-')}"]
         words += [*option, str(value)] if value != "" or option else []
     for name, value in left.items():
+        (folder / name).mkdir(exist_ok=True)
         text = describe(value, folder / name)
         if text is not None:
             words += ["--arg", f"{name}={text}"]
     return words
 
 
-def describe(value: Any, path: Path) -> str | None:
+def is_list(value: Any) -> bool:
+    """Whether an argument is several pictures, in a list or in lists of a list."""
+    return isinstance(value, list) and (len(value) > 1 or isinstance(value[0], list))
+
+
+def describe(value: Any, folder: Path) -> str | None:
     """An argument as `--arg` takes it; None for what it has no form for."""
-    if isinstance(value, (bool, int, float, str)) or (
-        isinstance(value, (list, tuple)) and value and not hasattr(value[0], "size")
-    ):
-        with contextlib.suppress(TypeError):
-            return json.dumps(value)
+    with contextlib.suppress(TypeError, ValueError):
+        return json.dumps(value)
+    if isinstance(value, list) and getattr(value[0], "size", None) and len(value) > MOST_LISTED:
+        return f"{write(value, folder / 'clip', is_clip=True)}/"
+    if is_list(value):
+        with contextlib.suppress(Exception):
+            return json.dumps(list_pictures(value, folder))
+    value = value[0] if isinstance(value, list) else value
+    if isinstance(value, torch.Tensor) and (value.ndim < 3 or value.shape[-3] not in (1, 3)):
+        return None  # embeddings, which another pipeline makes
     with contextlib.suppress(Exception):
-        is_list = isinstance(value, list) and len(value) > 1
-        is_clip = is_list or getattr(value, "ndim", 0) == 5
-        return f"{write(value, path, is_clip=is_clip)}{'/' * is_clip}"
+        is_clip = getattr(value, "ndim", 0) == 5
+        return f"{write(value, folder / 'file', is_clip=is_clip)}{'/' * is_clip}"
     return None
+
+
+MOST_LISTED = 4
+"""Pictures that are named one by one; more are a video."""
+
+
+def list_pictures(value: Any, folder: Path) -> Any:
+    """Lists of pictures as lists of their files."""
+    if isinstance(value, (list, tuple)):
+        return [list_pictures(x, folder / str(i)) for i, x in enumerate(value)]
+    if value is None:
+        return None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return str(write(value, folder, is_clip=False))
 
 
 def write(value: Any, path: Path, *, is_clip: bool) -> Path:
@@ -533,7 +613,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these rows, again")
     parser.add_argument("--outcomes", nargs="+", help="rows with these outcomes, again")
     parser.add_argument("--part", default="0/1", help="one part of the rows: 0/2, 1/2")
-    parser.add_argument("--table", action="store_true", help="only write the table anew")
+    parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -6,7 +6,9 @@ tests expect of theirs, and a vocabulary of characters.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +59,59 @@ def make_byte_tokenizer(**options: Any) -> Any:
     made.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     made.chat_template = CHAT
     return made
+
+
+def make_gemma_tokenizer(**options: Any) -> Any:
+    """A tokenizer of single bytes that begins each text with a mark, as Gemma's: none is empty."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    mark = "<|endoftext|>"
+    backend = make_byte_tokenizer().backend_tokenizer
+    backend.post_processor = TemplateProcessing(
+        single=f"{mark} $A", special_tokens=[(mark, backend.token_to_id(mark))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=mark, eos_token=mark, pad_token=mark, **options
+    )
+
+
+def make_chatglm_tokenizer(kind: type) -> Any:
+    """A `ChatGLMTokenizer`, which Diffusers has for Kolors, that knows single letters."""
+    from sentencepiece import SentencePieceTrainer
+
+    letters = [chr(97 + i) for i in range(26)]
+    with tempfile.TemporaryDirectory() as name:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([" ".join(letters), " ".join(reversed(letters))]),
+            model_prefix=f"{name}/tokenizer",
+            model_type="char",
+            vocab_size=64,
+            hard_vocab_limit=False,
+            pad_id=3,
+            minloglevel=2,
+        )
+        made = kind(f"{name}/tokenizer.model")
+        with tempfile.NamedTemporaryFile(suffix=".model", delete=False) as file:
+            file.write((Path(name) / "tokenizer.model").read_bytes())  # it's copied when saved
+        made.vocab_file = file.name
+    return made
+
+
+def make_chatglm_config() -> Any:
+    """What the Hub's tiny ChatGLM has."""
+    from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
+
+    return ChatGLMConfig(
+        num_layers=2,
+        padded_vocab_size=128,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        kv_channels=4,
+        num_attention_heads=2,
+        seq_length=256,
+        add_qkv_bias=True,
+    )
 
 
 def make_roberta_tokenizer(**options: Any) -> Any:
@@ -123,7 +178,7 @@ def make_t5_config() -> Any:
     return T5Config(vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=5, num_heads=4)
 
 
-def _make_model(name: str) -> Any:
+def _make_model(kind: type) -> Any:
     import transformers as of
 
     shared = {name: 259 + number for number, name in enumerate(MARKS)}
@@ -132,6 +187,7 @@ def _make_model(name: str) -> Any:
     pictures = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     mixed = {**ROPE, "mrope_interleaved": True}
     configs: dict[str, Callable[[], Any]] = {
+        "ChatGLMModel": make_chatglm_config,
         "T5EncoderModel": make_t5_config,
         "UMT5EncoderModel": lambda: of.UMT5Config(
             vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4
@@ -169,7 +225,26 @@ def _make_model(name: str) -> Any:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return getattr(of, name)(configs[name]())
+        return kind(configs[kind.__name__]())
+
+
+def _make_tokenizer(kind: type, where: str, taken: dict[str, Any]) -> Any:
+    name = kind.__name__
+    if "CLIP" in name or ("clip" in where and "mclip" not in where):
+        return make_clip_tokenizer()
+    if "ChatGLM" in name:
+        return make_chatglm_tokenizer(kind)
+    if "gemma" in where:
+        return make_gemma_tokenizer(**taken)
+    if "XLM" in name:
+        return make_unigram_tokenizer(model_max_length=77, **taken)
+    if "Roberta" in name:
+        return make_roberta_tokenizer(**taken)
+    if "T5" in name or "t5" in where:
+        made = make_t5_tokenizer()
+        made.model_max_length = taken.get("model_max_length", 512)
+        return made
+    return make_bert_tokenizer(**taken) if "bert" in where else make_byte_tokenizer(**taken)
 
 
 def _make_part(kind: type, source: str, **options: Any) -> Any:
@@ -179,17 +254,7 @@ def _make_part(kind: type, source: str, **options: Any) -> Any:
     if name == "AutoConfig":
         return make_t5_config()
     if "Tokenizer" in name:
-        if "CLIP" in name or ("clip" in where and "mclip" not in where):
-            return make_clip_tokenizer()
-        if "XLM" in name:
-            return make_unigram_tokenizer(model_max_length=77, **taken)
-        if "Roberta" in name:
-            return make_roberta_tokenizer(**taken)
-        if "T5" in name or "t5" in where:
-            made = make_t5_tokenizer()
-            made.model_max_length = taken.get("model_max_length", 512)
-            return made
-        return make_bert_tokenizer(**taken) if "bert" in where else make_byte_tokenizer(**taken)
+        return _make_tokenizer(kind, where, taken)
     if name.endswith("ImageProcessor") or name.endswith("FeatureExtractor"):
         left = {k: x for k, x in options.items() if k not in ("subfolder",)}
         if name == "DPTImageProcessor":
@@ -197,7 +262,7 @@ def _make_part(kind: type, source: str, **options: Any) -> Any:
         return kind(**left)
     if name == "Qwen3VLProcessor":
         return make_large_patch_processor()
-    return make_processor() if "Processor" in name else _make_model(name)
+    return make_processor() if "Processor" in name else _make_model(kind)
 
 
 def answer_hub() -> None:

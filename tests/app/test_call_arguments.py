@@ -56,9 +56,21 @@ def test_a_path_becomes_what_it_holds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (len(found["v"]), tuple(found["s"].shape)) == (3, (2, 5))
 
 
+def test_pictures_may_stand_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ControlNets take a list of pictures, of any sizes, and VisualCloze lists of lists."""
+    monkeypatch.chdir(tmp_path)
+    write_media("a.png", CLIP[:1])
+    write_media("b.png", CLIP[:1, :4])
+    found = read_arguments(('p=["a.png", "b.png"]', 'q=[["a.png", "text"], ["b.png", null]]'))
+    assert [x.size for x in found["p"]] == [(8, 8), (8, 4)]
+    (one, text), (other, nothing) = found["q"]
+    assert (one.size, text, other.size, nothing) == ((8, 8), "text", (8, 4), None)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (('a=["none.png"]',), "none.png cannot be read: there is no such file"),
         (("labels",), r"--arg labels has no name and value\..* --arg class_labels=\[207\]\."),
         (("=5",), "--arg =5 has no name and value."),
         (("a b=5",), "--arg a b=5 has no name and value."),

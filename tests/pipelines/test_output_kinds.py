@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from stopdown.pipelines.results import (
     choose_suffix,
     find_output_kind,
     find_sound_rate,
+    read_frames,
     read_result,
 )
 from stopdown.records import from_json
@@ -64,6 +66,8 @@ def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("AudioLDM2Pipeline", "sound"),
         ("MusicLDMPipeline", "sound"),
         ("LongCatAudioDiTPipeline", "sound"),
+        ("MarigoldDepthPipeline", "picture"),
+        ("MarigoldNormalsPipeline", "picture"),
         ("FluxPriorReduxPipeline", ""),
     ],
 )
@@ -90,6 +94,45 @@ def test_a_pipeline_without_output_is_refused() -> None:
         check_format(diffusers.FluxPriorReduxPipeline, Request(), "a.png")
     assert caught.value.what == "FluxPriorReduxPipeline makes no picture, video or sound."
     assert caught.value.expected == "Its result has pooled_prompt_embeds, prompt_embeds."
+
+
+def test_a_prediction_is_a_picture() -> None:
+    """Depth is grey, normals are colours from -1 to 1, and ShapE's views of an object are frames."""
+    from diffusers.pipelines.marigold.pipeline_marigold_depth import MarigoldDepthOutput
+    from diffusers.pipelines.marigold.pipeline_marigold_normals import MarigoldNormalsOutput
+    from diffusers.pipelines.shap_e.pipeline_shap_e import ShapEPipelineOutput
+
+    depth = np.random.default_rng(0).random((1, 4, 6, 1))
+    found = read_frames(MarigoldDepthOutput(depth, None, None))
+    assert (found == np.repeat(depth, 3, -1)).all()
+    normals = np.array([-1.0, 0.0, 1.0]).reshape(1, 1, 1, 3)
+    found = read_frames(MarigoldNormalsOutput(normals, None, None))
+    assert found.tolist() == [[[[0.0, 0.5, 1.0]]]]
+    views = np.random.default_rng(0).random((1, 5, 4, 6, 3))
+    assert (read_frames(ShapEPipelineOutput(views)) == views[0]).all()
+
+
+def test_noise_without_a_generator_has_the_seed_as_well(
+    run: Run, save_tiny: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline's code that draws from PyTorch's own generator draws the same, and leaves it as before."""
+    drawn: list[torch.Tensor] = []
+    call = diffusers.StableDiffusionPipeline.__call__
+
+    def draw_more(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append(torch.randn(4))
+        return call(self, *args, **kwargs)
+
+    draw_more.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", draw_more)
+    model = save_tiny("sd", "fp32")
+    for seed in (0, 0, 1):
+        before = torch.get_rng_state()
+        assert run("generate", model, "a", *SMALL, "--seed", seed)[0] == 0
+        assert torch.equal(torch.get_rng_state(), before)
+    one, same, other = drawn[-3:]
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
 
 
 def test_a_picture_goes_to_a_png(run: Run, save_tiny: Callable[..., Path], here: Path) -> None:

@@ -344,6 +344,27 @@ def test_a_second_stage_names_the_first(name: str, remedy: str) -> None:
     assert caught.value.remedy.startswith(remedy)
 
 
+def test_an_embedding_is_what_another_pipeline_makes() -> None:
+    """No option can give one: the remedy is Python, where both pipelines are called."""
+    import diffusers
+
+    kind = diffusers.KandinskyV22ControlnetPipeline
+    with pytest.raises(OptionError) as caught:
+        name_arguments(kind, Request())
+    assert caught.value.remedy == (
+        "Another pipeline makes image_embeds and negative_image_embeds. Call both in Python: the first "
+        "one, then this one as pipe = stopdown.load(SOURCE)."
+    )
+
+
+def test_a_method_that_has_to_be_called_first_is_named() -> None:
+    """LEdits++ edits the picture that its `invert` was called with; no argument gives it."""
+    said = "The `invert` method has to be called beforehand. Edits are of `image`s."
+    remedy = say_what_to_change(diffusers.LEditsPPPipelineStableDiffusion, said)
+    assert remedy == "Call its method invert first, in Python: pipe = stopdown.load(SOURCE)."
+    assert "invert" not in say_what_to_change(diffusers.StableDiffusionPipeline, said)
+
+
 def test_each_combined_class_makes_both_stages() -> None:
     """Classes of the table are Diffusers'; a combined one takes a prompt, and the prior's components."""
     import diffusers

@@ -284,6 +284,29 @@ def test_a_missing_component_is_named(folder: Path) -> None:
     )
 
 
+def test_a_component_that_a_pipeline_makes_itself_needs_no_folder(folder: Path) -> None:
+    """LongCat's index names a scheduler that the pipeline makes, and `save_pretrained` writes none."""
+    index = folder / "model_index.json"
+    said = json.loads(index.read_text()) | {"_class_name": "LongCatAudioDiTPipeline"}
+    index.write_text(json.dumps(said))
+    shutil.rmtree(folder / "scheduler")
+    verify(folder)
+    shutil.rmtree(folder / "vae")
+    assert "The folder of the component vae is missing" in read_error(lambda: verify(folder))
+
+
+@pytest.mark.parametrize("library", ["wuerstchen", "diffusers"])
+def test_a_deprecated_class_is_named(folder: Path, library: str) -> None:
+    """Stable Cascade's autoencoder is a class that Diffusers loads no more, however it's named."""
+    index = folder / "model_index.json"
+    said = json.loads(index.read_text()) | {"vae": [library, "PaellaVQModel"]}
+    index.write_text(json.dumps(said))
+    assert read_error(lambda: verify(folder)).startswith(
+        "model_index.json names the class 'PaellaVQModel', which the installed Diffusers has among its "
+        "deprecated pipelines."
+    )
+
+
 @pytest.mark.parametrize(
     ("file", "class_name"),
     [

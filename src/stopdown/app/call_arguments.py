@@ -30,8 +30,8 @@ def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
     JSON becomes its value, a picture or video PIL images, sound a tensor, and other text stays text.
 
     Args:
-        given: texts such as `class_labels=[207]` and `pose_video=pose.mp4`. The suffix of a file decides; a
-            text in double quotes is a text.
+        given: texts such as `class_labels=[207]`, `pose_video=pose.mp4` and `image=["a.png", "b.png"]`. The
+            suffix of a file decides, also in a list; a text in double quotes alone is a text.
     """
     arguments: dict[str, Any] = {}
     for text in given:
@@ -57,7 +57,7 @@ def read_arguments(given: tuple[str, ...]) -> dict[str, Any]:
 
 def _read_value(name: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         if text[:1] in tuple('[{"'):
             raise OptionError(
@@ -65,6 +65,8 @@ def _read_value(name: str, text: str) -> Any:
                 expected="A value that begins with a bracket, a brace or a quote is JSON.",
                 remedy=f"Write for example --arg '{name}=[\"a\", 2]'.",
             ) from error
+    else:
+        return _read_listed_pictures(value) if isinstance(value, list) else value
     suffix = Path(text).suffix.lower()
     try:
         if suffix in PICTURES:
@@ -79,6 +81,15 @@ def _read_value(name: str, text: str) -> Any:
         remedy = f"{error.remedy} If it is a text, write --arg '{name}=\"{text}\"'."
         raise type(error)(error.what, expected=error.expected, remedy=remedy) from error
     return text
+
+
+def _read_listed_pictures(value: Any) -> Any:
+    """Return a list in which each name of a picture's file is the picture, also in its own lists."""
+    if isinstance(value, list):
+        return [_read_listed_pictures(entry) for entry in value]
+    if isinstance(value, str) and Path(value).suffix.lower() in PICTURES:
+        return _make_picture(read_image(value))
+    return value
 
 
 def _refuse_constant(text: str) -> None:

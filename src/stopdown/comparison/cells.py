@@ -139,12 +139,9 @@ def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
         pipe.set_progress_bar_config(disable=True)
 
     def start() -> Any:
-        with same_noise():
-            if run is None:
-                return pipe(**build_arguments(pipe, request))
-            with torch.random.fork_rng():
-                torch.manual_seed(request.seed)
-                return run()
+        with same_noise(), torch.random.fork_rng():
+            torch.manual_seed(request.seed)
+            return pipe(**build_arguments(pipe, request)) if run is None else run()
 
     return start
 

@@ -408,6 +408,9 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
         return f"Change {' and '.join(f'`{x}`' for x in fields)}."
     if named:
         return _say_how(pipeline_class, named)
+    for name in re.findall(r"`(\w+)`", text):
+        if inspect.isfunction(getattr(pipeline_class, name, None)):
+            return f"Call its method {name} first, in Python: pipe = stopdown.load(SOURCE)."
     return (
         "Its own code says so of what it was given. To give an argument that has no option, "
         'use request=stopdown.Request(arguments={"NAME": ...}).'
@@ -586,6 +589,11 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
     """Explain how to give arguments of a pipeline's call: in the request, or by name without a field."""
     if arguments == ["prompt"]:
         return _GIVE_PROMPT
+    if made := [name for name in arguments if re.search("embed|latent", name)]:
+        return (
+            f"Another pipeline makes {' and '.join(made)}. Call both in Python: the first one, then this "
+            "one as pipe = stopdown.load(SOURCE)."
+        )
     names = [_find_field(pipeline_class, argument) for argument in arguments]
     given = " and ".join(f"`{name}`" for name in names if name)
     others = ", ".join(f'"{x}": ...' for x, name in zip(arguments, names, strict=True) if not name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OutputKind = Literal["video", "picture", "sound", ""]
 
-_VIDEO, _PICTURE = ("frames", "video"), ("images", "image")
+_VIDEO, _PICTURE = ("frames", "video"), ("images", "image", "prediction")
 _SOUND, _TRACK = ("audios",), ("audio", "sound")
 """Fields of outputs: a sound alone, and the track of a video."""
 
@@ -124,7 +124,12 @@ def read_frames(output: Any) -> np.ndarray[Any, Any]:
     found = _take(output, _VIDEO)
     if found is not None:
         return np.asarray(found[0])
-    return np.asarray(_take(output, _PICTURE))
+    pictures = np.asarray(_take(output, _PICTURE))
+    if "Normals" in type(output).__name__:  # of Marigold: directions, each coordinate in [-1, 1]
+        pictures = (pictures + 1) / 2
+    if pictures.ndim == 5:  # of ShapE: views of an object from all sides
+        pictures = pictures[0]
+    return np.repeat(pictures, 3, -1) if pictures.shape[-1:] == (1,) else pictures
 
 
 def read_result(pipe: Any, arguments: Mapping[str, Any], output: Any) -> Result:

@@ -235,7 +235,7 @@ def make_frames(
         )
     choose_format(output, count_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    made = run_guarded(loaded, partial(_call, loaded.pipe, arguments), settings)
+    made = run_guarded(loaded, partial(_call, loaded.pipe, arguments, request.seed), settings)
     result = read_result(loaded.pipe, arguments, made.output)
     return dataclasses.replace(
         made,
@@ -256,10 +256,15 @@ def run_guarded(loaded: AppliedPlan, start: Callable[[], Any], settings: GuardOp
     return RunResult(result, guarding.record, updated, time.perf_counter() - begun)
 
 
-def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
-    """Run the pipeline; turn its refusal of arguments into a message without a traceback."""
+def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
+    """Run the pipeline; turn its refusal of arguments into a message without a traceback.
+
+    Some pipelines draw noise without the generator that they are given: PyTorch's own has the seed as well,
+    and is as before when this returns.
+    """
     try:
-        with describing_out_of_memory():
+        with describing_out_of_memory(), torch.random.fork_rng():
+            torch.manual_seed(seed)
             return pipe(**arguments)
     except (ValueError, TypeError) as error:
         raise InputError(

@@ -16,6 +16,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -450,6 +451,8 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
             yield make_problem("class-name", **said)
         elif class_name.endswith("Pipeline"):
             yield make_problem("pipeline-inside", **said)
+        elif is_deprecated(class_name):
+            yield make_problem("deprecated-class", class_name=class_name)
         elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
             if class_name.startswith(("Flax", "Onnx")):
                 yield make_problem("foreign-library", **said)
@@ -489,6 +492,15 @@ def list_modules_with(class_name: str) -> list[str]:
     ]
 
 
+@functools.cache
+def is_deprecated(class_name: str) -> bool:
+    """Return whether Diffusers has a class in deprecated pipelines alone: it loads none from there."""
+    folder = _find_diffusers() / "pipelines" / "deprecated"
+    texts = (path.read_text(encoding="utf-8") for path in folder.glob("*/__init__.py"))
+    found = any(re.search(rf'"{re.escape(class_name)}"', text) for text in texts)
+    return found and class_name not in list_library_classes("")
+
+
 def _find_diffusers() -> Path:
     found = importlib.util.find_spec("diffusers")
     if found is None or not found.submodule_search_locations:
@@ -504,8 +516,21 @@ def _find_damages(source: Source) -> Iterator[Problem]:
                 yield from _check_configurations(source, name, each)
                 if source.has_weights(name):
                     yield from _check_weights(each, source)
-        elif name not in OPTIONAL_COMPONENTS:
+        elif name not in OPTIONAL_COMPONENTS and not _makes_itself(source.pipeline_class, name):
             yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
+
+
+def _makes_itself(pipeline_class: str, name: str) -> bool:
+    """Return whether a pipeline makes a component itself, as LongCat does its scheduler.
+
+    Its index names the component, and `save_pretrained` writes no folder for it.
+    """
+    import diffusers
+
+    kind: Any = getattr(diffusers, pipeline_class, None)
+    argument = inspect.signature(kind.__init__).parameters.get(name) if kind else None
+    has_default = argument is not None and argument.default is not inspect.Parameter.empty
+    return has_default and name not in kind._optional_components
 
 
 def find_missing(source: Source) -> list[Problem]:
