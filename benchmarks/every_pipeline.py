@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ from stopdown.numerics import iterate_tensors  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "every_pipeline.json"
 LIMIT_SECONDS = 240
+"""Of processor time, which a busy machine doesn't change."""
 MOST_BYTES = 12 * 2**30
 """Of address space: a row that wants more is a row, and not the end of the machine."""
 
@@ -187,6 +189,10 @@ def build(subject: Subject) -> tuple[Any, dict[str, Any]]:
     kind = tester.pipeline_class
     own = next(x for x in kind.__mro__ if x.__module__.startswith("diffusers."))
     fit_parts(own, parts)
+    if (
+        own.__name__ == "Kandinsky5I2IPipeline"
+    ):  # a letter is a token here, and its template is long
+        given["max_sequence_length"] = 512
     pipe = own(**parts)
     make_sizes_small(own, pipe, given)
     pipe.set_progress_bar_config(disable=True)
@@ -417,8 +423,14 @@ def write(value: Any, path: Path, *, is_clip: bool) -> Path:
     return path
 
 
+LATENTS_SIDE = 64
+"""Of a picture in the place of latents, in pixels."""
+
+
 def _list_pixels(value: Any) -> Any:
     """[T, H, W, 3] uint8."""
+    if isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[1] not in (1, 3):
+        return np.zeros((1, LATENTS_SIDE, LATENTS_SIDE, 3), np.uint8)
     if isinstance(value, torch.Tensor):
         value = value.float().numpy()
         value = value.reshape(-1, *value.shape[-3:]) if value.ndim > 2 else value[None]
@@ -574,7 +586,7 @@ def make_in_process(subject: Subject) -> dict[str, Any]:
             finally:
                 os._exit(code)
         status = None
-        while status is None and time.perf_counter() - started < LIMIT_SECONDS:
+        while status is None and count_seconds(child, started) < LIMIT_SECONDS:
             done, found = os.waitpid(child, os.WNOHANG)
             status = found if done else None
             time.sleep(0.1)
@@ -593,6 +605,16 @@ def make_in_process(subject: Subject) -> dict[str, Any]:
             logs = Path(os.environ["EVERY_LOGS"])
             (logs / f"{subject.name}.log").write_bytes((folder / "log.txt").read_bytes())
         return {"name": subject.name, **row, "seconds": seconds}
+
+
+def count_seconds(child: int, started: float) -> float:
+    """Processor seconds of a process and of those that it started, or a tenth of the clock's."""
+    seconds = (time.perf_counter() - started) / 10
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(child)
+        times = [x.cpu_times() for x in (first, *first.children(recursive=True))]
+        seconds = max(seconds, sum(x.user + x.system for x in times))
+    return seconds
 
 
 def warm_up() -> None:
@@ -669,7 +691,7 @@ OUTCOMES = {
     "traceback": "stopped with a traceback",
     "refused": "refused in one sentence, in fp32 as well",
     "no reference": "ran, where fp32 did not",
-    "out of time": f"took more than {LIMIT_SECONDS} s on a share of two busy cores",
+    "out of time": f"took more than {LIMIT_SECONDS} s of one processor",
     "crashed": "ended the process",
     "not built": "the tiny model could not be made here",
 }

@@ -53,6 +53,10 @@ def find_output_kind(pipeline_class: type) -> OutputKind:
     """Return the kind of a pipeline's output; "" for outputs such as embeddings."""
     if any(find_target(name, pipeline_class) for name in ("frames", "video")):
         return "video"
+    if "frame_size" in inspect.signature(pipeline_class.__call__).parameters:
+        return "video"  # ShapE turns its object
+    if hasattr(pipeline_class, "n_targets"):
+        return "video"  # Marigold takes a picture apart: several pictures
     found = next(filter(None, map(_list_output_fields, pipeline_class.__mro__)), set[str]())
     if found & {*_VIDEO}:
         return "video"

@@ -498,7 +498,9 @@ def is_deprecated(class_name: str) -> bool:
     folder = _find_diffusers() / "pipelines" / "deprecated"
     texts = (path.read_text(encoding="utf-8") for path in folder.glob("*/__init__.py"))
     found = any(re.search(rf'"{re.escape(class_name)}"', text) for text in texts)
-    return found and class_name not in list_library_classes("")
+    return (
+        found and not list_modules_with(class_name) and class_name not in list_library_classes("")
+    )
 
 
 def _find_diffusers() -> Path:
