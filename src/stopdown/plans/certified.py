@@ -100,7 +100,6 @@ from stopdown.sources.sources import (
     verify_source,
 )
 
-_WHOLE = "Only the whole component in fp32 keeps its bounds in range."
 _UNTRIED = Trial(note="Computed from the weights alone; the model was not run.")
 
 
@@ -425,8 +424,6 @@ def _plan_component(
     else:
         try:
             scaling = _scale_near(context, traced, reading)
-            if "" in scaling.fp32_modules:
-                raise ScalingError(_WHOLE)
         except (CaptureError, ScalingError) as error:
             planned = _fall_back(context, bare, error.what)
         else:
@@ -631,7 +628,7 @@ def certify_component(
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = traced.capture(stream)
-        find = functools.partial(find_scaling, stream=stream, statements=Statements())
+        find = functools.partial(find_scaling, stream=stream, whole=False, statements=Statements())
         found = scale_unmeasured(module, captured, load, find)
         if not hands_over or not any(map(is_encoded, found.limits)):
             return found
@@ -641,10 +638,7 @@ def certify_component(
     if residual == "native":
         return scale(None)
     try:
-        found = scale(plan_stream(module, traced.calls, traced.captures))
-        if "" not in found.fp32_modules:
-            return found
-        why = _WHOLE
+        return scale(plan_stream(module, traced.calls, traced.captures))
     except ScalingError as error:
         why = error.what
     return dataclasses.replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")

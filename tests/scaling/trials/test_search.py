@@ -167,6 +167,30 @@ class Exponential(nn.Module):
         return self.out(hidden_states.exp())
 
 
+def test_whole_component_is_refused_before_its_exponents_are_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A value of its own code is in fp32 only with all of it; other modules are found as before."""
+    module = Exponential().eval().requires_grad_(False)
+    measured = measure_call(module, (torch.full((2, 8), 16.0),))
+    assert find_scaling(module, [measured]).fp32_modules == ("",)
+    other = Model(512).eval().requires_grad_(False)
+    large = measure_call(other, (torch.full((2, 8), 640.0),))
+    assert find_scaling(other, [large], whole=False) == find_scaling(other, [large])
+    asked = list[bool]()
+    solve = search.solve_problem
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["fp32_modules"])
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(search, "solve_problem", count)
+    with pytest.raises(ScalingError, match="Only the whole component in fp32"):
+        find_scaling(module, [measured], whole=False)
+    assert asked
+    assert not any(asked)
+
+
 def count_solutions(monkeypatch: pytest.MonkeyPatch, *, hopeless: bool | None) -> int:
     """How many programs are solved until it is known that nothing brings a value of 8.9e6 into fp16."""
     asked = list[float]()

@@ -53,6 +53,7 @@ from stopdown.scaling.exponents.solver import (
     Solution,
     explain_failure,
     is_hopeless,
+    needs_whole,
     solve_problem,
 )
 from stopdown.scaling.exponents.symmetry import (
@@ -207,9 +208,18 @@ def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> P
     return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
 
 
-def _describe(problem: Problem, solution: Solution | None) -> Scaling:
+def _solve_with_fp32(problem: Problem, bits: float, *, whole: bool) -> Solution | None:
+    """Solve a problem with modules in fp32; if these may not be the whole component, first look at that."""
+    if not whole and needs_whole(problem, hard_top_bits=ASKED_BITS):
+        return Solution({}, ("",), math.inf)
+    return solve_problem(problem, hard_top_bits=bits, fp32_modules=True)
+
+
+def _describe(problem: Problem, solution: Solution | None, *, whole: bool = True) -> Scaling:
     if solution is None:
         raise explain_failure(problem)
+    if not whole and "" in solution.fp32_modules:
+        raise ScalingError("Only the whole component in fp32 keeps its bounds in range.")
     return describe_solution(problem, solution)
 
 
@@ -219,6 +229,7 @@ def find_scaling(
     stream: ResidualStream | None = None,
     *,
     fp32_modules: bool = True,
+    whole: bool = True,
     statements: Statements | None = None,
     postpones: bool = False,
 ) -> Scaling:
@@ -227,6 +238,7 @@ def find_scaling(
     Args:
         stream: under which the calls were measured.
         fp32_modules: let modules be kept in fp32.
+        whole: let the whole component be kept in fp32, where that is the cheapest.
         statements: of these calls with other ranges, where exponents are looked for several times.
         postpones: do not look for modules to keep in fp32 where no exponents do without.
 
@@ -241,7 +253,7 @@ def find_scaling(
 
     @cache
     def solve(bits: float) -> Solution | None:
-        return solve_problem(state(multiplies=True), hard_top_bits=bits, fp32_modules=True)
+        return _solve_with_fp32(state(multiplies=True), bits, whole=whole)
 
     @cache
     def ends() -> bool:
@@ -257,7 +269,7 @@ def find_scaling(
             raise PostponedError
         if not relaxation.fp32_flops:
             return _find_cheaply(module, state, relaxation.headroom_bits)
-        scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits))
+        scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits), whole=whole)
         if scaling.fp32_flops > relaxation.fp32_flops:
             raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
         return scaling
