@@ -10,6 +10,8 @@ import ast
 import importlib
 import inspect
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 import stopdown
 import stopdown.embedding
 import stopdown.scaling
-from test_layers import SOURCES, Sources, iterate_imports, parse
+from test_layers import PACKAGE, SOURCES, Sources, iterate_imports, parse
 
 ROOT = Path(__file__).parents[1]
 NODES = ROOT / "integrations" / "comfyui"
@@ -38,6 +40,12 @@ LEAVES = {"diagnosis": "whether an error is a refusal of two dtypes"}
 
 MOST_BEHIND = 178
 """Names of modules of `scaling` that modules above take past the list. It only shrinks."""
+
+MOST_UNTESTED = 79
+"""Modules without a test file of their name. It only shrinks."""
+
+MOST_SHARED = 73
+"""Public names of functions and classes that several modules define. It only shrinks."""
 
 
 def is_core(name: str) -> bool:
@@ -102,6 +110,23 @@ def list_private(texts: dict[str, str]) -> list[str]:
     return found
 
 
+def list_shared(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the public names of functions and classes that several modules define."""
+    names = [
+        node.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def list_untested(modules: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """Return the modules, by dotted names, for which no test file is named."""
+    known = set(tests)
+    return [x for x in modules if f"test_{x.rpartition('.')[2]}" not in known]
+
+
 def test_nothing_below_the_wall_knows_what_is_above() -> None:
     """The core imports its libraries and itself: no Diffusers, Hub, command line or table of devices."""
     assert list_leaving(SOURCES) == []
@@ -131,6 +156,22 @@ def test_fewer_names_are_taken_past_the_list() -> None:
     source = "from stopdown.scaling.exponents.solver import Prices"
     assert list_behind(parse(plans=source)) == {"stopdown.scaling.exponents.solver.Prices"}
     assert list_behind(parse(plans="from stopdown.scaling import rescale_")) == set()
+
+
+def test_fewer_names_have_two_meanings() -> None:
+    """Modules define no more public names that others define as well."""
+    checker = ast.parse((ROOT / "src" / "stopdown_verify.py").read_text(encoding="utf-8"))
+    assert len(list_shared([*SOURCES.values(), checker])) <= MOST_SHARED
+    planted = parse(a="def find(): ...", b="class find: ...", c="def _find(): ...", d="find = 1")
+    assert list_shared(planted.values()) == {"find"}
+
+
+def test_fewer_modules_are_without_a_test_file() -> None:
+    """A new module has a test file of its name."""
+    files = [x for x in SOURCES if (PACKAGE / f"{x.replace('.', '/')}.py").exists()]
+    tests = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(list_untested((x for x in files if "__" not in x), tests)) <= MOST_UNTESTED
+    assert list_untested(["a.find", "keep"], ["test_find"]) == ["keep"]
 
 
 def test_the_core_has_thirty_public_names() -> None:

@@ -81,7 +81,7 @@ IN_A_PROCESS = [next(run for run in RUNS if run[0].split()[1] == "doctor")]
 
 LONG = (
     "stopdown convert shapes shapes-fp16",  # tests/pipelines/test_convert{,_forms}.py
-    "stopdown compare shapes",  # tests/commands/test_compare_cli.py
+    "stopdown compare shapes",  # tests/app/test_compare_command.py
     "stopdown batch shapes",  # tests/batch/test_jobs.py
     'stopdown generate shapes "a yellow square',  # with a journal: tests/pipelines/test_journal.py
 )

@@ -87,13 +87,14 @@ class StopdownConfig(QuantizationConfigMixin):
         assert self.plan is not None
         fitting = [x for x in self.plan.components if x.class_name == class_name]
         wanted = self.component or component
-        if len(fitting) > 1 or self.component:
-            fitting = [x for x in fitting if x.component == wanted]
-        if len(fitting) == 1:
-            return fitting[0]
+        named = [x for x in fitting if x.component == wanted]
+        found = named if len(fitting) > 1 or self.component else fitting
+        if len(found) == 1:
+            return found[0]
         held = ", ".join(f"{x.component} ({x.class_name})" for x in self.plan.components)
+        count = "no entry" if wanted or not fitting else "several entries"
         raise PlanError(
-            f"The plan for {self.plan.source} has {'several entries' if fitting else 'no entry'} "
+            f"The plan for {self.plan.source} has {count} "
             f"for a {class_name}{f' called {wanted}' if wanted else ''}.",
             expected=f"It has {held}.",
             remedy="Name the component, StopdownConfig(plan, component=...), or give the plan of this "

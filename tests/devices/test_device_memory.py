@@ -1,0 +1,44 @@
+"""Free memory of a container, and errors of a full device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stopdown.devices.device_memory import describing_out_of_memory, find_host_bytes
+from stopdown.errors import StopdownError
+
+
+@pytest.mark.parametrize(
+    ("names", "dropped"),
+    [
+        (("memory.max", "memory.current"), "inactive_file"),
+        (
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_container_has_less_than_its_machine(
+    tmp_path: Path, names: tuple[str, str], dropped: str
+) -> None:
+    """Files that can be dropped count as free; "max" is no limit."""
+    most, used = (tmp_path / name for name in names)
+    most.parent.mkdir(exist_ok=True)
+    most.write_text("5000")
+    used.write_text("3000")
+    (most.parent / "memory.stat").write_text(f"anon 1000\n{dropped} 700\n")
+    assert find_host_bytes(tmp_path) == 2700
+    most.write_text("max")
+    assert find_host_bytes(tmp_path) > 2700
+
+
+def test_a_full_device_is_explained_and_other_errors_are_left() -> None:
+    """The error says what to make smaller."""
+    full = pytest.raises(StopdownError, match="ran out of memory: CUDA out of memory")
+    with full as caught, describing_out_of_memory():
+        raise RuntimeError("CUDA out of memory. Tried to allocate")
+    assert "`height` and `width`" in caught.value.remedy
+    with pytest.raises(RuntimeError, match=r"^other$"), describing_out_of_memory():
+        raise RuntimeError("other")
