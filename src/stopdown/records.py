@@ -1058,7 +1058,8 @@ def read_kind(path: Path) -> str | None:
     """Read the kind of record from a file; "" for an empty file, None for a file without one."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
-        return msgspec.json.decode(content, type=_Head).kind if content else ""
+        head = msgspec.json.decode(content, type=_Head) if content else _Head("", 0)
+        return head.kind if head.schema is not None or head.kind == _WITHOUT_SCHEMA else None
     except (UnreadableError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -1071,10 +1072,13 @@ _MOST_BYTES = 2**30
 
 
 class _Head(msgspec.Struct):
-    """What every record says of itself."""
+    """What every record says of itself. A certificate has no schema: its checker knows its fields."""
 
     kind: str
-    schema: int
+    schema: int | None = None
+
+
+_WITHOUT_SCHEMA = "certificate"
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:

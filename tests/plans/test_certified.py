@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.bounds.input_limits import is_encoded
+from stopdown.scaling.graph import capture
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.sources.sources import Source, resolve_source
 
@@ -46,6 +48,34 @@ def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int
     """The folder of a pipeline whose transformer overflows, its plan, and the progress told."""
     folder, told = save_tiny("cogvideox", overflow="transformer"), []
     return folder, certify_plan(folder, progress=lambda *said: told.append(said)), told
+
+
+MOST_CAPTURES = 2
+"""Of one kind of call while a component is planned: as it is, and with its stream in fp32. Only lowered."""
+
+
+@pytest.mark.thorough
+def test_a_kind_of_call_is_captured_at_most_twice(
+    save_tiny: SaveTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is captured for a second plan of what was kept."""
+    captured = Counter[tuple[str, str]]()
+    trace = capture._ShadowCall.export
+
+    def export(shadow: Any) -> Any:
+        made = trace(shadow)
+        captured[made.component, made.method] += 1
+        return made
+
+    monkeypatch.setattr(capture._ShadowCall, "export", export)
+    folder = save_tiny("cogvideox")
+    made = certify_plan(folder, residual="fp32", scope=Scope(keeps=True))
+    assert {method for _, method in captured} == {"", "decode", "encode"}
+    assert max(captured.values()) <= MOST_CAPTURES
+    captured.clear()
+    again = certify_plan(folder, residual="fp32", scope=Scope(keeps=True))
+    assert again.components == made.components
+    assert not captured
 
 
 @pytest.mark.thorough
