@@ -213,11 +213,23 @@ def fit_parts(kind: type, parts: dict[str, Any]) -> None:
         encoder = parts["image_encoder"]  # every picture is made 224 pixels wide
         encoder.config.update({"image_size": 224, "patch_size": 32})
         parts["image_encoder"] = type(encoder)(encoder.config).eval().requires_grad_(False)
+    if type(parts.get("text_encoder")).__name__ == "T5GemmaEncoder":
+        give_whole_config(parts["text_encoder"])
     needed: Any = vars(kind).get("_optional_components", ())
     if "watermarker" in parts and "watermarker" not in needed:  # it isn't loaded without
         from diffusers.pipelines.deepfloyd_if.watermark import IFWatermarker
 
         parts["watermarker"] = IFWatermarker()
+
+
+def give_whole_config(encoder: Any) -> None:
+    """Give an encoder of T5Gemma the config of a whole one, as which Transformers reads what it saves."""
+    from transformers import T5GemmaConfig
+
+    own = encoder.config.to_dict()
+    left = ("model_type", "dtype", "transformers_version", "architectures", "is_encoder_decoder")
+    shared = {name: x for name, x in own.items() if name not in left}
+    encoder.config = T5GemmaConfig(encoder=own, decoder=own, is_encoder_decoder=False, **shared)
 
 
 MOST_PIXELS = 64 * 64

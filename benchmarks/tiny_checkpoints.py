@@ -111,6 +111,7 @@ def make_chatglm_config() -> Any:
         num_attention_heads=2,
         seq_length=256,
         add_qkv_bias=True,
+        original_rope=True,
     )
 
 
@@ -225,7 +226,11 @@ def _make_model(kind: type) -> Any:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kind(configs[kind.__name__]())
+        made: Any = kind(configs[kind.__name__]())
+        if kind.__name__ == "ChatGLMModel":  # its weights are made by `torch.empty`
+            for name, value in made.state_dict().items():
+                value.normal_(0, 0.1) if value.dim() > 1 else value.fill_("norm" in name)
+        return made
 
 
 def _make_tokenizer(kind: type, where: str, taken: dict[str, Any]) -> Any:
