@@ -606,7 +606,7 @@ def make_in_process(subject: Subject) -> dict[str, Any]:
         if status is None:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            row = {"outcome": "out of time", "said": f"More than {LIMIT_SECONDS} s."}
+            row = {"outcome": "out of time", "said": f"More than {LIMIT_SECONDS} s of a processor."}
         elif (folder / "row.json").exists():
             row = json.loads((folder / "row.json").read_text())
         else:
@@ -703,7 +703,7 @@ OUTCOMES = {
     "traceback": "stopped with a traceback",
     "refused": "refused in one sentence, in fp32 as well",
     "no reference": "ran, where fp32 did not",
-    "out of time": f"took more than {LIMIT_SECONDS} s of one processor",
+    "out of time": f"took more than {LIMIT_SECONDS} s",
     "crashed": "ended the process",
     "not built": "the tiny model could not be made here",
 }
