@@ -253,6 +253,15 @@ def test_an_input_that_is_missing_is_named_with_its_flag(
     assert str(caught.value) == message
 
 
+def test_a_class_that_takes_several_pictures_is_given_a_list() -> None:
+    """JoyImage's editor takes `images`, a list of any length, and fails with a picture alone."""
+    import diffusers
+
+    pipe = object.__new__(diffusers.JoyImageEditPlusPipeline)
+    (picture,) = build_arguments(pipe, Request("a", image=PICTURE), chooses_sides=False)["images"]
+    assert np.array_equal(np.asarray(picture), PICTURE)
+
+
 def test_masks_and_control_pictures_have_the_size_asked_for() -> None:
     """What a pipeline compares pixel by pixel is resized alike; a mask is grey; own arguments win."""
     kind = make_signature("SomePipeline", **INPAINT, control_image=None)

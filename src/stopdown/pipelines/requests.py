@@ -613,7 +613,8 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
             picture = Image.fromarray(arguments[name])
             picture = picture.convert("L") if name in _NAMES["mask"] else picture
             size = (request.width or picture.width, request.height or picture.height)
-            prepared[name] = picture if size == picture.size else picture.resize(size)
+            picture = picture if size == picture.size else picture.resize(size)
+            prepared[name] = [picture] if name == "images" else picture
     for name in _NAMES["video"]:
         if name in arguments:
             prepared[name] = [Image.fromarray(frame) for frame in arguments[name]]
