@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from stopdown.interception.autocast import without_autocast
-from stopdown.number_formats import find_format
+from stopdown.number_formats import NEAR_FP16_END, find_format
 
 HALVES = (torch.float16, torch.bfloat16)
 """What is computed in 16 bits."""
@@ -37,6 +37,12 @@ ONEDNN_TERMS = 512
 
 FEW_COLUMNS = 3
 """So are products with no more columns."""
+
+HIDDEN_FROM = -1e9
+"""The mildest number that code adds to scores to hide them; the usual one is the lowest of fp32."""
+
+HIDDEN_IN_FP16 = -NEAR_FP16_END
+"""What hides scores in fp16. Its lowest number, -65504, is -Inf with a score below -16 added to it."""
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -155,6 +161,18 @@ def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 
 @without_autocast()
+def cast_mask(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a floating tensor that may be an additive mask: what hides a score stays finite.
+
+    Plain casts make -Inf of it, and a row of nothing else is NaN after the softmax. Other values, and those
+    that are -Inf already, are cast as always.
+    """
+    if dtype != torch.float16 or tensor.dtype in (dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.to(dtype)
+    hides = (tensor <= HIDDEN_FROM) & ~tensor.isinf()
+    return torch.where(hides, HIDDEN_IN_FP16, tensor).to(dtype)
+
+
 def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     """Count the NaN values, and the +Inf and -Inf values.
 

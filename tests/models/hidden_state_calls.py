@@ -46,7 +46,7 @@ def can_ask(name: str, asked: str) -> bool:
 def make_wide_encoder(name: str) -> nn.Module:
     """An encoder whose residual stream leaves fp16's range; to be copied."""
     module = make_encoder(name)
-    for pattern, power in FAMILIES[name].items():
+    for pattern, power in FAMILIES.get(name, {"embed_tokens": 15}).items():
         scale_weights(module, pattern, power)
     if hasattr(module, "set_attn_implementation"):
         module.set_attn_implementation("eager")  # which gives attention maps

@@ -10,6 +10,7 @@ Not covered: tensors in attributes of other objects (a `DynamicCache`): they sta
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -35,15 +36,20 @@ def replace_tensors(
     kwargs: dict[str, Any],
     change: Change,
     *,
+    rest: Change | None = None,
     names: Iterable[str] = (),
     keeps: Keeps = lambda name: False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Replaced]]:
     """Return a call's arguments with changed tensors, and the replacements for `put_back` to undo.
 
     Args:
+        rest: changes the tensors behind the first; None is `change` for all.
         names: of the positional arguments, in order.
         keeps: whether the argument, or the item of a mapping, of this name stays unchanged.
     """
+    if rest is not None:
+        changes = itertools.chain((change,), itertools.repeat(rest))
+        change = lambda tensor: next(changes)(tensor)  # noqa: E731
     replaced: list[Replaced] = []
     padded = [*names, *[""] * len(args)]
     changed = tuple(
@@ -97,19 +103,30 @@ def _replace_items(
             replaced.append((container, key, item, during))
 
 
-def hook_arguments(module: torch.nn.Module, change: Change, patches: Patches) -> None:
-    """Change the tensors that a module is called with, until `patches` is undone."""
+def hook_arguments(
+    module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
+) -> None:
+    """Change the tensors that a module is called with, until `patches` is undone.
+
+    Args:
+        rest: changes the tensors behind the first; None is `change` for all.
+    """
     running: list[list[Replaced]] = []  # of the calls that run, the innermost last
-    before = partial(_enter, change, running)
+    before = partial(_enter, change, rest, running)
     after = partial(_leave, running)
     patches.defer(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     patches.defer(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _enter(
-    change: Change, running: list[list[Replaced]], module: torch.nn.Module, args: Any, kwargs: Any
+    change: Change,
+    rest: Change | None,
+    running: list[list[Replaced]],
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any]:
-    args, kwargs, replaced = replace_tensors(args, kwargs, change)
+    args, kwargs, replaced = replace_tensors(args, kwargs, change, rest=rest)
     running.append(replaced)
     return args, kwargs
 

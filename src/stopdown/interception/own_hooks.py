@@ -53,7 +53,7 @@ class _OwnHooks:
         return {"changes": list(self.changes), "hooks": list(self.hooks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.changes: list[Change] = state["changes"]
+        self.changes: list[tuple[Change, Change | None]] = state["changes"]
         self.hooks: list[Hook] = state["hooks"]
         self.patches = Patches()
 
@@ -81,15 +81,18 @@ def hook_own_output(
     patches.defer(module.register_forward_hook(led, prepend=prepend).remove)
 
 
-def hook_own_arguments(module: torch.nn.Module, change: Change, patches: Patches) -> None:
+def hook_own_arguments(
+    module: torch.nn.Module, change: Change, patches: Patches, *, rest: Change | None = None
+) -> None:
     """Change the tensors that a module is called with, until `patches` is undone.
 
     Args:
         change: a cast: beneath layers it is made once more.
+        rest: the cast of the tensors behind the first; None is `change` for all.
     """
-    hook_arguments(module, change, patches)
+    hook_arguments(module, change, patches, rest=rest)
     own = _find_own(module)
-    own.add(own.changes, change, patches)
+    own.add(own.changes, (change, rest), patches)
 
 
 def run_with_hooks(
@@ -102,8 +105,8 @@ def run_with_hooks(
     _done.modules.discard(owner)
     replaced: list[Replaced] = []
     try:
-        for change in tuple(own.changes):
-            args, kwargs, more = replace_tensors(args, kwargs, change)
+        for change, rest in tuple(own.changes):
+            args, kwargs, more = replace_tensors(args, kwargs, change, rest=rest)
             replaced += more
         output = original(*args, **kwargs)
     finally:

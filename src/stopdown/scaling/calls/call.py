@@ -23,7 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
-from stopdown.numerics import bound_values, count_writes, is_readable, iterate_tensors
+from stopdown.numerics import (
+    bound_values,
+    cast_mask,
+    count_writes,
+    is_readable,
+    iterate_tensors,
+)
 from stopdown.scaling.calls.callee import DIFFUSERS_KEEPS, Callee
 from stopdown.scaling.calls.outermost_calls import is_plain
 from stopdown.scaling.calls.step_caches import save_caches
@@ -104,7 +110,7 @@ class ComponentCall:
     def list_beyond(self, dtype: torch.dtype) -> list[str]:
         """Return the names of arguments with finite values that a dtype cannot hold.
 
-        Masks are left out: infinite and large values mean the same in them.
+        Masks are left out: what hides a score stays finite when it is cast.
 
         Cost: for arguments that are cast to fp16, a host read of each that was not looked at before.
         """
@@ -315,7 +321,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return cast_mask(tensor, dtype) if tensor.is_floating_point() else tensor
 
 
 def map_tensors(

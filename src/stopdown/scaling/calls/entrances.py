@@ -7,7 +7,8 @@ that get them compute in fp32, up to the first output that fp16 holds.
 **Catches** linear layers, convolutions and norms of PyTorch; norms that widen what they are given
 themselves; code that casts to fp16 by itself or does not take two dtypes, by what comes out: such a
 call is refused, or somebody else makes it.
-**Does not catch** masks; Inf that code makes of an argument and swallows.
+**Does not catch** masks, whose casts keep them finite (`cast_mask`); Inf that code makes of an argument and
+swallows.
 """
 
 from __future__ import annotations

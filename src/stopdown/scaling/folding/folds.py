@@ -26,7 +26,13 @@ from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_o
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import FORMATS, parse_precision
-from stopdown.numerics import has_values, iterate_tensors, measure_amax, relative_l2
+from stopdown.numerics import (
+    cast_mask,
+    has_values,
+    iterate_tensors,
+    measure_amax,
+    relative_l2,
+)
 from stopdown.scaling.calls.outermost_calls import is_plain
 from stopdown.scaling.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.scaling.folding.adapters import follow_adapters, keep_merges, unwrap_name
@@ -688,7 +694,8 @@ def _hook_inputs(
     module: torch.nn.Module, path: str, source: torch.dtype, target: torch.dtype, patches: Patches
 ) -> None:
     hook = hook_arguments if path else hook_own_arguments
-    hook(_find_module(module, path), partial(_cast, source, target), patches)
+    rest = partial(_cast_mask, source, target)  # the first tensor is the activation
+    hook(_find_module(module, path), partial(_cast, source, target), patches, rest=rest)
 
 
 def _cast_output(
@@ -699,6 +706,14 @@ def _cast_output(
 
 def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(target) if value.dtype == source else value
+
+
+def _cast_mask(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    """Cast an argument that may be a mask; a capture finds the cast alone, as exponents see it."""
+    is_captured = is_traced() and not torch.compiler.is_dynamo_compiling()
+    if value.dtype != source or is_captured:
+        return _cast(source, target, value)
+    return cast_mask(value, target)
 
 
 def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -1,0 +1,104 @@
+"""Casts at the entrance of a planned module's parts: masks of fp32's lowest number hide there as well."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.encoder_models import MASKS, make_call
+from models.hidden_state_calls import FAMILIES, call_encoder, make_wide_encoder, measure_errors
+from stopdown.interception.patches import Patches
+from stopdown.numerics import HIDDEN_IN_FP16, cast_mask, relative_l2
+from stopdown.scaling.calls.call_interception import put_cast
+from stopdown.scaling.calls.callee import Callee
+from stopdown.scaling.folding.folds import cast_
+from stopdown.scaling.rescale import rescale_
+from stopdown.scaling_records import ResidualStream, Scaling
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Scores(nn.Module):
+    """Attention as Transformers writes it: a mask is added to the scores of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.query(states) @ self.key(states).mT + mask
+        return scores.softmax(-1, dtype=torch.float32).to(states.dtype) @ states
+
+
+class Masked(nn.Module):
+    """A residual stream with one such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = Scores()
+        self.requires_grad_(False)
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return states + self.attention(states, mask=mask)
+
+
+def make_mask(lowest: float) -> torch.Tensor:
+    """Hide the later words, and the first two, which are padding: nothing is left to their rows."""
+    kept = torch.ones(6, 6).tril().bool()
+    kept[:, :2] = False
+    return torch.zeros(6, 6).masked_fill(~kept, lowest)
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, torch.finfo(torch.bfloat16).min, -1e9])
+@pytest.mark.parametrize("score", [0.0, 2.0])
+def test_a_mask_stays_finite_at_the_entrance_of_a_planned_part(lowest: float, score: float) -> None:
+    module, states, mask = Masked(), torch.randn(6, 8), make_mask(lowest)
+    module.attention.query.bias.data.fill_(-score)  # the scores are about -32
+    module.attention.key.bias.data.fill_(score)
+    wanted = module(states, mask)
+    stream = ResidualStream(
+        cast_output_up=("attention",), cast_input_down=("attention",), returns=False
+    )
+    cast_(module, torch.float16, Scaling(stream=stream))
+    found = module(states, mask)
+    assert bool(found.isfinite().all())
+    assert relative_l2(found[2:], wanted[2:]) < 1e-2  # what padding is given to is never read
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, -1e9])
+def test_a_mask_stays_finite_between_two_components(lowest: float) -> None:
+    module, states, mask = Masked(), torch.randn(6, 8), make_mask(lowest)
+    wanted = module(states, mask)
+    module.half()
+    with Patches() as patches:
+        put_cast(Callee("unet", module, "forward", "denoise"), torch.float16, patches)
+        found = module(states, mask)
+    assert bool(found.isfinite().all())
+    assert relative_l2(found[2:], wanted[2:]) < 2e-3
+
+
+def test_a_cast_mask_keeps_what_is_no_sentinel() -> None:
+    given = torch.tensor([-float("inf"), -7e4, -6e4, 0.5, 7e4, float("inf"), float("nan")])
+    pairs = zip(cast_mask(given, torch.float16).tolist(), given.half().tolist(), strict=True)
+    assert all(x == y or (x != x and y != y) for x, y in pairs)
+    assert cast_mask(torch.tensor(LOWEST), torch.float16).item() == HIDDEN_IN_FP16
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["Gemma2PreTrainedModel", *FAMILIES])
+def test_encoders_with_additive_masks_are_right_however_they_are_padded(name: str) -> None:
+    wide = make_wide_encoder(name)
+    module = copy.deepcopy(wide)
+    calls: list[Any] = [(module, (), make_call(name, wide, mask)[2]) for mask in ("none", "right")]
+    rescaling = rescale_(module, calls=calls, residual="fp32", verify=False)
+    cast_(module, torch.float16, rescaling)
+    for mask in MASKS:
+        given = make_call(name, wide, mask)[2]
+        wanted = call_encoder(wide, given)
+        bf16 = measure_errors(call_encoder(copy.deepcopy(wide).bfloat16(), given), wanted)
+        assert measure_errors(call_encoder(module, given), wanted) <= bf16, mask
