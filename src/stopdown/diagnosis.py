@@ -699,6 +699,7 @@ def _refuse_log(path: Path, cause: str) -> InputError:
 
 
 _RUN = "stopdown generate SOURCE PROMPT --precision {}"
+_COMPARE = "stopdown compare SOURCE --prompt PROMPT -o report.html"
 
 
 def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Diagnosis:
@@ -713,8 +714,8 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
             title=f"{make_printable(path.name)} looks fine.",
             why=f"It is not {kinds}. The {noun} alone cannot show whether it matches the prompt, or how "
             "close it is to fp32.",
-            remedy=("Compare it with the same seed in fp32.",),
-            run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
+            remedy=(f"Compare it with the same seed in fp32: {_COMPARE}",),
+            run_next=(_COMPARE,),
         )
     known, first = read_knowledge(), found[0]
     meant = first.meaning

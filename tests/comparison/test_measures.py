@@ -306,12 +306,16 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     variants = [dataclasses.replace(v, time_ratios={"all": times[v.name]}) for v in made.variants]
     best, headline = recommend(variants, "cpu")
     assert best == "fp16"
-    assert (
-        headline
-        == "Use fp16 on cpu: it gives the same pictures as the reference, in 0.25 of its time."
+    verdict = (
+        "fp16 gives the same pictures as fp32; bf16 gives different pictures; fp16-plain is broken."
     )
-    headline = recommend(variants, "cpu", prompts=2)[1]
-    assert headline == "Use fp16 on cpu: it gives the same pictures as the reference."
+    assert headline == f"{verdict} Use fp16 on cpu, which takes 0.25 of its time."
+    assert recommend(variants, "cpu", prompts=2)[1] == f"{verdict} Use fp16 on cpu."
+    slow = [dataclasses.replace(x, time_ratios={"all": 1.0 + (x.name != "fp32")}) for x in variants]
+    assert recommend(slow, "cpu") == (
+        "fp32",
+        f"{verdict} Use fp32 on cpu, and nothing that gives the same pictures is faster.",
+    )
     none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
     assert none is None
     assert said.startswith("None of these precisions")

@@ -245,7 +245,7 @@ def test_an_unknown_model_is_one_sentence_of_each_part(hub: HubServer, client: A
     assert client(hub.endpoint, "maker/typo")["error"] == (
         f"The Hub at {hub.endpoint} has no model maker/typo, or it is private. No folder here has "
         f"this name either. {FORMS} Check the spelling; for a private model set HF_TOKEN, or "
-        "type: hf auth login"
+        "run: hf auth login"
     )
 
 
@@ -255,7 +255,7 @@ def test_a_gated_model_says_where_to_agree(hub: HubServer, client: Any) -> None:
     assert client(hub.endpoint, "maker/tiny")["error"] == (
         "The model maker/tiny is gated: the Hub does not give it to you yet. Its author asks for "
         f"an agreement first. Agree at {hub.endpoint}/maker/tiny, then set HF_TOKEN to your token, "
-        "or type: hf auth login"
+        "or run: hf auth login"
     )
 
 

@@ -677,8 +677,8 @@ def test_libraries_that_load_no_checkpoint_are_named(monkeypatch: pytest.MonkeyP
     assert read_error(lambda: resolve_source("shapes")) == (
         "Checkpoints cannot be loaded in this environment: transformers is 4.57.1, accelerate is missing, "
         "huggingface-hub is 0.36.0. Loading needs at least diffusers 0.42, transformers 5.0, accelerate "
-        "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI do not. Install them: pip "
-        "install 'stopdown[pipelines]'"
+        "1.0, huggingface-hub 1.0. The guard, rescale_ and the nodes for ComfyUI do not. Install them, in "
+        "the folder of Stopdown's repository: pip install '.[pipelines]'"
     )
 
 

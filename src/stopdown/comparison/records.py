@@ -301,7 +301,7 @@ class Comparison(Displayed):
         reference: the precision that the others are measured against; a row may have another one.
         reference_reason: why.
         recommended: the precision to take; None when there is none.
-        headline: the verdict in one sentence.
+        headline: which pictures are those of the reference, and which precision to use.
         reasons: which precision is nearer to the reference than which, in whole sentences.
         variants: the precisions.
         rows: the prompts.

@@ -58,7 +58,7 @@ Run = Callable[[], Any]
 MEANINGS = {
     "fp32": "Weights and arithmetic in fp32.",
     "bf16": "Weights and arithmetic in bf16.",
-    "fp16": "fp16, with exponents that keep its values within range.",
+    "fp16": "fp16, with exponents that keep its activations within range.",
     "fp16-plain": "Weights and arithmetic in fp16 as Diffusers loads it; nothing is repaired.",
     "autocast": "Weights in fp32, run under torch.autocast in fp16.",
     "clamp": "Plain fp16, with the output of every layer limited to 65504 and NaN replaced by 0.",

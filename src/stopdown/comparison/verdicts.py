@@ -180,10 +180,14 @@ FEWEST_TIMED = 3
 def recommend(
     variants: Sequence[Variant], device: str, prompts: int = FEWEST_TIMED
 ) -> tuple[str | None, str]:
-    """Recommend the fastest precision that gives the same pictures, with a verdict of one sentence.
+    """Recommend the fastest precision that gives the same pictures, with a headline.
 
     Args:
-        prompts: how many were compared; of fewer than `FEWEST_TIMED` the sentence says no times.
+        prompts: how many were compared; of fewer than `FEWEST_TIMED` the headline says no times.
+
+    Returns:
+        The precision, None if there is none; which pictures are those of the reference and which are
+        not, then the precision to use, in two sentences.
     """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
@@ -194,13 +198,38 @@ def recommend(
     best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
     ratio = best.time_ratios.get("all")
     is_known = ratio is not None and prompts >= FEWEST_TIMED
-    speed = f", in {ratio:.2g} of its time" if is_known else ""
-    headline = f"Use {best.name} on {device}: " + (
-        "it is the reference, and no faster precision gives the same pictures."
-        if best.verdict == "reference"
-        else f"it gives the same pictures as the reference{speed}."
-    )
-    return best.name, headline
+    speed = f", which takes {ratio:.2g} of its time" if is_known else ""
+    if best.verdict == "reference":
+        speed = ", and nothing that gives the same pictures is faster" if len(usable) > 1 else ""
+    return best.name, f"{_word_verdicts(variants)} Use {best.name} on {device}{speed}."
+
+
+def _word_verdicts(variants: Sequence[Variant]) -> str:
+    """Write `bf16 and fp16 give the same pictures as fp32; fp16-plain is broken.`"""
+    names: dict[str, list[str]] = {}
+    for variant in variants:
+        names.setdefault(variant.verdict, []).append(variant.name)
+    references = names.get("reference", ())
+    reference = references[0] if len(references) == 1 else "the reference"
+    said = []
+    for verdict, one, several in (
+        (
+            "same",
+            f"gives the same pictures as {reference}",
+            f"give the same pictures as {reference}",
+        ),
+        ("other", "gives different pictures", "give different pictures"),
+        ("broken", "is broken", "are broken"),
+        ("failed", "did not run", "did not run"),
+    ):
+        if found := names.get(verdict):
+            said.append(f"{_join(found)} {one if len(found) == 1 else several}")
+    return f"{'; '.join(said)}." if said else ""
+
+
+def _join(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
