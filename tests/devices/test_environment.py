@@ -300,7 +300,7 @@ def test_reasons_of_cuda_say_what_to_expect() -> None:
     )
     assert "at 1/64 of the rate of fp32" in judge_accelerator("cuda", (6, 1))["fp16"].reason
     assert (
-        "give NaN for some shapes"
+        "return NaN for some shapes"
         in judge_accelerator("cuda", (7, 5), "GeForce GTX 1650")["fp16"].reason
     )
 
