@@ -104,7 +104,6 @@ class Scaling(Displayed):
             have none.
         signatures: of the calls that they were found for, as `call_signatures` writes them.
         shapes: signature to the sizes of those calls, as `call_signatures.list_sizes` has them.
-        inputs: `method.argument` to the largest magnitude that it had in the measured calls of a plan.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -132,4 +131,3 @@ class Scaling(Displayed):
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     signatures: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]] = field(default_factory=dict)
-    inputs: Mapping[str, float] = field(default_factory=dict)

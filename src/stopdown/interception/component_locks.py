@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+Notice = Callable[[], None]
+
+
+def _ignore() -> None: ...
+
+
 class ComponentLock:
     """Who calls a module, and who changes it."""
 
@@ -36,15 +42,21 @@ class ComponentLock:
         self._owner: int | None = None
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self, begin: Notice = _ignore, end: Notice = _ignore) -> Iterator[None]:
         """Hold a place among the module's calls during a call of this thread.
 
         The thread that changes a module does not wait for one that will change another after it.
+
+        Args:
+            begin: called before the first of the calls that run at once.
+            end: called after the last of them.
         """
         own = threading.get_ident()
         with self._turn:
             while not (self._owner in (None, own) or own in self._calls or _thread.is_changing):
                 self._turn.wait()
+            if not self._calls:
+                begin()
             self._calls[own] = self._calls.get(own, 0) + 1
         try:
             yield
@@ -53,6 +65,8 @@ class ComponentLock:
                 self._calls[own] -= 1
                 if not self._calls[own]:
                     del self._calls[own]
+                    if not self._calls:
+                        end()
                     self._turn.notify_all()
 
     @property

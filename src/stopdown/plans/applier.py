@@ -61,7 +61,7 @@ from stopdown.scaling import (
     load_scaled,
     put_cast,
 )
-from stopdown.scaling.calls.call_interception import UNPLANNED, drop_upcast, find_slot, has_layer
+from stopdown.scaling.calls.call_interception import drop_upcast, find_slot, has_layer
 from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.calls.module_code import list_foreign_code
 from stopdown.scaling.folding.folds import PLANNED, RESCALED, find_folded_parts, widen_
@@ -298,7 +298,7 @@ def apply_precision(
 ) -> None:
     """Fold one component's exponents and cast it; the only way in which a plan or a repair does so.
 
-    From then on its calls are watched: those that the exponents do not hold for run without them.
+    From then on its calls are watched: those that the exponents do not hold for are refused.
 
     Args:
         scaling: its exponents, fp32 layers and streams; None casts it as if it had been loaded so, and
@@ -655,8 +655,7 @@ def _find_cast(
 ) -> str:
     """Return the first component that has other dtypes than its plan left, in words; "" for none."""
     for name, module in modules.items():
-        now = {} if vars(module).get(UNPLANNED, False) else _read_dtypes(module)
-        for key, dtype in now.items():
+        for key, dtype in _read_dtypes(module).items():
             if known[name].get(key, dtype) != dtype:
                 before = name_dtype(known[name][key])
                 return (

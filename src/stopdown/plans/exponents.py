@@ -9,21 +9,16 @@ Not covered: calls with larger values than those measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
-from stopdown.numerics import measure_amax
 from stopdown.records import Scaling
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.bounds.input_limits import name_inputs
 from stopdown.scaling.folding.weight_checks import check_weights
 from stopdown.scaling.trials.search import scale_calls
-from stopdown.scaling.watch.range_notes import list_ranged
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
 
@@ -73,19 +68,7 @@ def _find_exact(
     scaling = scale_calls(module, placed, residual, ranges, verify=verify)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
-    return replace(scaling, inputs=_measure_inputs(kinds))
-
-
-def _measure_inputs(kinds: Sequence[Sequence[ComponentCall]]) -> dict[str, float]:
-    """Map each `method.argument` to its largest finite magnitude in these calls."""
-    found: dict[str, float] = {}
-    for call in (call for kind in kinds for call in kind):
-        names = call.callee.argument_names
-        for name, tensor in list_ranged(name_inputs(call.args, call.kwargs, names)):
-            place, amax = f"{call.callee.method}.{name}", measure_amax(tensor)
-            if math.isfinite(amax):
-                found[place] = max(found.get(place, 0.0), amax)
-    return found
+    return scaling
 
 
 def group_calls(calls: Sequence[ComponentCall]) -> list[list[ComponentCall]]:

@@ -45,11 +45,12 @@ from stopdown.plans.weight_fingerprints import join_samples, take_samples
 from stopdown.quantizers.config import StopdownConfig
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard
+from stopdown.runtime.repairs import Component
 from stopdown.scaling import StoredWeight, put_cast
 from stopdown.scaling.fold_names import Folds
 from stopdown.scaling.folding.folds import locate_folds
 from stopdown.scaling.graph.capture import name_parameters
-from stopdown.scaling.watch.call_watch import exponents_on, note_weights
+from stopdown.scaling.watch.call_watch import note_weights
 from stopdown.sources.sources import Source, resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]
@@ -189,6 +190,8 @@ class ModelLoad(SameInCopies):
                 patches.set_attribute(module, name, refuse)
         if self.config.guard:
             vars(module)["stopdown_guard"] = Guard(program).put_on()
+        elif (applied := find_applied(module)) is not None:  # nobody else repairs other calls
+            Component(module, name=component).stand_under(applied)
         return self._describe(module, plan)
 
     def _check_weights(self, module: torch.nn.Module) -> None:
@@ -243,9 +246,14 @@ class ModelLoad(SameInCopies):
         return made
 
     def _save(self, module: Any, *args: Any, **options: Any) -> Any:
-        with exponents_on(module):
-            self.renew(module)
-            return type(module).save_pretrained(module, *args, **options)
+        if self.bare is None and find_applied(module) is None and self.entry.precision == "fp16":
+            raise PlanError(
+                f"{self.entry.component} cannot be saved: it was repaired since it was loaded.",
+                expected="It is saved with the exponents of its plan, and its weights have others now.",
+                remedy="Load it again, and save it before it is called otherwise.",
+            )
+        self.renew(module)
+        return type(module).save_pretrained(module, *args, **options)
 
     def renew(self, module: torch.nn.Module) -> None:
         """Fit the plan in a model's config to the present weights: a LoRA may be fused.

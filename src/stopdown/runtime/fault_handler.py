@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from stopdown.component_call_names import name_module_path
-from stopdown.devices.environment import choose_device, count_processes, probe_formats
+from stopdown.devices.environment import count_processes
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
@@ -41,15 +41,14 @@ from stopdown.runtime.fault_texts import (
 )
 from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare, find_meaning
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
-from stopdown.runtime.repairs import WholeInFp32Error, cast_component
+from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
 from stopdown.scaling.calls.kept_state import describe_kept
 from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.trials.trial import describe_excess, measure_error
-from stopdown.scaling.watch.call_watch import WAITING, holds_for
-from stopdown.scaling.watch.exponent_switch import ReplacedError
+from stopdown.scaling.watch.call_watch import WAITING, ReplacedError, holds_for
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""
@@ -629,12 +628,7 @@ class FaultHandler:
         )
 
     def _has_bf16(self, fault: Fault) -> bool:
-        try:
-            device = choose_device(str(fault.guarded.find_device(self._session.pipe)))
-            support = probe_formats(device)["bf16"]
-        except Exception:  # a device that cannot be asked: what is found of the fault matters more
-            return False
-        return support.native and support.works
+        return computes_bf16(fault.guarded.find_device(self._session.pipe))
 
 
 _AS_GIVEN = "The script gets it as the model gave it."

@@ -167,6 +167,8 @@ class Call:
         Args:
             planned: its arguments' magnitudes and sizes are held against the limits there.
         """
+        if self.summary.precisions and self.latest.applied != self.state.applied:
+            self.note_cast()  # a call of another signature had the component repaired
         self.latest.kept = None if self.writes is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
         self.latest.held, self.latest.fills = HeldContainers(call), False

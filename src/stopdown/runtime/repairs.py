@@ -30,6 +30,7 @@ import torch
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.stated_dtypes import state_dtypes
+from stopdown.devices.environment import choose_device, probe_formats
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.component_locks import find_lock
@@ -43,10 +44,10 @@ from stopdown.records import ComponentPlan, Operands, Repair, ResidualStream, Sc
 from stopdown.runtime.activation_maxima import Notes, put_sensors
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
-from stopdown.runtime.repair_order import Remedy
+from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.scaling.calls.call import cast_floats
-from stopdown.scaling.calls.call_interception import UNPLANNED, bared
+from stopdown.scaling.calls.call_interception import bared
 from stopdown.scaling.calls.entrances import Entrance
 from stopdown.scaling.calls.module_settings import sign_settings
 from stopdown.scaling.calls.step_caches import in_full
@@ -56,7 +57,7 @@ from stopdown.scaling.trials.fallback import scale_by_hooks
 from stopdown.scaling.trials.measurement import Captures, add_call
 from stopdown.scaling.trials.residual import demand_agreement
 from stopdown.scaling.trials.search import find_scaling, plan_stream
-from stopdown.scaling.watch.call_watch import WAITING, WatchOptions, find_watch
+from stopdown.scaling.watch.call_watch import Refusal, WatchOptions, find_watch
 
 
 def cast_component(precision: str) -> ComponentPlan:
@@ -95,13 +96,11 @@ class Calibration:
     Attributes:
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
-        refused: kinds of calls that no exponents were found for.
     """
 
     calls: int = 0
     residual: str = "native"
     stream: ResidualStream | None = None
-    refused: set[str] = field(default_factory=set)
     _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
     _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
 
@@ -224,7 +223,8 @@ class Component:
 
     def _list_help(self) -> WatchOptions:
         """Return a guard's reactions to calls outside the range of the exponents."""
-        return WatchOptions(self.name, self._extend, self._report_once)
+        remedy = "Run it in bf16 or fp32, or make the plan for such calls."
+        return WatchOptions(self.name, self._repair_signature, self._report_once, remedy)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
         """Make one call of it, with arguments in the dtype that a repair brought it to.
@@ -238,8 +238,6 @@ class Component:
         if self.dtype is None and not is_mixed and not is_ambient:
             return call.proceed()
         dtype = self.dtype or self._find_planned() or next(iter(self.read_precisions()), None)
-        if vars(self.module).get(UNPLANNED, False):
-            dtype = torch.float32
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call.proceed()
@@ -392,39 +390,30 @@ class Component:
         """Report it unless exponents that were put on before have had it reported."""
         self.log.report_once(self.name, text, text)
 
-    def _extend(self, call: ComponentCall, what: str) -> bool:
-        """Have exponents in force that hold for one more kind of call; whether there are some."""
-        if what in self.calibration.refused or vars(self.module).get(WAITING, False):
-            return False
-        self.calibration.refused.add(what)  # the exponents of now are put on anew, and ask again
-        if any(x.is_meta for x in self.module.parameters()):
-            return False
-        before = self.applied
-        others = tuple(x for x in before if name_action(x) != "rescaled")
-        try:
-            found = self._find_scaling(call)
-            self.put_on((ComponentPlan("", precision="fp16", scaling=found), *others))
-        except Exception:  # no such exponents, or the model's code refuses: it runs without any
-            self.put_on(before)
-            return False
-        self.calibration.refused.discard(what)
-        self._record_extension(call.callee.method, what)
-        return True
+    def _repair_signature(self, refusal: Refusal) -> bool:
+        """Have a repair in force for a call that the exponents do not hold for, as at a fault.
 
-    def _record_extension(self, method: str, what: str) -> None:
-        """Record that exponents were found which hold for one more kind of call."""
-        name = self.name if method == "forward" else f"{self.name}.{method}"
-        self.log.keep(
-            Repair(
-                component=name,
-                module_path=self.name,
-                kind="signature",
-                step=None,
-                evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
-                action="rescaled",
-                reason="Its exponents were recomputed for these calls and those before.",
-            )
-        )
+        Returns:
+            Whether there is one: exponents for this kind of call and the earlier ones, with an fp32
+            residual stream if need be, or else a cast.
+        """
+        before, is_streamed = self.applied, False
+        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
+        for remedy in list_remedies("range", "fp16", has_bf16=computes_bf16(device)):
+            is_rescaled = remedy.action == "rescaled"
+            if is_rescaled and not refusal.is_traceable:
+                continue
+            if remedy.residual == "fp32" and not is_streamed:
+                continue  # without exponents an fp32 stream finds none either
+            try:
+                self.put_on(self.find_repair(remedy, refusal.call))
+            except Exception as error:  # no such repair, or the model's code refuses it
+                is_streamed = isinstance(error, WholeInFp32Error)
+                self.put_on(before)
+                continue
+            self.log.keep(_describe_signature(self.name, refusal, remedy))
+            return True
+        return False
 
     def _find_scaling(self, call: ComponentCall) -> Scaling:
         """Find exponents for all calls that failed so far, relative to the component as it was found."""
@@ -473,6 +462,32 @@ class Component:
         if self.computes_in is not None:
             return (self.dtype or self.computes_in,)
         return read_precisions(self.module)
+
+
+def _describe_signature(component: str, refusal: Refusal, remedy: Remedy) -> Repair:
+    method = refusal.call.callee.method
+    name = component if method == "forward" else f"{component}.{method}"
+    is_rescaled = remedy.action == "rescaled"
+    return Repair(
+        component=name,
+        module_path=component,
+        kind="signature",
+        step=None,
+        evidence=f"`{name}` was called {refusal.what}, for which its exponents did not hold.",
+        action=remedy.recorded,
+        reason="Its exponents were recomputed for these calls and those before."
+        if is_rescaled
+        else "No exponents were found that hold for these calls and those before.",
+    )
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Return whether a device computes bf16 natively; False for one that cannot be asked."""
+    try:
+        support = probe_formats(choose_device(str(device)))["bf16"]
+    except Exception:  # whatever a backend does: what was found of a fault matters more
+        return False
+    return support.native and support.works
 
 
 def _find_training_code(module: torch.nn.Module) -> str | None:
@@ -541,7 +556,6 @@ def merge_scalings(
         sizes={**sizes, **found.sizes},
         signatures=tuple(sorted({*found.signatures, *others})),
         shapes={**{x: before.shapes[x] for x in others if x in before.shapes}, **found.shapes},
-        inputs={k: x for k, x in before.inputs.items() if k.partition(".")[0] not in methods},
         note=" ".join(filter(None, notes)),
     )
 

@@ -60,8 +60,7 @@ from stopdown.scaling.calls.outermost_calls import (
     is_transformed,
     listen,
 )
-from stopdown.scaling.watch.call_watch import find_watch, scale_ends
-from stopdown.scaling.watch.exponent_switch import ReplacedError
+from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
 from stopdown.sources.hub import Progress
 
 _PATIENCE_S = 0.01

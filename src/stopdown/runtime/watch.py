@@ -22,8 +22,7 @@ from stopdown.runtime.session import Session
 from stopdown.scaling import ComponentCall
 from stopdown.scaling.calls.outermost_calls import is_plain, wants_gradients
 from stopdown.scaling.graph.operations import keeps_clamps
-from stopdown.scaling.watch.call_watch import has_passed
-from stopdown.scaling.watch.exponent_switch import ReplacedError
+from stopdown.scaling.watch.call_watch import ReplacedError, has_passed
 
 
 class Watch:

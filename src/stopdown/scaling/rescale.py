@@ -135,8 +135,7 @@ def rescale_(
 
 
 _WATCH = WatchOptions(
-    remedy="Give rescale_ such calls, too: rescale_(module, args, kwargs, calls=[(module, args, kwargs)]).",
-    stays=True,
+    remedy="Give rescale_ such calls, too: rescale_(module, args, kwargs, calls=[(module, args, kwargs)])."
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.errors import StopdownWarning
+from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_entry, put_boundaries
@@ -136,8 +136,8 @@ def test_a_mask_of_large_values_is_cast() -> None:
         assert torch.equal(module(sample.half(), states, mask=mask).isnan(), wanted.isnan())
 
 
-def test_a_planned_component_makes_such_a_call_in_fp32() -> None:
-    """Where exponents can come off, a call that fp16 cannot make is made without them, and said once."""
+def test_a_planned_component_refuses_such_a_call() -> None:
+    """Without a guard a call that fp16 cannot make ends in an error that names the guard."""
     sample, states = draw()
     module = Denoiser("cast", torch.float32)
     entry = ComponentPlan(
@@ -149,12 +149,11 @@ def test_a_planned_component_makes_such_a_call_in_fp32() -> None:
     )
     pipe = SimpleNamespace(components={"transformer": module})
     with torch.no_grad(), Patches() as patches:
-        wanted = module(sample, states)
         patches.defer(apply_entry(module, entry).undo)
         put_boundaries(pipe, Plan("", components=(entry,)), patches)
-        with pytest.warns(StopdownWarning, match=r"given states up to 3e\+05.*in fp32"):
-            made = module(sample, states)
-        assert relative_l2(made, wanted) < 1e-6
+        with pytest.raises(ScalingError, match=r"given states up to 3e\+05") as raised:
+            module(sample, states)
+        assert "Run it under the guard" in str(raised.value)
 
 
 def test_a_guard_repairs_such_a_call() -> None:

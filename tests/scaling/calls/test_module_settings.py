@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stopdown.errors import PlanError, ScalingError, StopdownWarning
+from stopdown.errors import ScalingError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.call_interception import UNPLANNED
 from stopdown.scaling.calls.module_settings import ModuleSettings
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch.folded_weights import FoldedWeights
@@ -107,10 +106,16 @@ SET: dict[str, tuple[Callable[[Stream], object], str]] = {
 }
 
 
+def find_allowed(module: Stream) -> float:
+    """The error of bf16, which is what a guard casts to."""
+    low = copy.deepcopy(module).bfloat16()
+    return float(relative_l2(call(low, torch.bfloat16).float(), call(module, torch.float32)))
+
+
 @pytest.mark.parametrize("put", WAYS)
 @pytest.mark.parametrize("name", SET)
 def test_what_is_set_is_asked_for(name: str, put: Any) -> None:
-    """An attribute and another part lead calls elsewhere: they run without exponents, or are refused."""
+    """An attribute and another part lead calls elsewhere: a guard repairs them, else they are refused."""
     change, text = SET[name]
     module, said = Stream(), list[str]()
     plain = copy.deepcopy(module)
@@ -119,17 +124,16 @@ def test_what_is_set_is_asked_for(name: str, put: Any) -> None:
     with put(module, said) as dtype:
         before = call(module, dtype)
         change(module)
-        if put is rescaled:
-            with pytest.raises(ScalingError, match=r"Stream was called with") as raised:
+        if put is not repaired:
+            with pytest.raises(ScalingError, match=r"(Stream|part) was called with") as raised:
                 call(module, dtype)
             assert text in str(raised.value)
+            if name != "part":
+                module.mode, module.shares[0] = "", 0.0
+                assert torch.equal(call(module, dtype), before)
             return
         found = [call(module, dtype) for _ in range(2)]
-        if name != "part":
-            module.mode, module.shares[0] = "", 0.0
-            assert torch.equal(call(module, dtype), before)
-            assert UNPLANNED not in vars(module)
-    assert max(relative_l2(x.float(), wanted) for x in found) < 2e-3
+    assert max(relative_l2(x.float(), wanted) for x in found) <= find_allowed(plain)
     assert sum(text in x for x in said) == 1
 
 
@@ -151,20 +155,23 @@ def test_not_looked_for_it_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_containers_that_a_call_fills(kind: type, put: Any) -> None:
     """What a call puts into its caller's list or mapping has no exponent, and is in there once."""
     module, said, wanted = Stream(), list[str](), kind()
-    right = call(copy.deepcopy(module), torch.float32, wanted)
+    plain = copy.deepcopy(module)
+    right = call(plain, torch.float32, wanted)
     with put(module, said) as dtype:
         store = kind()
-        if put is rescaled:
+        if put is not repaired:
             with pytest.raises(ScalingError, match="such calls put tensors into their arguments"):
                 call(module, dtype, store)
             assert not store
             return
         found = call(module, dtype, store)
+    low = kind()
+    bf16 = call(copy.deepcopy(plain).bfloat16(), torch.bfloat16, low)
     assert len(store) == 1
-    kept, true = (x[0] if kind is list else x["h"] for x in (store, wanted))
-    assert relative_l2(kept.float(), true) < 2e-3
-    assert relative_l2(found.float(), right) < 2e-3
-    assert sum("such calls put tensors into their arguments" in x for x in said) == 1
+    kept, true, near = (x[0] if kind is list else x["h"] for x in (store, wanted, low))
+    assert relative_l2(kept.float(), true) <= max(relative_l2(near.float(), true), 2e-3)
+    assert relative_l2(found.float(), right) <= max(relative_l2(bf16.float(), right), 2e-3)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("put", WAYS)
@@ -325,7 +332,7 @@ REPLACED: dict[str, tuple[Callable[[Stream, pytest.MonkeyPatch], object], str]] 
 def test_code_that_is_replaced_is_asked_for(
     name: str, put: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function that is replaced computes without exponents: right and said once, or refused."""
+    """A function that is replaced computes without exponents: a guard repairs that, else it is refused."""
     change, text = REPLACED[name]
     module, said = Stream(), list[str]()
     plain = copy.deepcopy(module)
@@ -339,25 +346,23 @@ def test_code_that_is_replaced_is_asked_for(
         before = call(module, dtype)
         change(module, patch)
         try:
-            if put is rescaled:
+            if put is not repaired:
                 with pytest.raises(ScalingError, match=text) as raised:
                     call(module, dtype)
                 assert "Replace functions and parts, and put hooks on, before the plan" in str(
                     raised.value
                 )
-                return
-            if put is planned and name == "class of a layer":
-                with pytest.raises(PlanError, match="its modules are others"):
-                    call(module, dtype)
-                return
-            found = [call(module, dtype) for _ in range(2)]
+            else:
+                found = [call(module, dtype) for _ in range(2)]
         finally:
             while GLOBAL:
                 GLOBAL.pop()()
         patch.undo()
-        if "hook" not in name:
-            assert torch.equal(call(module, dtype), before)
-    assert max(relative_l2(x.float(), wanted) for x in found) < 2e-3
+        if put is not repaired:
+            if "hook" not in name:
+                assert torch.equal(call(module, dtype), before)
+            return
+    assert max(relative_l2(x.float(), wanted) for x in found) < 0.02  # bf16's are 0.004 to 0.01
     assert sum(text in x for x in said) == 1
 
 
@@ -374,19 +379,6 @@ def test_code_that_is_not_looked_for_is_wrong(name: str, monkeypatch: pytest.Mon
         REPLACED[name][0](module, patch)
         assert not relative_l2(call(module, dtype).float(), wanted) <= 0.05
     assert said == []
-
-
-def test_code_that_does_not_run_in_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter in fp16 alone: what stopped it is said, with what to do."""
-    module = Stream()
-    with planned(module, []) as dtype:
-        lora = LoRA(module.down).half()
-        monkeypatch.setattr(lora, "add", lambda x: F.linear(x, lora.lora_down.weight))
-        monkeypatch.setattr(module.down, "forward", lora.forward)
-        with pytest.raises(ScalingError, match="stopped at operands of two dtypes") as raised:
-            call(module, dtype)
-    assert "with another down.forward (forward)" in str(raised.value)
-    assert "before the plan, guard or rescaling" in str(raised.value)
 
 
 class Processor:
@@ -425,9 +417,9 @@ def test_the_call_of_a_processor_is_code(monkeypatch: pytest.MonkeyPatch) -> Non
     with planned(module, said) as dtype:
         call(module, dtype)
         monkeypatch.setattr(Processor, "__call__", add)
-        found = call(module, dtype)
-    assert relative_l2(found.float(), call(plain, torch.float32)) < 2e-3
-    assert sum("with another Processor.__call__ (forward)" in x for x in said) == 1
+        with pytest.raises(ScalingError, match=r"with another Processor.__call__ \(forward\)"):
+            call(module, dtype)
+    assert relative_l2(call(module, torch.float32), call(plain, torch.float32)) == 0
 
 
 @pytest.mark.parametrize("put", WAYS)
@@ -454,16 +446,15 @@ def test_what_libraries_put_around_code_is_none(put: Any) -> None:
 
 
 def test_a_hook_that_is_removed_is_gone() -> None:
-    """The exponents are there again for the calls behind it, to the last bit."""
+    """The exponents hold again for the calls behind it, to the last bit."""
     module, said = Stream(), list[str]()
     with planned(module, said) as dtype:
         before = call(module, dtype)
         handle = module.down.register_forward_hook(lambda part, given, output: None)
-        call(module, dtype)
-        assert UNPLANNED in vars(module)
+        with pytest.raises(ScalingError, match="with a hook on down"):
+            call(module, dtype)
         handle.remove()
         assert torch.equal(call(module, dtype), before)
-        assert UNPLANNED not in vars(module)
 
 
 def test_a_function_in_the_place_of_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,13 +500,16 @@ def test_an_observer_sees_what_the_model_computes_and_is_named_in_short(put: Any
     plain = copy.deepcopy(module)
     observe(plain)
     wanted = call(plain, torch.float32)
+    short = "with a hook on down, with a hook on embed, with a hook on last and 2 more (forward)"
     with put(module, said) as dtype:
         observe(module)
+        if put is planned:
+            with pytest.raises(ScalingError) as raised:
+                call(module, dtype)
+            assert short in str(raised.value)
+            return
         made = call(module, dtype)
-    assert relative_l2(made.float(), wanted) < 0.001
-    assert seen[1] == pytest.approx(seen[0], rel=0.001)
+    assert relative_l2(made.float(), wanted) < 0.01
+    assert seen[1] == pytest.approx(seen[0], rel=0.02)
     assert len(said) == 1
-    assert (
-        "with a hook on down, with a hook on embed, with a hook on last and 2 more (forward)"
-        in said[0]
-    )
+    assert short in said[0]

@@ -41,9 +41,6 @@ _CHANGING = threading.RLock()
 
 _Layers = tuple[tuple["Rank", Callee, Layer], ...]
 
-UNPLANNED = "stopdown_unplanned"
-"""Attribute of a module while it runs in fp32 without its plan, which does not hold for a call."""
-
 
 class Rank(enum.IntEnum):
     """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
@@ -57,7 +54,7 @@ class Rank(enum.IntEnum):
     RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
     JOURNAL = 7  # answers a call from a file, or writes it there
     TURN = 8  # keeps other threads from changing the module during a call
-    EXPONENTS = 9  # takes exponents off for calls that they do not hold for
+    EXPONENTS = 9  # has calls refused that exponents do not hold for
 
 
 class _Stack:
@@ -252,8 +249,9 @@ def is_in_call(whole: torch.nn.Module) -> bool:
 def show_parts(parts: list[PartCall]) -> None:
     """Lead calls of these parts through their layers. Cost: a tenth of a microsecond each."""
     for one in parts:
-        one.code = one.own.get(_COMPILED)
-        one.own[_COMPILED] = one
+        if (found := one.own.get(_COMPILED)) is not one:
+            one.code = found
+            one.own[_COMPILED] = one
 
 
 def hide_parts(parts: list[PartCall]) -> None:
@@ -322,7 +320,7 @@ def put_cast(
     def cast(call: ComponentCall) -> Any:
         wanted = dtype if sample is None else sample.dtype
         is_left = sample is None and {x.dtype for x in module.parameters()} == {torch.float32}
-        if is_left or vars(module).get(UNPLANNED, False):
+        if is_left:
             wanted = torch.float32  # the plan is off again, or another thread is taking it off
         if as_plain:
             return call.proceed_in(wanted)

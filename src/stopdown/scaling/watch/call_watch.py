@@ -4,9 +4,8 @@ A layer outside of all others compares the signature and the sizes of a call wit
 were found for. Other sizes are compared once, by a run without values: what is folded has to be read as it
 was then (`readings`). A call of another signature, or that reads otherwise, is traced once, without
 values, and the equations of its graph say what holds (`call_exponents`): the call goes on as it is; or
-arguments are multiplied before it and outputs behind it; or exponents are found that hold for all
-signatures, where somebody does that; or the module runs the call without its exponents, in fp32. The
-exponents are put back when a call needs them.
+arguments are multiplied before it and outputs behind it; or it is refused. A guard repairs the module then,
+as at any fault, and the call is made again; without a guard it ends in an error.
 
 **Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
 sizes, flags and outputs, and with other attributes, parts and code of the module; calls of a part alone;
@@ -32,12 +31,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, warn_user
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
@@ -48,19 +46,18 @@ from stopdown.numerics import (
     is_readable,
     iterate_tensors,
 )
-from stopdown.scaling.bounds.input_limits import name_inputs
 from stopdown.scaling.calls.call import (
     ComponentCall,
     HeldContainers,
-    find_float_dtype,
     is_held,
-    map_tensors,
 )
 from stopdown.scaling.calls.call_interception import (
     PartCall,
     Rank,
+    find_code,
     find_slot,
     has_layer,
+    hide_parts,
     put_layer,
     show_parts,
 )
@@ -68,6 +65,7 @@ from stopdown.scaling.calls.call_signatures import list_sizes, sign_call
 from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
 from stopdown.scaling.calls.entrances import BeyondError
 from stopdown.scaling.calls.outermost_calls import is_plain, listen
+from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     find_folded_parts,
@@ -79,15 +77,32 @@ from stopdown.scaling.graph.capture import (
     noting_answers,
 )
 from stopdown.scaling.watch.call_exponents import CallEnds
-from stopdown.scaling.watch.exponent_switch import ExponentSwitch, ReplacedError
 from stopdown.scaling.watch.folded_weights import FoldedWeights
 from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, cast_arguments, find_path
-from stopdown.scaling.watch.range_notes import RangeNotes
 from stopdown.scaling_records import Scaling
 
-Extend = Callable[[ComponentCall, str], bool]
-"""Finds exponents that hold for one more call, given how it differs from others, and puts them on; returns
-whether it did."""
+
+class ReplacedError(Exception):
+    """Other exponents were put on, or these came off: the call begins again."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that exponents do not hold for.
+
+    Attributes:
+        call: with its arguments in fp16, as they were before it.
+        what: how it differs from the calls that exponents were found for.
+        is_traceable: exponents may be found for it and the earlier calls together.
+    """
+
+    call: ComponentCall
+    what: str
+    is_traceable: bool
+
+
+Repair = Callable[[Refusal], bool]
+"""Puts other exponents on the module, or none, so that a call is right; returns whether it did."""
 
 WAITING = "stopdown_weights_wait"
 """Attribute of a module whose weights wait elsewhere between calls."""
@@ -95,8 +110,9 @@ WAITING = "stopdown_weights_wait"
 _WATCH = "stopdown_call_watch"
 """Attribute of a module under which its watch is found."""
 
+_NO_SOLUTION = "they do not hold for that"
 _FILLED = "such calls put tensors into their arguments"
-_NOT_FINITE = "gave values that are not finite, or other outputs"
+_NOT_FINITE = "it gave values that are not finite, or other outputs"
 _READ = "its code read other values, and went another way"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
@@ -111,20 +127,18 @@ class WatchOptions:
 
     Attributes:
         name: of the component, for messages; "" for the module's class.
-        extend: finds exponents for a further signature; None if nothing does.
-        announce: told of each signature once that is run without exponents.
-        remedy: for calls that the exponents do not hold for.
-        stays: the exponents are never taken off for a call: one that they do not hold for is refused.
+        repair: a guard's; None where calls that exponents do not hold for are refused.
+        announce: told what a user should know, once each.
+        remedy: for calls that are refused.
     """
 
     name: str = ""
-    extend: Extend | None = None
+    repair: Repair | None = None
     announce: Callable[[str], None] = warn_user
     remedy: str = (
-        "Put the plan on with a guard, which finds exponents for such calls: "
-        "stopdown.guard(pipe, plan)."
+        "Put the plan on with a guard, which repairs such calls: stopdown.guard(pipe, plan), or "
+        "quantization(SOURCE, guard=True)."
     )
-    stays: bool = False
 
 
 class _Thread(threading.local):
@@ -143,7 +157,6 @@ class CallWatch(SameInCopies):
         self,
         module: torch.nn.Module,
         scaling: Scaling,
-        put: Callable[[Patches], None],
         options: WatchOptions,
         *,
         casts: bool = True,
@@ -151,30 +164,36 @@ class CallWatch(SameInCopies):
         """
         Args:
             module: as it is without the exponents.
-            casts: the module is cast as well, so it runs in fp32 without its exponents.
+            casts: the module is cast as well.
         """
         self.module, self.scaling, self._options, self._casts = module, scaling, options, casts
         self.known = KnownCalls(module, scaling)
         self.weights = FoldedWeights(module, scaling, self._name, casts=casts)
-        self.switch = ExponentSwitch(module, put, self.weights, self.known.settings, casts=casts)
-        self.switch.parts = [
+        self._parts = [
             PartCall(module, Callee(path, part, "forward", "part", GENERAL_KEEPS), self._enter)
             for path, part in module.named_modules()
             if path and next(part.parameters(), None) is not None
         ]
+        self.is_removed = False
         self._own, self._slots = Patches(), set[str]()
-        self._thread = threading.local()
-        self._texts = _Texts(options.announce)
-        self._ranges = RangeNotes(self._name, scaling, options.announce)
+        self._thread, self._said = threading.local(), set[str]()
 
     @property
     def _name(self) -> str:
         return self._options.name or type(self.module).__name__
 
-    def put_on(self, patches: Patches) -> None:
-        """Fold the exponents in and watch the calls, until `patches` is undone."""
+    def put_on(self, put: Callable[[Patches], None], patches: Patches) -> None:
+        """Fold the exponents in and watch the calls, until `patches` is undone.
+
+        Args:
+            put: folds them in and casts the module; its patches take them off.
+        """
         patches.defer(self._remove)
-        self.switch.switch_on()
+        put(self._own)
+        self.weights.note()
+        clear_caches(self.module)  # their scale or dtype may be wrong now
+        if any(find_code(x) for x in self.module.modules()):
+            torch.compiler.reset()  # code with other hooks
         self._own.set_attribute(self.module, _WATCH, self)
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
@@ -189,7 +208,7 @@ class CallWatch(SameInCopies):
         self._own.set_attribute(self.module, "_replicate_for_data_parallel", self._refuse_replicas)
         for part in find_folded_parts(self.module, self.scaling):
             self._own.set_attribute(part, "stopdown_copies", _PartCopies(self))
-        show_parts(self.switch.parts)
+        show_parts(self._parts)
         self.known.settings.note()
 
     def accept_settings(self) -> None:
@@ -199,7 +218,6 @@ class CallWatch(SameInCopies):
     def take_help(self, options: WatchOptions) -> None:
         """Tell others, and be helped by them, from now on: a guard that comes or goes."""
         self._options = options
-        self._texts.announce = self._ranges.announce = options.announce
 
     def follow(self) -> None:
         """Watch the code that calls go through now, if the module was compiled since."""
@@ -237,9 +255,10 @@ class CallWatch(SameInCopies):
         put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
 
     def _remove(self) -> None:
+        """Take the exponents off for good; calls that wait begin again."""
+        self.is_removed = True
+        hide_parts(self._parts)
         self._own.undo()
-        self._ranges.read(waits=True)
-        self.switch.remove()
 
     def _refuse_replicas(self) -> None:
         raise ScalingError(
@@ -250,7 +269,7 @@ class CallWatch(SameInCopies):
         )
 
     def warn_of_copy(self) -> None:
-        self._texts.say_once(
+        self._say_once(
             f"A part of {self._name} was copied, and its weights are scaled: without the exponents of "
             "the parts around it they are those of another model. Copy it without the plan, guard or "
             "rescaling."
@@ -274,6 +293,11 @@ class CallWatch(SameInCopies):
                 remedy=f"Copy it without the plan. {self._options.remedy}",
             )
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._options.announce(text)
+
     @property
     def has_call_here(self) -> bool:
         """Whether this thread is inside of a call that the watch let through."""
@@ -289,80 +313,77 @@ class CallWatch(SameInCopies):
     def _enter(self, call: ComponentCall) -> Any:
         if self.has_call_here:
             return call.proceed()
-        key = self.sign(call)
-        held = HeldContainers(call)
         try:
-            if key not in self.known.verdicts:
-                self._judge(key, call, held)
-            ends = self.known.verdicts[key]
-            if ends is not None:
-                is_good, output, why, key = self._call_on(key, ends, call, held)
-                if is_good:
-                    return output
-                if why != _READ:
-                    self._give_up(key, call, why)
-                elif key not in self.known.verdicts:
-                    self._judge(key, call, held)
-            return self._call_off(key, call)
+            with self._calling():
+                return self._call(call)
         except ReplacedError:
             return call.begin_again()
 
-    def _call_on(
-        self, key: Key, ends: CallEnds, call: ComponentCall, held: HeldContainers
-    ) -> tuple[bool, Any, str, Key]:
-        """Make a call with the exponents on; return whether they hold for it, its output, and why not.
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Run a call of this thread under the module's lock, as a guard's changes are.
 
-        Returns:
-            Last the key of the call, with the values that its code read if it reads some.
+        Raises:
+            ReplacedError: the exponents were taken off while the call waited.
         """
+        with find_lock(self.module).calling(self._begin, self._end):
+            if self.is_removed:
+                raise ReplacedError
+            self._thread.is_inside = True
+            try:
+                yield
+            finally:
+                self._thread.is_inside = False
+
+    def _begin(self) -> None:
+        """Prepare for the first of the calls that run at once."""
+        if not self.is_removed:
+            hide_parts(self._parts)
+            self.known.settings.read()
+
+    def _end(self) -> None:
+        """Return to what was there before calls; what they set is not what leads them elsewhere."""
+        if not self.is_removed:
+            show_parts(self._parts)
+            self.known.settings.note()
+
+    def _call(self, call: ComponentCall) -> Any:
+        """Make a call that the exponents hold for, or refuse it.
+
+        Raises:
+            ReplacedError: other exponents are on the module now, or none.
+            ScalingError: they do not hold for it.
+        """
+        key, held, answers = self.sign(call), HeldContainers(call), list[Any]()
+        ends = self._find_ends(key, call, held)
         ambient = without_autocast() if self._casts else contextlib.nullcontext()
-        why, answers = _NOT_FINITE, list[Any]()
         reads = self.known.reads_values(key) and is_plain()
-        with self.using(is_on=True), ambient:
+        why = _NOT_FINITE
+        with ambient:
             self.weights.check()
             is_known = ends is PLAIN
             restores = () if is_known and not (held or reads) else self._save(call)
             try:
                 with noting_answers(answers) if reads else contextlib.nullcontext():
                     is_good, output = (
-                        (True, self._call_planned(call))
-                        if is_known
-                        else self._call_scaled(ends, call)
+                        (True, call.proceed()) if is_known else self._call_scaled(ends, call)
                     )
             except BeyondError as error:
-                if not self._casts:
+                if self._options.repair is None:
                     raise
                 is_good, output, why = False, None, error.what.rstrip(".")
             is_filled = held.is_filled
-            if is_good and reads and not self.switch.is_removed:
+            if is_good and reads and not self.is_removed:
                 key = add_answers(key[0], answers), key[1]
                 if not self.known.holds_for_read(key, tuple(answers), call):
                     is_good, why = False, _READ
             if is_good and not is_filled:
-                return True, self._track(call, output), "", key
+                return self._track(call, output)
             for restore in (*restores, held.restore):
                 restore()
-            if self.switch.is_removed:  # a guard put exponents on that are for such calls
-                raise ReplacedError
-        return False, None, _FILLED if is_filled and why == _NOT_FINITE else why, key
-
-    def _call_off(self, key: Key, call: ComponentCall) -> Any:
-        """Make a call with the exponents off; say so once the module has shown that it takes such calls."""
-        try:
-            with self.using(is_on=False):
-                output = self._track(call, self._call_bare(call))
-        except REFUSALS as error:
-            if not (self._casts and self.known.settings.is_other_code and is_refusal(error)):
-                raise
-            what = self.known.describe_difference(key, call.callee.method)
-            raise ScalingError(
-                f"{self._name} was called {what}, and stopped at operands of two dtypes: such calls "
-                "run without its exponents, in fp32.",
-                expected="Code that was put on since computes in the dtype of what it is given.",
-                remedy=_CODE,
-            ) from error
-        self._texts.say_kept(key)
-        return output
+        if self.is_removed:  # a guard put exponents on that are for such calls
+            raise ReplacedError
+        return self._refuse(key, call, _FILLED if is_filled and why == _NOT_FINITE else why, held)
 
     def _enter_whole(self, call: ComponentCall) -> Any:
         """Make a call of `forward` itself, which passes by the module's hooks, as one of the module."""
@@ -378,18 +399,17 @@ class CallWatch(SameInCopies):
         """Have backward passes refused that would be wrong, and say once that gradients are in fp16."""
         if not torch.is_grad_enabled() or not is_plain():
             return output
-        if self.switch.is_on:
-            self.weights.refuse_gradients(self.switch.patches)
-        now = self.switch.changes
+        if not self.is_removed:
+            self.weights.refuse_gradients(self._own)
 
         def check(gradient: torch.Tensor) -> None:
-            if self.switch.changes != now:
+            if self.is_removed:
                 raise ScalingError(
                     f"The exponents of {self._name} were changed or taken off between a call and its "
                     "backward pass.",
                     expected="A backward pass reads the weights that the call read.",
                     remedy="Make it before the plan, guard or rescaling is taken off, and before calls "
-                    "with other arguments.",
+                    "that a guard repairs.",
                 )
 
         for tensor in iterate_tensors(output):
@@ -397,7 +417,7 @@ class CallWatch(SameInCopies):
                 tensor.register_hook(check)
         is_asked = any(x.requires_grad for x in iterate_tensors((call.args, call.kwargs)))
         if is_asked and self.weights.has_half:
-            self._texts.say_once(
+            self._say_once(
                 f"Gradients by inputs of {self._name} are computed in fp16, which loses small ones. "
                 "Multiply the loss by a power of two, such as 1024, and divide the gradients by it."
             )
@@ -409,10 +429,7 @@ class CallWatch(SameInCopies):
 
     def sign(self, call: ComponentCall) -> Key:
         """Return a call's signature, with settings changed since exponents were put on, and its sizes."""
-        with self.switch.held():
-            if not self.switch.is_used:  # what a call sets is not what leads it elsewhere
-                self.known.settings.read()
-            others = self.known.settings.describe()
+        others = self.known.settings.describe()
         path = find_path(call)
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
@@ -423,27 +440,8 @@ class CallWatch(SameInCopies):
         start, _, rest = signature.removesuffix(")").partition("(")
         return f"{start}({', '.join(filter(None, (rest, *others)))})", sizes
 
-    @contextlib.contextmanager
-    def using(self, *, is_on: bool) -> Iterator[None]:
-        """Run a call of this thread with the exponents on or off."""
-        with self.switch.using(is_on=is_on):
-            self._thread.is_inside = True
-            try:
-                yield
-            finally:
-                self._thread.is_inside = False
-
     def _is_guarded(self, call: ComponentCall) -> bool:
         return has_layer(call.callee.owner, find_slot(call.callee), Rank.GUARD)
-
-    def _call_planned(self, call: ComponentCall) -> Any:
-        """Make a call that exponents were found for; report it once if it exceeds the measured ranges."""
-        output, method = call.proceed(), call.callee.method
-        is_noted = self.scaling.inputs and is_plain()
-        if is_noted and not (self._is_guarded(call) or self.switch.is_removed):
-            names = call.callee.argument_names
-            self._ranges.note(method, name_inputs(call.args, call.kwargs, names), output)
-        return output
 
     def _call_scaled(self, ends: CallEnds, call: ComponentCall) -> tuple[bool, Any]:
         """Make a call of an unmeasured signature; return whether it is all right, and its output."""
@@ -463,10 +461,10 @@ class CallWatch(SameInCopies):
                 _thread.scaled = before
             if not self.is_in_force:  # it was repaired: the output is that of other exponents
                 return True, output
-        made = {id(x): x for x in iterate_tensors(output)}
+        made = list(iterate_tensors(output))
         is_known = not ends.outputs or len(made) == ends.returned
         is_unread = self._is_guarded(call) or not is_plain()
-        return is_known and (is_unread or _is_finite(list(made.values()))), output
+        return is_known and (is_unread or _is_finite(made)), output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
         """Multiply arguments before a call, and outputs behind it."""
@@ -484,91 +482,63 @@ class CallWatch(SameInCopies):
         watch: CallWatch | None = vars(self.module).get(_WATCH)
         return watch is not None and watch.scaling is self.scaling
 
-    def _call_bare(self, call: ComponentCall) -> Any:
-        """Make a call without the exponents; outputs that fit are cast to the dtype of the arguments."""
-        if not self._casts:
-            return call.proceed()
-        came_as = find_float_dtype(call.named, call.keeps)
-        with without_autocast():
-            output = call.proceed_in(torch.float32)
-        wanted = came_as or torch.float16
-        return map_tensors(output, partial(narrow, wanted))
-
     # What holds for a signature
 
-    def _judge(self, key: Key, call: ComponentCall, held: HeldContainers) -> None:
-        """Find the verdict on calls of a new signature or new sizes.
+    def _find_ends(self, key: Key, call: ComponentCall, held: HeldContainers) -> CallEnds:
+        """Return what is multiplied in calls of a signature and sizes, found once; refuse the others.
 
         Args:
             held: the contents of the call's arguments, which a trace may change.
         """
-        method, path = call.callee.method, find_path(call)
-        args, kwargs = cast_arguments(call)
-        ends = None
-        if not held.has_kept_tensors:
-            ends = self.known.find_ends(key, method, args, kwargs, path)
-        held.restore()
-        is_other_code = self.known.settings.describe()  # earlier calls would run it as well by now
-        can_extend = not (path or is_other_code or held.has_objects)  # nor would a cache be as then
-        if ends is None and can_extend and self._options.extend is not None:
-            what = self.known.describe_difference(key, method, names_sizes=False)
+        known = self.known.verdicts
+        if key not in known:
+            method, path = call.callee.method, find_path(call)
             with find_lock(self.module).changing():
-                if not (self.switch.is_removed or key in self.known.verdicts):
-                    self._options.extend(replace(call, args=args, kwargs=kwargs), what)
-            if self.switch.is_removed:
+                if key not in known and not self.is_removed:
+                    ends, given = None, cast_arguments(call)
+                    if not held.has_kept_tensors:
+                        ends = self.known.find_ends(key, method, *given, path)
+                    held.restore()
+                    known[key] = ends
+            if self.is_removed:
                 raise ReplacedError
-        with self.switch.held():
-            if key not in self.known.verdicts:
-                if ends is None:
-                    self._give_up(key, call, "they do not hold for that")
-                self.known.verdicts[key] = ends
+        if (ends := known[key]) is None:
+            self._refuse(key, call, _NO_SOLUTION, held)
+        return ends
 
-    def _give_up(self, key: Key, call: ComponentCall, why: str) -> None:
-        """Run calls of a signature and sizes without exponents from now on; it is said once one has run."""
-        path, method = find_path(call), call.callee.method
+    def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
+        """Have a guard repair the module for calls of a signature, or raise why they are refused."""
+        path, method, settings = find_path(call), call.callee.method, self.known.settings
+        self.known.refuse(key)
+        repair = None if path else self._options.repair
+        if repair is not None:
+            # earlier calls would run other code as well by now, nor would a cache be as then
+            is_other = bool(settings.describe()) or held.has_objects
+            what = self.known.describe_difference(key, method, names_sizes=False)
+            args, kwargs = cast_arguments(call)
+            refusal = Refusal(
+                replace(call, args=args, kwargs=kwargs),
+                what,
+                is_traceable=why in (_NO_SOLUTION, _READ, _NOT_FINITE) and not is_other,
+            )
+            with find_lock(self.module).changing():
+                if not self.is_removed:
+                    repair(refusal)
+            if self.is_removed:
+                raise ReplacedError
         what = (
             f"`{self._name}:{path}` was called alone"
             if path
             else f"{self._name} was called {self.known.describe_difference(key, method)}"
         )
         remedy = _WHOLE if path else self._options.remedy
-        remedy = _CODE if self.known.settings.is_other_code else remedy
-        waits = vars(self.module).get(WAITING, False)
-        if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
-            raise ScalingError(
-                f"{what}; its exponents were found for other calls, and {why}.",
-                expected="Its exponents stay on until they are taken off with .undo()."
-                if self._options.stays
-                else "Its weights are stored elsewhere between calls, so its exponents stay on.",
-                remedy=remedy,
-            )
-        self.known.refuse(key)
-        self._texts.keep(
-            key,
-            f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
-            f"exponents{', in fp32' if self._casts else ''}: correct, but slower. {remedy}",
+        raise ScalingError(
+            f"{what}; its exponents were found for other calls, and {why}.",
+            expected="Its exponents stay on until they are taken off with .undo()."
+            if repair is None
+            else "The guard found no exponents for such calls, and could not cast the component.",
+            remedy=_CODE if settings.is_other_code and repair is None else remedy,
         )
-
-
-class _Texts:
-    """What the user of a module is told, each text once."""
-
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        self.announce, self._said = announce, set[str]()
-        self._kept: dict[Key, str] = {}
-
-    def say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self.announce(text)
-
-    def keep(self, key: Key, text: str) -> None:
-        """Say it once such a call has run."""
-        self._kept[key] = text
-
-    def say_kept(self, key: Key) -> None:
-        if text := self._kept.pop(key, ""):
-            self.announce(text)
 
 
 def note_weights(module: torch.nn.Module) -> None:
@@ -576,14 +546,6 @@ def note_weights(module: torch.nn.Module) -> None:
     watch = vars(module).get(_WATCH)
     if watch is not None:
         watch.weights.note_arrived()
-
-
-@contextlib.contextmanager
-def exponents_on(module: torch.nn.Module) -> Iterator[None]:
-    """Keep a module's exponents on inside the block, also if its last call ran without them."""
-    watch = find_watch(module)
-    with contextlib.nullcontext() if watch is None else watch.using(is_on=True):
-        yield
 
 
 def find_watch(module: torch.nn.Module) -> CallWatch | None:
@@ -620,7 +582,7 @@ def has_passed(module: torch.nn.Module) -> bool:
 def holds_for(module: torch.nn.Module, call: ComponentCall) -> bool:
     """Return whether a call is right, unchanged, with the exponents that are on a module now."""
     watch = find_watch(module)
-    if watch is None or not watch.switch.is_on:
+    if watch is None or watch.is_removed:
         return True
     return watch.known.verdicts.get(watch.sign(call)) is PLAIN
 
@@ -731,14 +693,14 @@ def watch_calls(
     *,
     casts: bool = True,
 ) -> None:
-    """Put exponents on a module so that they are off for calls that they do not hold for.
+    """Put exponents on a module so that calls are refused that they do not hold for.
 
     Args:
         put: folds them in and casts the module; its patches take them off.
         patches: take all of it off.
-        casts: the module is cast as well, so it runs in fp32 without its exponents.
+        casts: the module is cast as well.
     """
     if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
-        CallWatch(module, scaling, put, options or WatchOptions(), casts=casts).put_on(patches)
+        CallWatch(module, scaling, options or WatchOptions(), casts=casts).put_on(put, patches)
     else:
         put(patches)
