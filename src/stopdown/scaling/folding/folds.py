@@ -579,7 +579,8 @@ def _narrow_outputs(
 def _narrow_tensors(
     wide: frozenset[int], change: Callable[[torch.Tensor], torch.Tensor], output: Any
 ) -> Any:
-    kept = {id(x) for number, x in enumerate(iterate_tensors(output)) if number in wide}
+    tensors = {id(x): x for x in iterate_tensors(output)}
+    kept = {key for number, key in enumerate(tensors) if number in wide}
     return pytree.tree_map_only(torch.Tensor, lambda x: x if id(x) in kept else change(x), output)
 
 
@@ -660,9 +661,10 @@ def widen_outputs(
     exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
     """Cast the numbered tensors of an output to fp32 and take their exponents off."""
+    tensors = {id(x): x for x in iterate_tensors(output)}.values()
     wide = {
         id(x): x.float() * 2.0 ** -exponents[number]
-        for number, x in enumerate(iterate_tensors(output))  # one may be returned twice
+        for number, x in enumerate(tensors)
         if number in exponents
     }
     return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)

@@ -461,10 +461,10 @@ class CallWatch(SameInCopies):
                 _thread.scaled = before
             if not self.is_in_force:  # it was repaired: the output is that of other exponents
                 return True, output
-        made = list(iterate_tensors(output))
+        made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
         is_unread = self._is_guarded(call) or not is_plain()
-        return is_known and (is_unread or _is_finite(made)), output
+        return is_known and (is_unread or _is_finite(list(made.values()))), output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
         """Multiply arguments before a call, and outputs behind it."""
