@@ -239,7 +239,7 @@ def test_a_device_that_cannot_be_asked_hides_no_fault(monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise OptionError("There is no device xpu:0 here.")
 
-    monkeypatch.setattr("stopdown.runtime.fault_handler.choose_device", refuse)
+    monkeypatch.setattr("stopdown.runtime.repairs.choose_device", refuse)
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
     error = run_checked(pipe, "cogvideox")
     assert "transformer=fp32" in error.remedy

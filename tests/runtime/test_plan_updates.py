@@ -58,7 +58,6 @@ SCALINGS = st.builds(
     layers=st.dictionaries(NAMES, st.tuples(st.integers(-9, 9), st.integers(-9, 9)), max_size=2),
     signatures=st.lists(TEXTS, max_size=2).map(tuple),
     shapes=st.dictionaries(TEXTS, st.just((((4, 16), (4,)),)), max_size=2),
-    inputs=st.dictionaries(NAMES, SHARES, max_size=2),
 )
 FIELDS = {x.name for x in dataclasses.fields(Scaling)}
 BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(False))

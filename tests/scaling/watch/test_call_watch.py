@@ -636,7 +636,7 @@ def test_a_cache_of_keys_and_values(put: Any) -> None:
 
     wanted = generate(case.module, DynamicCache())
     low = generate(copy.deepcopy(case.module).half().bfloat16(), DynamicCache())
-    bf16, cache = measure_error(low, wanted), DynamicCache()
+    bf16, cache = sum(map(measure_error, low, wanted)), DynamicCache()
     with put(case.module, case.first) as handle:
         if put is planned:
             with pytest.raises(ScalingError, match="past_key_values:DynamicCache"):
@@ -645,7 +645,7 @@ def test_a_cache_of_keys_and_values(put: Any) -> None:
             return
         found = generate(case.module, cache)
         assert [x.kind for x in handle.repairs] == ["range", "signature"]
-    assert measure_error(found, wanted) <= bf16
+    assert sum(map(measure_error, found, wanted)) <= bf16  # each call rounds at other places
 
 
 def make_pictured_unet() -> tuple[nn.Module, dict[str, Any]]:

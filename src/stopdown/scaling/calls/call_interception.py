@@ -319,9 +319,13 @@ def put_cast(
 
     def cast(call: ComponentCall) -> Any:
         wanted = dtype if sample is None else sample.dtype
-        is_left = sample is None and {x.dtype for x in module.parameters()} == {torch.float32}
-        if is_left:
-            wanted = torch.float32  # the plan is off again, or another thread is taking it off
+        now = {x.dtype for x in module.parameters()}
+        if (
+            sample is None
+            and len(now) == 1
+            and now < {torch.float32, torch.bfloat16, torch.float16}
+        ):
+            wanted = now.pop()  # a guard cast it, the plan is off again, or a thread takes it off
         if as_plain:
             return call.proceed_in(wanted)
         is_guarded = has_layer(callee.owner, find_slot(callee), Rank.GUARD)
