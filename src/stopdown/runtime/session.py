@@ -146,7 +146,8 @@ class Session(SameInCopies):
 
     def __init__(self, pipe: Any, options: GuardOptions) -> None:
         self.pipe, self.options = pipe, options
-        self.log = options.log or RepairLog(options.announce or warn_user)
+        announce = options.announce or warn_user
+        self.log = RepairLog(announce) if options.log is None else options.log  # one may be empty
         scheduled = find_adapter(pipe).find_scheduled(pipe)
         on_begin = functools.partial(self.follow, is_late=True)
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=on_begin)
