@@ -12,7 +12,6 @@ and autocast on CUDA.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +24,6 @@ from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.scaling import ComponentCall, Rank
 from stopdown.scaling.calls.call_interception import Layer, put_layer
 from stopdown.scaling.calls.callee import Callee
-
-_CHANGING = threading.RLock()
-"""Held while layers come and go: pipelines of one class share its `__call__`."""
 
 
 class _LayerHolder(SameInCopies):
@@ -57,17 +53,11 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
         return found.layer(_bind(own, call.below, call.args[1:], call.kwargs))
 
     vars(pipe)[name] = held
-    with _CHANGING:
-        put_layer(owner, "__call__", lead, on_class, Rank.GUARD)
-    leave = weakref.finalize(pipe, _leave, on_class)
+    put_layer(owner, "__call__", lead, on_class, Rank.GUARD)
+    leave = weakref.finalize(pipe, on_class.undo)
     leave.atexit = False
     patches.defer(functools.partial(_drop, here, name))
     patches.defer(leave)
-
-
-def _leave(on_class: Patches) -> None:
-    with _CHANGING:
-        on_class.undo()
 
 
 def _drop(here: weakref.ref[Any], name: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType, ModuleType
@@ -23,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.scaling.calls.call_interception import is_in_call
 
@@ -40,7 +39,6 @@ _PLACING = (
 )
 """Code that loads, places and casts modules: it is told what their weights are in."""
 
-_LOCK = threading.Lock()
 _narrow: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Modules in fp16 under casts of ours, and for how many pipelines; a copy of one is not here."""
 
@@ -62,7 +60,7 @@ def state_dtypes(
         narrow: modules in fp16, whose arguments are cast at their entrance.
         wide: modules that may return values beyond fp16.
     """
-    with _LOCK:
+    with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
             for module in modules:
                 known[module] = known.get(module, 0) + 1
@@ -71,7 +69,7 @@ def state_dtypes(
 
 
 def _leave(narrow: Collection[nn.Module], wide: Collection[nn.Module]) -> None:
-    with _LOCK:
+    with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
             for module in modules:
                 known[module] -= 1

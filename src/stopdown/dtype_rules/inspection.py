@@ -44,7 +44,7 @@ from stopdown.pipelines.dry_run import (
 )
 from stopdown.pipelines.requests import refuse_unknown
 from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.folding.folds import RESCALED
+from stopdown.scaling.folding.adapters import RESCALED
 
 
 @dataclass

@@ -21,7 +21,7 @@ from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.numerics import HALVES
 from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
-from stopdown.scaling.folding.folds import RESCALED
+from stopdown.scaling.folding.adapters import RESCALED
 from stopdown.sources.headers import read_rescaled
 
 SUBNORMAL_SHARE = 0.5

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import CHANGING, Patches
 
 _TYPES = ("cpu", "cuda", "mps", "xpu")
 """Device types whose autocast PyTorch has."""
@@ -51,7 +51,7 @@ class _Watcher:
     entered: list[torch.dtype] = field(default_factory=list)
 
 
-_LOCK, _PATCHES = threading.Lock(), Patches()
+_PATCHES = Patches()
 _WATCHERS: list[_Watcher] = []
 """Of all threads, which may leave in any order: the class is patched from the first to the last."""
 
@@ -64,7 +64,7 @@ def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
         is_off: disable autocast that the code enters: fp32 values stay fp32.
     """
     watcher = _Watcher(threading.get_ident(), is_off)
-    with _LOCK:
+    with CHANGING:
         if not _WATCHERS:
             enter = _watch(torch.autocast.__enter__)
             _PATCHES.set_class_attribute(torch.autocast, "__enter__", enter)
@@ -72,7 +72,7 @@ def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
     try:
         yield watcher.entered
     finally:
-        with _LOCK:
+        with CHANGING:
             _WATCHERS.remove(watcher)
             if not _WATCHERS:
                 _PATCHES.undo()

@@ -115,10 +115,8 @@ def is_changing() -> bool:
     return _thread.is_changing
 
 
-_CHANGING = threading.Lock()
 _locks: WeakKeyDictionary[torch.nn.Module, ComponentLock] = WeakKeyDictionary()
 
 
 def find_lock(module: torch.nn.Module) -> ComponentLock:
-    with _CHANGING:
-        return _locks.setdefault(module, ComponentLock())
+    return _locks.setdefault(module, ComponentLock())  # one step: two threads get the same

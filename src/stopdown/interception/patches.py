@@ -10,6 +10,7 @@ the same attribute.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any, Self
 
@@ -17,6 +18,9 @@ import torch
 
 Place = tuple[slice, ...]
 """What of a tensor is meant, as in indexing it: all of it, some rows, or some columns."""
+
+CHANGING = threading.RLock()
+"""Held for the moment in which what threads share is changed: layers, classes, functions of libraries."""
 
 _ABSENT = object()
 

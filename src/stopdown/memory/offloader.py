@@ -44,7 +44,6 @@ from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.watch.call_watch import WAITING
 
 MOST_STEPS_DOWN = 4
 """How often one call may be tried again with something smaller."""
@@ -84,8 +83,6 @@ class Offloader:
 
     def __enter__(self) -> Offloader:
         try:
-            for module in find_components(self.pipe).values():
-                self._store.serve(module, self._callees)
             for callee in find_callees(self.pipe):
                 intercept(callee, self._call, self._callees, Rank.MEMORY)
             self._put_on(self.taken)
@@ -240,7 +237,7 @@ def put_placement(
         if strategy.placement == "resident":
             store.bring(module)
             continue
-        patches.set_attribute(module, WAITING, True)
+        store.serve(module, patches)
         store.move_buffers(module)
         for group in _make_groups(module, strategy.placement, own, store):
             store.keep(name, group, strategy.placement)

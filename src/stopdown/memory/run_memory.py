@@ -154,7 +154,6 @@ class MemoryListener(Listener):
         self._tracker = StorageTracker(on_cpu=on_cpu)
         self._calls: list[CallMemory] = []
         self._between = self._start = self._steps = 0
-        self._strays: dict[str, frozenset[str]] = {}
         self._trace: list[CallMemory | list[Event]] = []
 
     def conclude(self, pipe: Any) -> RunMemory:
@@ -200,8 +199,7 @@ class MemoryListener(Listener):
         self._call, self._paths = CallMemory(callee.name, callee.stage), paths
         self._call.events = tracker.events
         self._begun, flops = tracker.live_bytes, tracker.flops
-        self._strays = self._call.strays
-        note = functools.partial(_note_strays, self._strays, _find_homes(callee.owner), paths)
+        note = functools.partial(_note_strays, self._call.strays, _find_homes(callee.owner), paths)
         # without a fused kernel, attention is three operations, and its scores are a tensor
         attention = contextlib.nullcontext() if self._fused else sdpa_kernel(SDPBackend.MATH)
         with attention, Patches() as patches:
@@ -289,10 +287,10 @@ class MemoryListener(Listener):
                 events = taken.again.pop()
                 self._tracker.events += _repeat(events, taken.path, here, self._tracker.numbers)
             # what was noted of the block that this one is like holds for it too
-            for home, users in [*self._strays.items()] if taken.path != here else ():
+            for home, users in [*call.strays.items()] if taken.path != here else ():
                 if any(is_inside(x, taken.path) for x in (home, *users)):
                     moved = frozenset(_move(x, taken.path, here) for x in users)
-                    _join(self._strays, {_move(home, taken.path, here): moved})
+                    _join(call.strays, {_move(home, taken.path, here): moved})
         else:
             output, taken = self._watch_tile(
                 alive, arguments, functools.partial(code, *args, **kwargs)
@@ -313,7 +311,7 @@ class MemoryListener(Listener):
         here = self._paths.current
         call, flops = self._call, self._tracker.flops
         begun = len(self._tracker.events)
-        self._call = own = CallMemory(call.component, call.stage)
+        self._call = own = CallMemory(call.component, call.stage, strays=call.strays)
         try:
             output = code()
             self._note(self._paths.current)

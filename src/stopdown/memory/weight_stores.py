@@ -31,9 +31,7 @@ from stopdown.scaling.mapped_weights import (
     remove_left,
     wait_,
 )
-
-_STORE = "stopdown_weight_store"
-"""Attribute of a component whose weights wait: its `WeightStore`."""
+from stopdown.scaling.watch.call_watch import WAITING
 
 
 class WeightGroup(SameInCopies):
@@ -116,8 +114,8 @@ class WeightStore(SameInCopies):
         return self._kept.get(id(tensor))
 
     def serve(self, module: torch.nn.Module, patches: Patches) -> None:
-        """Let `weights_at_hand` find the store of a component, until `patches` is undone."""
-        patches.set_attribute(module, _STORE, self)
+        """Mark a component as one whose weights wait here, until `patches` is undone."""
+        patches.set_attribute(module, WAITING, self)
 
     @contextlib.contextmanager
     def opened(self, module: torch.nn.Module) -> Iterator[None]:
@@ -272,7 +270,7 @@ def weights_at_hand(module: torch.nn.Module) -> Iterator[None]:
 
     Cost: for a component whose weights wait, all of them on the device at the same time.
     """
-    store: WeightStore | None = vars(module).get(_STORE)
+    store: WeightStore | None = vars(module).get(WAITING)
     with contextlib.nullcontext() if store is None else store.opened(module):
         yield
 
@@ -281,7 +279,7 @@ def find_waiting(module: torch.nn.Module, tensor: torch.Tensor) -> StoredWeight 
     """Return the stored weight that a component's weight is read from; None if it has its values."""
     if tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel():
         return None
-    store: WeightStore | None = vars(module).get(_STORE)
+    store: WeightStore | None = vars(module).get(WAITING)
     return (store.find(tensor) if store is not None else None) or find_stored(tensor)
 
 

@@ -64,7 +64,8 @@ from stopdown.scaling import (
 from stopdown.scaling.calls.call_interception import drop_upcast, find_slot, has_layer
 from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.calls.module_code import list_foreign_code
-from stopdown.scaling.folding.folds import PLANNED, RESCALED, find_folded_parts, widen_
+from stopdown.scaling.folding.adapters import RESCALED
+from stopdown.scaling.folding.folds import PLANNED, find_folded_parts, widen_
 from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.graph.capture import casts_weights, name_parameters
 from stopdown.scaling.mapped_weights import put_

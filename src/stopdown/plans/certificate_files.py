@@ -214,10 +214,13 @@ class _Exporter:
         self._folded: dict[Node, torch.Tensor | None] = {}
         stream = self.scaling.stream
         closed = frozenset(stream.cast_output_down if stream else ())
-        statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
-        self.exits, self.casts = statement.exits, statement.casts
+        self.statement = CallStatement(Problem(), module, measured, 0, True, closed, ())
         self.aliases = find_aliases(self.capture.graph.graph)
-        self.names = dict(stated.inputs)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the call's tensors, by placeholder."""
+        return dict(self.stated.inputs)
 
     def export(self) -> dict[str, Any]:
         graph = self.capture.graph.graph
@@ -254,7 +257,7 @@ class _Exporter:
                 return
             made = self._unknown(node, found)
         self.ids[node] = self._add(node, made)
-        path = self.exits.get(node)
+        path = self.statement.exits.get(node)
         if path is not None and (factor := self.scaling.multiplies.get(path, 0)):
             self.inner[node] = self.ids[node]
             scaled = {"rule": "scale", "from": [self.ids[node]], "by": factor}
@@ -299,8 +302,8 @@ class _Exporter:
         """Return the name of an operand as its user sees it; None if it is not exported."""
         if not isinstance(value, Node):
             return None
-        if value in self.inner and user is not None and user not in self.casts:
-            path = self.exits[value]
+        if value in self.inner and user is not None and user not in self.statement.casts:
+            path = self.statement.exits[value]
             if path in list_running(user):
                 return self.inner[value]
         if value not in self.ids:
@@ -334,7 +337,11 @@ class _Exporter:
             size = 1.0
         if not math.isfinite(size):
             return None if not is_float(node) else {"rule": "unknown"}
-        return {"rule": "input", "name": self.names.get(node.name) or node.name, "largest": size}
+        return {
+            "rule": "input",
+            "name": self.names.get(node.name) or node.name,
+            "largest": size,
+        }
 
     def _state_known(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
         values = tensor.detach().cpu()

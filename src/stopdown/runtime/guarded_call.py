@@ -153,8 +153,10 @@ class Call:
     def move_to(self, callee: Callee, state: Component, slot: str) -> None:
         """Go on counting for another object in the component's place."""
         self.patches.undo()
+        if state is not self.state:
+            self.writes = None
         self.callee, self.state, self.slot = callee, state, slot
-        self.device, self.latest, self.writes = None, LatestCall(), None
+        self.device, self.latest = None, LatestCall()
         self.summary = replace(self.summary, component=callee.name, stage=callee.stage)
 
     def forget(self) -> None:

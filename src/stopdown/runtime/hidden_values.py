@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.runtime.activation_maxima import CLAMPED_FROM
 
@@ -97,7 +97,6 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _patches = Patches()
-_CHANGING = threading.RLock()
 _watchers = 0
 
 
@@ -109,7 +108,7 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
         is_wide: in any floating dtype, and not in fp16 alone.
     """
     global _watchers
-    with _CHANGING:
+    with CHANGING:
         if not _watchers:
             _put_on()
         _watchers += 1
@@ -119,7 +118,7 @@ def noting_hidden(note: Note, *, is_wide: bool = False) -> Iterator[None]:
         yield
     finally:
         _thread.note, _thread.is_wide = before
-        with _CHANGING:
+        with CHANGING:
             _watchers -= 1
             if not _watchers:
                 _patches.undo()
@@ -131,7 +130,7 @@ def load_compiler() -> None:
     A mode that looks at each operation imports it, and a table of replaced functions breaks graphs of code
     that is compiled later.
     """
-    with _CHANGING:
+    with CHANGING:
         if "torch._dynamo" in sys.modules:
             return
         _patches.undo()

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,11 +107,9 @@ class Journal:
         self.folder, self.own_s = Path(folder).absolute(), 0.0
         self._run, self._limit = _to_plain(run or {}), limit_bytes
         self._announce = announce or (lambda text: None)
-        self._notes: list[str] = []
-        self._written = self._number = 0
-        self._answered = Counter[str]()  # by component
+        self._use = JournalUse(str(self.folder), answered=0, written=0, bytes=0)
+        self._number = 0
         self._stopped = False
-        self._digest = ""
         _refuse_foreign(self.folder)
         self._held = ExitStack()
         _hold(self.folder, self._held)
@@ -154,26 +152,22 @@ class Journal:
     def use(self) -> JournalUse:
         """The journal's part in this run so far."""
         size = sum(path.stat().st_size for path in self._list_entries())
-        folder, counts = str(self.folder), self._answered
-        return JournalUse(
-            folder, counts.total(), self._written, size, tuple(self._notes), dict(counts)
-        )
+        return replace(self._use, bytes=size)
 
     def _prepare(self, pipe: Any) -> None:
         """Compare the pipeline with the journal's head."""
         _refuse_memories(pipe)
         head = {**self._run, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
-        self._digest = _digest_head(head)
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
+        self._head = head
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start the journal again: without a readable head, no call can be trusted."""
         self._drop_from(0)
-        self._head = head
         sealed = {"journal": _SCHEMA, "sha256": _digest_head(head), "run": head}
         content = msgspec.json.format(msgspec.json.encode(sealed), indent=1)
         try:
@@ -183,6 +177,10 @@ class Journal:
                 f"The journal {self.folder} cannot be written: {error.strerror}.",
                 remedy="Name another folder for the journal.",
             ) from error
+
+    @property
+    def _run_digest(self) -> str:
+        return _digest_head(self._head or {})
 
     def _enter(self, call: ComponentCall) -> Any:
         """Answer a call, or make it; one inside of another component's call is left alone."""
@@ -205,7 +203,9 @@ class Journal:
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
-            self._answered[call.callee.name] += 1
+            use, counts = self._use, Counter(self._use.components)
+            counts[call.callee.name] += 1
+            self._use = replace(use, answered=use.answered + 1, components=dict(counts))
             return _give(found, call, sources)
         repairs = self._count_repairs()
         output = call.proceed()
@@ -223,7 +223,7 @@ class Journal:
             tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
             tensors |= {f"random.{i}": state.contiguous() for i, state in answer.random.items()}
             places = {f"random.{i}": i for i in answer.random}
-            entry = _Entry(self._digest, digest, structure, places, answer.repaired)
+            entry = _Entry(self._run_digest, digest, structure, places, answer.repaired)
             content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
             self._write_entry(number, component, content)
         except PackingError as error:
@@ -237,7 +237,7 @@ class Journal:
             return
         name = f"{number:06}-{component}.{_digest_bytes(content)}.safetensors"
         _write_whole(self.folder / name, content)
-        self._written += 1
+        self._use = replace(self._use, written=self._use.written + 1)
 
     def _stop(self, why: str) -> None:
         """Stop writing; the calls written so far stay good, and a killed run resumes there."""
@@ -245,7 +245,7 @@ class Journal:
         self._note(f"The journal {self.folder} ends at call {self._number - 1}: {why}.")
 
     def _note(self, text: str) -> None:
-        self._notes.append(text)
+        self._use = replace(self._use, notes=(*self._use.notes, text))
         self._announce(text)
 
     def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
@@ -257,7 +257,7 @@ class Journal:
             return None
         try:
             entry, tensors = _load_entry(path)
-            if entry.run != self._digest or entry.call != digest:
+            if entry.run != self._run_digest or entry.call != digest:
                 raise PackingError("it was made with other arguments")
             kept = [tensors[f"output.{i}"] for i in range(len(tensors) - len(entry.random))]
             random = {i: tensors[name] for name, i in entry.random.items()}

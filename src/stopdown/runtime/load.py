@@ -126,7 +126,7 @@ def _place(loaded: AppliedPlan, source: Source, target: Device) -> AppliedPlan:
     request = complete_request(loaded.pipe, Request())
     loaded = fit_run(loaded, request, target, warn_user)
     if loaded.offloader is not None:
-        loaded.pipe.stopdown_offloader = loaded.offloader.__enter__()
+        loaded.offloader.__enter__()  # the layers on the components hold it
     return loaded
 
 

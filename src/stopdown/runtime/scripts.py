@@ -155,7 +155,6 @@ class ScriptGuard:
     _inside: set[int] = field(default_factory=set)
     _repair_cache: RepairCache = field(default_factory=RepairCache)
     _logs: WeakKeyDictionary[Any, RepairLog] = field(default_factory=WeakKeyDictionary)
-    _said: set[str] = field(default_factory=set)
     _cast: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
 
     def __post_init__(self) -> None:
@@ -263,13 +262,11 @@ class ScriptGuard:
             by_plan = None if isinstance(program, Callee) else self._guard_by_plan(program, options)
             return by_plan or self._guard_by_what_was_found(program, options)
         except Exception as error:  # a program unlike all others: it runs as it is
-            self._say_once(f"{name} could not be guarded: {take_first_line(error)}")
+            self._report_once(name, f"{name} could not be guarded: {take_first_line(error)}")
             return None
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self.announce(text)
+    def _report_once(self, name: str, text: str) -> None:
+        self.modules.log.report_once(name, text, text)
 
     def _guard_by_plan(self, pipe: Any, options: GuardOptions) -> Guard | None:
         """Make a guard with the plan; return None if there is none, or it is another model's."""
@@ -278,7 +275,8 @@ class ScriptGuard:
         try:
             return Guard(pipe, dataclasses.replace(options, plan=self.plan)).put_on()
         except PlanError as error:
-            self._say_once(f"{type(pipe).__name__} runs without the plan. {error}")
+            name = type(pipe).__name__
+            self._report_once(name, f"{name} runs without the plan. {error}")
             return None
 
     def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:

@@ -156,7 +156,7 @@ class Session(SameInCopies):
         self.calls: dict[str, Call] = {}
         self.planned: dict[str, Scaling] = {}
         self.host_reads = 0
-        self.turn = threading.Condition(threading.RLock())
+        self.turn = threading.Condition()
         self.stage: Literal["on", "leaving", "left"] = "on"
         self._listeners: tuple[Listener, Listener] | None = None
 
@@ -300,7 +300,8 @@ class Session(SameInCopies):
         check = check_call(guarded.state.notes, output)
         with self.turn:
             self.host_reads += check.host_reads
-            guarded.record_maxima(self.steps.find_step(guarded.callee), check)
+            if check.maxima:
+                guarded.record_maxima(self.steps.find_step(guarded.callee), check)
             for sentence in guarded.record_excesses(check):
                 self.log.announce(sentence)
         return check

@@ -210,7 +210,7 @@ def test_an_unscaled_lora_on_scaled_weights_is_wrong(
     bare_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing that scales it: refused under the plan, and far off without its check."""
-    monkeypatch.setattr(folds, "follow_adapters", lambda *_: None)
+    monkeypatch.setattr(folds.AdapterFolds, "put_on", lambda *_: None)
     pipe, original = build(), build()
     with apply_plan(pipe, bare_plan, cast=False):
         for one in (original, pipe):

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 
 from stopdown.interception.own_hooks import run_with_hooks
-from stopdown.interception.patches import Patches
+from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.scaling.calls.call import ComponentCall
 from stopdown.scaling.calls.callee import Callee
@@ -35,9 +35,6 @@ from stopdown.scaling.calls.entrances import Entrance
 
 Layer = Callable[[ComponentCall], Any]
 """Called instead of a method; goes on by `call.proceed()`, and returns the call's output."""
-
-_CHANGING = threading.RLock()
-"""Held while layers are put on or taken off; those of one method may belong to several threads."""
 
 _Layers = tuple[tuple["Rank", Callee, Layer], ...]
 
@@ -94,7 +91,7 @@ class _Stack:
 
     def remove(self, entry: tuple[Rank, Callee, Layer]) -> None:
         """Remove one layer, and the stack with the last one, unless somebody replaced it."""
-        with _CHANGING:
+        with CHANGING:
             self.layers = tuple(other for other in self.layers if other is not entry)
             found = vars(self.owner).get(self.method)
             if not self.layers and (found is self.call or isinstance(found, _Bypass)):
@@ -169,7 +166,7 @@ def put_layer(
         callee: the call's name for the layer; None for the method itself.
     """
     entry = (rank, callee or Callee(method, owner, method, "call"), layer)
-    with _CHANGING:
+    with CHANGING:
         found = vars(owner).get(method)
         stack = _find_stack(found)
         if (

@@ -40,11 +40,8 @@ from stopdown.scaling.bounds.singular_values import estimate_sigma
 from stopdown.scaling.fold_names import Folds, spread_columns, spread_rows
 from stopdown.scaling_records import Scaling
 
-FOLLOWED = "stopdown_adapters"
-"""Attribute of an adapter layer whose adapters follow the exponents of its weight."""
-
-FOLDS = "stopdown_adapter_folds"
-"""Attribute of a module whose adapters are followed."""
+RESCALED = "stopdown_rescaled"
+"""Attribute of a module while exponents are folded into it, which made it fit fp16: its `AdapterFolds`."""
 
 _ROLES = {"lora_magnitude_vector": "magnitude"}
 
@@ -120,9 +117,7 @@ class AdapterFolds(SameInCopies):
         for layer in _list_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
-        patches.set_item(
-            vars(self.module), FOLDS, self
-        )  # the module alone holds it, and goes with it
+        patches.set_attribute(self.module, RESCALED, self)  # it alone holds this, and goes with it
         handle = register_module_module_registration_hook(
             _see_weakly(weakref.WeakMethod(self._see))
         )
@@ -133,23 +128,25 @@ class AdapterFolds(SameInCopies):
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         """Follow a module that was just assigned somewhere, if it wraps a layer of ours."""
-        if not is_adapter_layer(child) or FOLLOWED in vars(child):
+        if not is_adapter_layer(child) or _find_followed(child) is not None:
             return
         layer: Any = child
         if layer.get_base_layer() in self.paths:
             self._layers.add(layer)
-            vars(layer)[FOLLOWED] = _FollowedLayer(layer, self)
+            _FollowedLayer(layer, self)
 
     def _take_off(self) -> None:
         for layer in list(self._layers):
-            vars(layer).pop(FOLLOWED).take_off()
+            if (followed := _find_followed(layer)) is not None:
+                followed.take_off()
         self._layers.clear()
 
     def _releasing(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             for layer in self._layers:
-                vars(layer)[FOLLOWED].release()
+                if (followed := _find_followed(layer)) is not None:
+                    followed.release()
             return inner(*args, **kwargs)
 
         return call
@@ -167,7 +164,7 @@ def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
 
 
 class _FollowedLayer(SameInCopies):
-    """Keeps the adapters of one layer; the layer alone holds it, so that both go together."""
+    """Keeps the adapters of one layer, whose hooks alone hold it, so that both go together."""
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
         self._layer, self._folds = weakref.ref(layer), folds
@@ -265,6 +262,12 @@ class _FollowedLayer(SameInCopies):
         return find_part_exponents(parts, rows, bias, columns)
 
 
+def _find_followed(layer: Any) -> _FollowedLayer | None:
+    """Return what keeps the adapters of a layer, or of the layer that this is a copy of; None without."""
+    owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _FollowedLayer)), None)
+
+
 def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
     """Stop a backward pass that reaches a tensor with an exponent, until `patches` is undone."""
 
@@ -309,16 +312,6 @@ def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
     if kept is not None:
         shape = kept.shape if exponents.numel() == kept.numel() else (1,) * kept.dim()
         kept.copy_(torch.ldexp(kept, exponents.reshape(shape)))
-
-
-def follow_adapters(
-    module: torch.nn.Module,
-    scaling: Scaling,
-    exponents: Mapping[str, Folds],
-    patches: Patches,
-) -> None:
-    """Have a module's adapters take its exponents from now on, until `patches` is undone."""
-    AdapterFolds(module, scaling, exponents).put_on(patches)
 
 
 def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
@@ -488,7 +481,7 @@ def _is_used(layer: Any, name: str) -> bool:
 def _measure_layer(layer: Any, name: str) -> float:
     if not hasattr(layer, "lora_A"):
         return 0.0
-    if (followed := vars(layer).get(FOLLOWED)) is not None:
+    if (followed := _find_followed(layer)) is not None:
         followed.follow()
     delta, weight = layer.get_delta_weight(name), layer.get_base_layer().weight
     added, held = (estimate_sigma(x.detach().flatten(1)) for x in (delta, weight))
@@ -499,7 +492,7 @@ def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
     """List a module's adapters without the exponents of their weights, with the reason."""
     found: dict[str, str] = {}
     for layer in _list_layers(module):
-        followed = vars(layer).get(FOLLOWED)
+        followed = _find_followed(layer)
         if followed is None:
             why = "it was loaded past what scales it"
             found |= dict.fromkeys(list_adapter_names(layer), why)

@@ -23,10 +23,6 @@ from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
 from stopdown.scaling.graph.capture import name_parameters
 
-CHECK = "stopdown_cast_check"
-"""Attribute of a module under which its check is found."""
-
-
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -46,7 +42,6 @@ class CastCheck(SameInCopies):
         """Hook it on, until `patches` is undone."""
         for part in _find_entries(self.module):
             patches.defer(part.register_forward_pre_hook(self).remove)
-        patches.set_attribute(self.module, CHECK, self)
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         known = self._known.get(id(module))
@@ -67,6 +62,12 @@ class CastCheck(SameInCopies):
             remedy="Load it again and use stopdown.cast_(module, torch.float16, rescaling), or "
             "rescale_(..., cast=True).",
         )
+
+
+def find_check(module: torch.nn.Module) -> CastCheck | None:
+    """Return the check that is hooked on a module; None without one."""
+    hooks = reversed(module._forward_pre_hooks.values())
+    return next((x for x in hooks if isinstance(x, CastCheck) and x.module is module), None)
 
 
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

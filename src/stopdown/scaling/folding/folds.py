@@ -35,8 +35,8 @@ from stopdown.numerics import (
 )
 from stopdown.scaling.calls.outermost_calls import is_plain
 from stopdown.scaling.fold_names import Place, list_folds, read_clamp, split_name
-from stopdown.scaling.folding.adapters import follow_adapters, keep_merges, unwrap_name
-from stopdown.scaling.folding.cast_check import CHECK, CastCheck
+from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_name
+from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
 from stopdown.scaling.graph.capture import (
     casts_weights,
@@ -47,9 +47,6 @@ from stopdown.scaling.graph.capture import (
 from stopdown.scaling.graph.mixed_dtypes import cast_operands
 from stopdown.scaling.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.scaling_records import ResidualStream, Scaling, Trial
-
-RESCALED = "stopdown_rescaled"
-"""Attribute of a module while exponents are folded into it: it was made to fit fp16."""
 
 PLANNED = "stopdown_planned"
 """Attribute of a module while a plan or a repair is on it, also one without exponents."""
@@ -201,13 +198,12 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
         named = {
             key: folds.get(name) or folds.get(unwrap_name(name), []) for key, name in first.items()
         }
-        follow_adapters(module, scaling, named, patches)
+        AdapterFolds(module, scaling, named).put_on(patches)
         _scale_all_eps(module, scaling.eps, patches)
         for path, exponent in scaling.multiplies.items():
             _hook_output(module, path, partial(_multiply_output, 2.0**exponent), patches)
         if scaling.outputs:
             hook_own_output(module, partial(widen_outputs, dict(scaling.outputs)), patches)
-        patches.set_attribute(module, RESCALED, True)
         torch.clear_autocast_cache()
     except BaseException:
         patches.undo()
@@ -396,7 +392,7 @@ def cast_(
             remedy="Use cast_(rescaling.module, torch.float16, rescaling).",
         )
     given = plan.scaling if isinstance(plan, Rescaling) else plan
-    check = vars(module).get(CHECK) if given is not None else None
+    check = find_check(module) if given is not None else None
     patches = Patches()
     if check is not None:
         patches.defer(check.accept)
