@@ -69,14 +69,14 @@ def fail() -> None:
 
 def test_faults_of_two_threads_are_worked_on_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search for the cause patches what threads share: the second one waits until the first is done."""
-    work, entered, go_on = FaultHandler._work_on, [Event(), Event()], Event()
+    work, entered, go_on = FaultHandler._decide, [Event(), Event()], Event()
 
     def wait(self: FaultHandler, fault: Fault) -> Any:
         next(x for x in entered if not x.is_set()).set()
         assert go_on.wait(120)
         return work(self, fault)
 
-    monkeypatch.setattr(FaultHandler, "_work_on", wait)
+    monkeypatch.setattr(FaultHandler, "_decide", wait)
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(fail) for _ in entered]
         try:

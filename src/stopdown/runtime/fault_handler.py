@@ -134,7 +134,7 @@ class FaultHandler:
             fault.guarded.state.put_on(fault.guarded.latest.applied)
             self._log.give_up(fault.component, _name_kind(fault))
             case = _Case(fault, Culprit("unknown"), time.perf_counter())
-            self._note(case, "none", f"{take_first_line(error)} {_AS_GIVEN}")
+            self._record(case, "none", f"{take_first_line(error)} {_AS_GIVEN}")
             return fault.output
 
     def _answer(self, fault: Fault) -> Any:
@@ -148,7 +148,7 @@ class FaultHandler:
             is_bad = not fault.check.is_good
             if is_bad and self._log.has_given_up(fault.component, _name_kind(fault)):
                 return self._hand_back(fault)
-            return self._work_on(fault)
+            return self._decide(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
         """Return the output of a call that stopped because operands had different dtypes."""
@@ -165,16 +165,16 @@ class FaultHandler:
             add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
             raise error
         output, repair = repaired
-        self._note_cast(fault)
+        self._record_cast(fault)
         if repair is not None:
             self._log.keep(repair)
         return output
 
-    def _note_cast(self, fault: Fault) -> None:
+    def _record_cast(self, fault: Fault) -> None:
         for call in self._session.list_calls(fault.guarded.state):
-            call.note_cast()
+            call.record_cast()
 
-    def _work_on(self, fault: Fault) -> Any:
+    def _decide(self, fault: Fault) -> Any:
         begun = time.perf_counter()
         if fault.check.is_good:
             return self._pass_on(fault, begun)
@@ -191,27 +191,27 @@ class FaultHandler:
         is_known = not self._names_culprit or self._log.was_reported(fault.component, "none")
         if self._on_fault == "warn" and is_known:
             kind = "clamped" if fault.check.clamped else "unknown"
-            self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
+            self._record(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
             return fault.output
         if self._on_fault == "repair":
-            self._announce_search(fault)
+            self._report_search(fault)
         culprit = self._find_culprit(fault)
         is_half = culprit.dtype in ("fp16", "bf16")
         if is_half and fault.precision == "fp32":  # its code casts by itself
             fault = replace(fault, precision=culprit.dtype)
-            fault.guarded.note_own_precision(culprit.dtype)
+            fault.guarded.record_own_precision(culprit.dtype)
         case = _Case(fault, culprit, begun)
         if _may_be_meant(culprit) and self._is_as_in_fp32(case, fault.output):
-            self._count_as_right(fault)
+            self._record_as_right(fault)
             return fault.output
         if self._on_fault == "warn":
-            self._note(case, "none", "on_fault is warn, so the run continues unchanged.")
+            self._record(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output
         if self._on_fault == "raise":
             raise self._make_error(case)
         return self._repair(case)
 
-    def _announce_search(self, fault: Fault) -> None:
+    def _report_search(self, fault: Fault) -> None:
         """Announce a long search, so that the run does not seem to hang."""
         count = sum(x.numel() for x in fault.guarded.module.parameters())
         if count >= LARGE:
@@ -222,7 +222,7 @@ class FaultHandler:
             )
             self._log.report_once(fault.component, "begun", text)
 
-    def _count_as_right(self, fault: Fault) -> None:
+    def _record_as_right(self, fault: Fault) -> None:
         with self._session.turn:
             fault.guarded.record_as_right()
 
@@ -263,7 +263,7 @@ class FaultHandler:
                 return False
             found = "are as near to those in fp32 as bf16's"
             if output is fault.output:  # and not a repaired one: the call was right
-                self._count_as_right(fault)
+                self._record_as_right(fault)
         notes.meant.update(check.clamped)
         self._log.leave(
             f"{fault.component}, {names}",
@@ -282,7 +282,7 @@ class FaultHandler:
             return False
         if not known.covers(fault.output, fault.precision):
             return False
-        self._count_as_right(fault)
+        self._record_as_right(fault)
         return True
 
     def _is_as_in_fp32(self, case: _Case, output: Any) -> bool:
@@ -363,7 +363,7 @@ class FaultHandler:
         case = _Case(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
         if self._on_fault == "raise":
             raise self._make_error(case)
-        self._note(case, "none", "Its output was finite nevertheless, so the run continues.")
+        self._record(case, "none", "Its output was finite nevertheless, so the run continues.")
         return fault.output
 
     def _repair(self, case: _Case) -> Any:
@@ -377,12 +377,12 @@ class FaultHandler:
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
             if remedy.residual == "fp32" and not case.is_rescaled:
                 continue  # without exponents an fp32 stream finds none either
-            is_good, output = self._try(case, remedy)
+            is_good, output = self._attempt(case, remedy)
             if is_good:
-                self._note_cast(fault)
+                self._record_cast(fault)
                 if state.returns_wide:
                     state.keep_wide(list(self._session.components.values()))
-                self._note(case, remedy.recorded, _describe_remedy(remedy, state.applied))
+                self._record(case, remedy.recorded, _describe_remedy(remedy, state.applied))
                 return output
         state.put_on(case.before)
         fault.guarded.latest.restore()  # the next call begins as this one did
@@ -393,9 +393,9 @@ class FaultHandler:
         fault = case.fault
         if not self._hands_back:
             error = self._make_error(case)
-            self._note(case, "none", why)
+            self._record(case, "none", why)
             raise error
-        self._note(case, "none", f"{why} {_AS_GIVEN}")
+        self._record(case, "none", f"{why} {_AS_GIVEN}")
         self._log.give_up(fault.component, _name_kind(fault))
         if self._has_written(fault):
             return fault.output
@@ -404,7 +404,7 @@ class FaultHandler:
     def _hand_back(self, fault: Fault) -> Any:
         """Return the model's output of a call of an abandoned kind; note it once for each run."""
         if not any(x.component == fault.component for x in self._log.of_this_run):
-            self._note(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
+            self._record(_Case(fault, Culprit("unknown"), time.perf_counter()), "none", _AS_GIVEN)
         return fault.output
 
     def _has_written(self, fault: Fault) -> bool:
@@ -412,7 +412,7 @@ class FaultHandler:
         latest = fault.guarded.latest
         return latest.given is not None and latest.given.were_written
 
-    def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
+    def _attempt(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
         """Put a remedy on and run the call again; return whether it helped, and the output."""
         name, output, told = remedy.recorded, None, ""
         is_narrow = remedy.action in ("rescaled", "fp32-module")
@@ -598,7 +598,7 @@ class FaultHandler:
             error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error
 
-    def _note(self, case: _Case, action: str, reason: str) -> None:
+    def _record(self, case: _Case, action: str, reason: str) -> None:
         """Record the action at a fault."""
         fault, culprit = case.fault, case.culprit
         if culprit.kind == "input" and not self._find_narrowed(fault):

@@ -131,7 +131,7 @@ class Guard(SameInCopies):
         if self.options.plan is not None:
             self._applied = apply_plan(self.pipe, self.options.plan)
             self.session.patches.defer(self._applied.undo)
-        session.put_on(self._watch.keep, self._watch.check)
+        session.put_on(self._watch.record_arguments, self._watch.check)
         for module in find_components(self.pipe).values():
             steps.listen(module, session.patches)
         self.plan = self._stand_under_plan()

@@ -170,7 +170,7 @@ class Call:
             planned: its arguments' magnitudes and sizes are held against the limits there.
         """
         if self.summary.precisions and self.latest.applied != self.state.applied:
-            self.note_cast()  # a call of another signature had the component repaired
+            self.record_cast()  # a call of another signature had the component repaired
         self.latest.kept = None if self.writes is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied
         self.latest.held, self.latest.fills = HeldContainers(call), False
@@ -192,12 +192,12 @@ class Call:
         parts = [(key.partition("."), limit) for key, limit in limits.items()]
         return {name: x for (method, _, name), x in parts if method == self.callee.method}
 
-    def note_cast(self) -> None:
+    def record_cast(self) -> None:
         """Put the formats of weights that were cast before those that they had."""
         if self.summary.precisions:
             self._record_precisions(*self.state.name_precisions())
 
-    def note_own_precision(self, precision: str) -> None:
+    def record_own_precision(self, precision: str) -> None:
         """Note the precision of the code's own autocast or casts, beside that of its weights."""
         self._record_precisions(precision)
 
@@ -234,7 +234,7 @@ class Call:
             known = amax if amax < math.inf else None
             yield BlockMaximum(self.name, path, step, precision, known)
 
-    def keep_latest(self, call: ComponentCall, pipe: Any) -> None:
+    def record_arguments(self, call: ComponentCall, pipe: Any) -> None:
         """Keep a call for a replay, with the state that it draws from and changes."""
         if not self.summary.precisions:
             # autocast around the call comes first; weights that are cast follow its arguments
@@ -248,7 +248,7 @@ class Call:
         latest.applied = self.state.applied
         latest.restores = call.save(self.module, self.find_device(pipe))
 
-    def note_kept(self) -> None:
+    def record_writes(self) -> None:
         """Note the finished call's writes to the component's state, until a call writes nothing."""
         latest = self.latest
         latest.fills = latest.held is not None and latest.held.is_filled

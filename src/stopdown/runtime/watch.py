@@ -32,8 +32,8 @@ class Watch:
         self.own_s = 0.0
         self._session, self._handler = session, handler
 
-    def keep(self, guarded: Call, call: ComponentCall) -> Any:
-        """Keep the component's real arguments for a replay; this is the innermost layer."""
+    def record_arguments(self, guarded: Call, call: ComponentCall) -> Any:
+        """Record the component's real arguments for a replay, and make the call; the innermost layer."""
         states = list(self._session.components.values())  # another thread may add one
         is_mixed = any(x.dtype is not None or x.returns_wide for x in states)
         if not is_plain():
@@ -42,7 +42,7 @@ class Watch:
             if not (is_changing() or has_passed(guarded.module)):
                 raise ReplacedError
             begun = time.perf_counter()
-            guarded.keep_latest(call, self._session.pipe)
+            guarded.record_arguments(call, self._session.pipe)
             self.own_s += time.perf_counter() - begun
             with self._noting(guarded):
                 return guarded.state.call(call, is_mixed=is_mixed)
@@ -71,10 +71,10 @@ class Watch:
         except REFUSALS as error:
             if not is_refusal(error):
                 raise
-            guarded.note_kept()
+            guarded.record_writes()
             output = self._handler.answer_refusal(self._make_fault(guarded, call), error)
         returned = time.perf_counter()
-        guarded.note_kept()
+        guarded.record_writes()
         try:
             check = self._session.check(guarded, output)
         except Exception as error:
