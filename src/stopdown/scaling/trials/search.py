@@ -77,6 +77,7 @@ from stopdown.scaling.trials.residual import (
     open_fp32_modules,
 )
 from stopdown.scaling.trials.trial import Reference, run_reference, try_scaling
+from stopdown.scaling.trials.underflow import check_underflow
 from stopdown.scaling_records import ResidualStream, Scaling
 
 CHEAP = 200.0
@@ -644,6 +645,8 @@ class _CallSearch:
     def _scale(self, stream: ResidualStream | None) -> Scaling:
         """Find exponents with whole modules in fp32, or without their products if that leaves less fp32."""
         kinds = measure_kinds(self.module, self.kinds, self.captures, stream)
+        if not self.verify:
+            check_underflow(self.module, kinds, stream)
         whole = self._solve(kinds, stream)
         strategies = [
             Strategy(lambda: whole, lambda found: not found.fp32_modules),

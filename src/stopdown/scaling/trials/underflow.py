@@ -1,0 +1,99 @@
+"""What fp16's subnormal numbers cost a module, estimated from measured ranges, without a trial.
+
+Exponents keep values from being small where they may change them. The result of a sigmoid or a softmax
+has none: `sigmoid(-14.5)` is 5e-7, and fp16 holds three bits of it. How much of that reaches an output
+depends on what comes behind: a product keeps the relative error, a sum with something larger hides it.
+So the error of each value is followed through the graph by its typical size.
+
+**Catches** values without an exponent, in fp16, whose typical size is too small for it.
+**Does not catch** small values among large ones in the same tensor; errors that cancel or add up in step;
+values that were not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.errors import TrialError
+from stopdown.number_formats import FP16
+from stopdown.scaling.exponents.linear_system import ZERO
+from stopdown.scaling.exponents.problem import MeasuredCall, list_outputs, state_problem
+from stopdown.scaling.graph.nodes import arguments, is_float, operation, shape_of
+from stopdown.scaling.graph.operations import find_operation
+from stopdown.scaling_records import ResidualStream
+
+MOST_LOST = 2.0**-8
+"""Relative error that is taken for a fault: what bf16 rounds a value by at most."""
+
+ROUNDED = FP16.smallest / math.sqrt(12)
+"""Typical error of rounding a number below fp16's normal ones."""
+
+
+def check_underflow(
+    module: torch.nn.Module, calls: Sequence[MeasuredCall], stream: ResidualStream | None
+) -> None:
+    """Refuse a module of whose outputs fp16's subnormal numbers would take more than bf16 does.
+
+    Raises:
+        TrialError: they would; the error names the value and its typical size.
+    """
+    problem = state_problem(module, calls, multiplies=True, stream=stream)
+    fixed: list[dict[str, str]] = [{} for _ in calls]
+    for limit in problem.list_fp16_limits(()):
+        if not limit.weight and problem.system.find(limit.unknown) == ZERO:
+            fixed[limit.source[0]][limit.source[1]] = limit.place
+    for call, places in zip(calls, fixed, strict=True):
+        error, name = _follow(call, places)
+        if error > MOST_LOST:
+            raise TrialError(
+                f"{places[name]} is about {_size(call, name):.2g}, where fp16 has few bits: an output "
+                f"would be {error:.1%} off.",
+                expected="What fp16 rounds costs an output no more than bf16 does.",
+                remedy="Run it in bf16.",
+            )
+
+
+def _follow(call: MeasuredCall, fixed: Mapping[str, str]) -> tuple[float, str]:
+    """Return the largest relative error of an output, and the value that it is from."""
+    errors: dict[Node, tuple[float, str]] = {}
+    for node in call.capture.graph.graph.nodes:
+        if not is_float(node):
+            continue
+        terms = [_carry(call, node, x, *errors[x]) for x in node.all_input_nodes if x in errors]
+        largest = max(terms, default=(0.0, ""))
+        found = math.hypot(*(x for x, _ in terms)), largest[1]
+        if node.name in fixed and (size := _size(call, node.name)):
+            found = max(found, (ROUNDED / size, node.name))
+        errors[node] = min(found[0], 1.0), found[1]
+    outputs = list_outputs(call.capture.graph.graph.output_node())[: call.capture.outputs]
+    return max((errors[x] for x in outputs if x in errors), default=(0.0, ""))
+
+
+def _carry(
+    call: MeasuredCall, node: Node, source: Node, error: float, name: str
+) -> tuple[float, str]:
+    """Return the relative error that a result has from one operand's."""
+    found, given = find_operation(operation(node)), arguments(node)
+    rule = () if found is None else found.exponent.split()
+    if not rule or not error:
+        return error, name
+    share = 1.0
+    reached, size = _size(call, node.name), _size(call, source.name)
+    if rule[0] in ("add", "alike", "pinned"):
+        share = size / reached if reached else 1.0
+    elif "+bias" in rule and given.get("bias") is not None and source is not given["bias"]:
+        weight = given.get("weight")
+        terms = math.prod(shape_of(weight)[1:]) if isinstance(weight, Node) else 1
+        product = size * _size(call, getattr(weight, "name", "")) * math.sqrt(terms)
+        share = product / reached if reached else 1.0
+    return error * min(share, 1.0), name
+
+
+def _size(call: MeasuredCall, name: Any) -> float:
+    """Return the typical size of a value; 0 if it was not measured."""
+    return max((part.rms for part in call.ranges.get(name, ())), default=0.0)
