@@ -386,24 +386,30 @@ def test_a_capture_shows_the_products_of_the_code() -> None:
 
 
 class Gated(nn.Module):
-    """A gate that fp16 holds in few bits, as long as nothing behind it lets its exponent be free."""
+    """A gate that fp16 holds in few bits, as long as nothing behind it lets its exponent be free.
 
-    def __init__(self, size: float) -> None:
+    What it makes is divided by its size, or is small beside what it is added to.
+    """
+
+    def __init__(self, size: float, *, adds: bool = False) -> None:
         super().__init__()
+        self.adds = adds
         torch.manual_seed(0)
         self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
         self.gate = nn.Parameter(size * torch.randn(32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.tanh(self.norm(self.linear(x))) * (torch.tanh(self.gate) / 5e-7)
-        return out
+        gate = torch.tanh(self.gate)
+        gate = gate if self.adds else gate / 5e-7
+        out: torch.Tensor = torch.tanh(self.norm(self.linear(x))) * gate
+        return x + out if self.adds else out
 
 
 def test_what_vanishes_is_said_without_a_trial() -> None:
     """What fp16 rounds more than bf16 is measured by a trial, and said where there is none."""
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     with pytest.warns(StopdownWarning) as said:
-        rescale_(Gated(5e-7), x, verify=False)
+        rescale_(Gated(5e-7, adds=True), x, verify=False)
     text = str(said[0].message)
     assert (
         "Gated was rescaled without verification, and fp16 rounds more than bf16 would: gate"
@@ -413,3 +419,4 @@ def test_what_vanishes_is_said_without_a_trial() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", StopdownWarning)
         rescale_(Gated(0.5), x, verify=False)
+        rescale_(Gated(5e-7), x, verify=False)  # its gate stays in fp32
