@@ -45,11 +45,11 @@ from stopdown import testing  # noqa: E402
 from stopdown.component_call_names import name_component  # noqa: E402
 from stopdown.component_calls.components import find_callees  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
+from stopdown.module_calls.call_interception import find_module  # noqa: E402
 from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
 from stopdown.plans.call_recorder import record_run  # noqa: E402
 from stopdown.plans.exponents import scale_component  # noqa: E402
 from stopdown.records import Scaling  # noqa: E402
-from stopdown.scaling.calls.call_interception import find_module  # noqa: E402
 from stopdown.scaling.folding.folds import cast_, fold_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

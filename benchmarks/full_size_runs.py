@@ -476,7 +476,7 @@ class Calls:
         """While it is on, the component's calls are kept."""
         from stopdown.component_calls.components import find_callees
         from stopdown.interception.patches import Patches
-        from stopdown.scaling.calls.call_interception import Rank, intercept
+        from stopdown.module_calls.call_interception import Rank, intercept
 
         with Patches() as patches:
             for callee in find_callees(pipe):

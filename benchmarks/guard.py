@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stopdown import load, testing
 from stopdown.component_calls.components import find_callees
 from stopdown.devices.environment import describe_machine
+from stopdown.module_calls.call_interception import find_module
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.call_interception import find_module
 
 RESULTS = Path(__file__).parent / "results"
 Work = Callable[[Any], object]

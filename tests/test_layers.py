@@ -21,12 +21,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "record_display"),
     ("number_formats", "out_of_memory", "public_names", "scaling_records"),
     ("files",),
-    ("argument_types", "component_call_names", "records"),
+    ("argument_types", "component_call_names", "operations", "records"),
     ("devices",),
     ("interception",),
-    ("numerics",),  # it leaves autocast
-    ("frames",),
+    ("fold_names", "numerics"),  # they name places of tensors, and leave autocast
+    ("frames", "mapped_weights"),
     ("diagnosis",),
+    ("module_calls",),  # a call of a module as a value, and what is put around it
     ("scaling",),  # the core, with levels of its own
     ("component_calls",),
     ("sources",),
@@ -48,8 +49,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
 
 SCALING_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("fold_names",),
-    ("mapped_weights", "calls"),
     ("graph",),  # a call becomes a graph
     ("bounds", "exponents"),  # how large its values get; the equations between exponents
     ("folding",),  # exponents become weights

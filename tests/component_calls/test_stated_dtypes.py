@@ -11,7 +11,7 @@ from torch import nn
 
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.interception.patches import Patches
-from stopdown.scaling.calls.module_code import list_functions
+from stopdown.module_calls.module_code import list_functions
 
 FP16, FP32 = torch.float16, torch.float32
 

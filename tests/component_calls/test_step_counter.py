@@ -11,7 +11,7 @@ from models.pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.interception.patches import Patches
-from stopdown.scaling.calls.call_interception import Rank
+from stopdown.module_calls.call_interception import Rank
 
 
 class Denoiser(torch.nn.Module, CacheMixin):

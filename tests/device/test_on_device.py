@@ -17,7 +17,7 @@ from device.simulated_device import KIND, Simulated
 from models.injected_faults import inject
 from models.pipeline_calls import CALLS, call_pipeline, quiet
 from models.snapshots import assert_untouched
-from stopdown import testing
+from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.environment import choose_device
@@ -26,7 +26,6 @@ from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.runtime.guard import guard
-from stopdown.scaling import mapped_weights
 
 FAMILIES = [
     name if name in ("sd", "cogvideox") else pytest.param(name, marks=pytest.mark.slow)

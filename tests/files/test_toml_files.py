@@ -11,7 +11,7 @@ from stopdown.devices.environment import judge_accelerator
 from stopdown.devices.model_needs import Need, read_needs
 from stopdown.dtype_rules.findings import SEVERITIES, is_fault, make_finding, read_kinds
 from stopdown.files.toml_files import parse_rows, read_folder, read_rules
-from stopdown.scaling.graph.operations import keeps_clamps
+from stopdown.operations import keeps_clamps
 
 
 def test_files_of_a_folder_come_sorted() -> None:

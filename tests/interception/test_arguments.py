@@ -13,9 +13,9 @@ from torch import nn
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.interception.arguments import hook_arguments, put_back, replace_tensors
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import put_cast
+from stopdown.module_calls.callee import Callee
 from stopdown.records import Scaling
-from stopdown.scaling.calls.call_interception import put_cast
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import cast_
 
 WIDE, NARROW = torch.float32, torch.float16

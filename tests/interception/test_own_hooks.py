@@ -12,7 +12,7 @@ import torch
 
 from stopdown.interception.own_hooks import hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
-from stopdown.scaling.calls.call_interception import Rank, bared, put_layer
+from stopdown.module_calls.call_interception import Rank, bared, put_layer
 
 GIVEN = torch.ones(2)
 

@@ -48,6 +48,7 @@ from stopdown.memory.strategies import (
     group_weights,
     predict,
 )
+from stopdown.module_calls.call_interception import Rank, intercept
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.dry_run import dry_run_program
@@ -57,7 +58,6 @@ from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
-from stopdown.scaling.calls.call_interception import Rank, intercept
 from stopdown.scaling.graph.capture import build_fake
 from stopdown.scaling.trials.trial import WideProducts
 from stopdown.sources.sources import resolve_source

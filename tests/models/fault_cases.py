@@ -22,12 +22,12 @@ from models.pipeline_calls import call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_callees
+from stopdown.module_calls.call_interception import find_module
 from stopdown.number_formats import FORMATS
 from stopdown.records import Repair
 from stopdown.runtime import run_check, session
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.call_interception import find_module
 
 STEPS = 3
 NOISE_LEVEL = 5e-3

@@ -12,12 +12,12 @@ import torch
 from stopdown.component_call_names import split_call
 from stopdown.component_calls.components import find_callees
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.call_interception import Rank, find_module, intercept
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.runtime.fault_texts import name_axes
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.call_interception import Rank, find_module, intercept
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.graph.capture import name_parameters
 
 

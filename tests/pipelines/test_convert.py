@@ -36,6 +36,9 @@ from stopdown.checkpoints.output_places import Target
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.call_interception import Rank, put_layer
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import relative_l2
 from stopdown.pipelines import single_files
 from stopdown.pipelines.loader import load_pipeline
@@ -49,9 +52,6 @@ from stopdown.pipelines.single_files import (
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.call_interception import Rank, put_layer
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import fold_scaling, load_scaled
 from stopdown.scaling.rescale import rescale_
 from stopdown.sources.single_file_names import Layout

@@ -18,13 +18,13 @@ from models.single_file_models import build_flux, build_t5
 from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
+from stopdown.fold_names import list_folds, spread_rows
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, Scaling, read_record
-from stopdown.scaling.fold_names import list_folds, spread_rows
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.single_file_names import arrange, find_whole

@@ -17,6 +17,7 @@ from stopdown.dtype_rules.inspection import DtypeListener
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.run_memory import MemoryListener
+from stopdown.module_calls.call import ComponentCall
 from stopdown.pipelines.dry_run import (
     Answers,
     ComponentFailed,
@@ -29,7 +30,6 @@ from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.plans.dry_calls import CallListener, list_source_calls
 from stopdown.scaling.bounds.input_limits import list_timesteps
-from stopdown.scaling.calls.call import ComponentCall
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
 

@@ -275,7 +275,7 @@ def test_without_its_cache_put_back_a_call_is_another(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
 ) -> None:
     """What a step cache kept belongs to the call: this is what the test above would miss."""
-    monkeypatch.setattr("stopdown.scaling.calls.call.save_caches", lambda module: lambda: None)
+    monkeypatch.setattr("stopdown.module_calls.call.save_caches", lambda module: lambda: None)
     pipe = make_pipeline(HOOKED)
     put_on(pipe)
     plain = call_pipeline(pipe, HOOKED, steps=3)

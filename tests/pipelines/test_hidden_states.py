@@ -23,11 +23,11 @@ from models.hidden_state_calls import (
 )
 from stopdown.errors import NonFiniteError
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.kept_state import KeptState
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.scripts import ScriptGuard
-from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.rescale import rescale_
 
 

@@ -42,13 +42,13 @@ from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
 from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError
+from stopdown.fold_names import split_name as split_fold
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import describe_scaling, measure_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.scaling.fold_names import split_name as split_fold
 from stopdown.scaling.rescale import rescale_
 from stopdown.sources.headers import EXPONENTS_ENTRY, read_metadata
 from stopdown.sources.lora_names import is_lora_file, split_name

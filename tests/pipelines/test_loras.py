@@ -26,9 +26,9 @@ pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapter
 
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import cast_floats
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling.calls.call import cast_floats
 from stopdown.scaling.folding.adapters import measure_growth
 from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling.rescale import rescale_

@@ -16,13 +16,13 @@ from models.rescaling_models import cast_tree
 from models.signature_cases import measure_error
 from models.snapshots import assert_untouched
 from stopdown.errors import PlanError, ScalingError, StopdownWarning
+from stopdown.module_calls import call_interception
+from stopdown.module_calls.call_interception import find_code
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.activation_maxima import find_compiled
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls import call_interception
-from stopdown.scaling.calls.call_interception import find_code
 from stopdown.scaling.rescale import rescale_
 from stopdown.testing import make_pipeline
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from stopdown.errors import PlanError, ScalingError, StopdownWarning
+from stopdown.mapped_weights import StoredWeight, wait_
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
-from stopdown.scaling.mapped_weights import StoredWeight, wait_
 from stopdown.testing import make_pipeline
 
 SMALL = {"prompt": "a", "height": 32, "width": 32, "num_inference_steps": 1, "output_type": "np"}

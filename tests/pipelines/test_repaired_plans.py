@@ -19,13 +19,13 @@ from stopdown import testing
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
+from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_plan, seal_plan, write_plan
 from stopdown.records import Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
-from stopdown.scaling.calls.module_code import list_foreign_code
 
 pytestmark = pytest.mark.thorough
 

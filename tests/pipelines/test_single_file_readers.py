@@ -29,7 +29,7 @@ from readers.single_file_readers import (
     run_in_sgm,
 )
 from stopdown.errors import OptionError
-from stopdown.scaling.fold_names import list_folds
+from stopdown.fold_names import list_folds
 from stopdown.scaling.graph import blocks
 
 CHECKOUTS = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]

@@ -17,6 +17,8 @@ from stopdown.checkpoints import file_exponents
 from stopdown.devices import environment
 from stopdown.devices.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.callee import Callee
 from stopdown.pipelines.requests import Request
 from stopdown.plans import applier, calibrated, exponents, plan_choice, planned_loader
 from stopdown.plans import plan_files as files
@@ -35,8 +37,6 @@ from stopdown.records import (
     ResidualStream,
     Scaling,
 )
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import list_misfits
 from stopdown.sources.sources import Source
 

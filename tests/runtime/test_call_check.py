@@ -13,12 +13,12 @@ from models.pipeline_calls import call_pipeline, make_pipeline, name_denoiser
 from models.snapshots import assert_untouched
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import NonFiniteError, OptionError
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import FORMATS
 from stopdown.records import ComponentPlan
 from stopdown.runtime.activation_maxima import find_clamping
 from stopdown.runtime.fault_texts import suggest_remedy
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.scaling.calls.callee import Callee
 
 FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
 

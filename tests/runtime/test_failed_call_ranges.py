@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.callee import Callee
 from stopdown.runtime.repairs import Calibration
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.scaling.trials.search import find_scaling
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from stopdown.module_calls.callee import Callee
 from stopdown.runtime.fault_texts import describe_place, name_axes
-from stopdown.scaling.calls.callee import Callee
 
 
 def make_callee(stage: str, channels: int = 0) -> Callee:

@@ -19,14 +19,14 @@ from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import relative_l2
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime import fault_handler
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import Component, name_action
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.callee import Callee
 
 MODULE_PATH = "transformer_blocks.1.ff"
 

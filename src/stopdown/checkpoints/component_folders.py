@@ -25,11 +25,11 @@ from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, FileExponents
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.component_calls.components import find_kept_fp32
 from stopdown.errors import OptionError
+from stopdown.fold_names import split_name
+from stopdown.module_calls.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
 from stopdown.scaling import load_scaled
-from stopdown.scaling.calls.call_signatures import list_other_arguments
-from stopdown.scaling.fold_names import split_name
 from stopdown.sources.headers import copy_with_metadata, find_weights, read_header
 
 _DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")

@@ -53,6 +53,14 @@ from stopdown.component_calls.components import find_components, find_kept_fp32,
 from stopdown.devices.environment import choose_device, read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.files.outputs import written_beside
+from stopdown.fold_names import (
+    Folds,
+    list_folds,
+    name_exponents,
+    spread_columns,
+    spread_rows,
+)
+from stopdown.mapped_weights import choose_folder, map_copy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.loader import complete_source, load_program, move_program
@@ -71,14 +79,6 @@ from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.fold_names import (
-    Folds,
-    list_folds,
-    name_exponents,
-    spread_columns,
-    spread_rows,
-)
-from stopdown.scaling.mapped_weights import choose_folder, map_copy
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.hub import Progress

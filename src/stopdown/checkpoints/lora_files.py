@@ -26,6 +26,13 @@ from stopdown.checkpoints.file_exponents import describe_rest
 from stopdown.devices.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
 from stopdown.files.outputs import check_target, written_beside
+from stopdown.fold_names import (
+    Folds,
+    list_folds,
+    name_exponents,
+    spread_columns,
+    spread_rows,
+)
 from stopdown.number_formats import list_some
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
@@ -34,13 +41,6 @@ from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
 from stopdown.scaling import has_more_than_folds
-from stopdown.scaling.fold_names import (
-    Folds,
-    list_folds,
-    name_exponents,
-    spread_columns,
-    spread_rows,
-)
 from stopdown.scaling.folding.adapters import find_part_exponents
 from stopdown.sources.headers import (
     EXPONENTS_ENTRY,

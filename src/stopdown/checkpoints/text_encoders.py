@@ -47,13 +47,13 @@ from stopdown.component_calls.components import find_kept_fp32
 from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
+from stopdown.module_calls.callee import Callee
 from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling import ComponentCall, capture_call
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.scaling.trials.search import scale_unmeasured
 from stopdown.sources.descriptions import read_description

@@ -57,12 +57,12 @@ from stopdown.errors import InputError, describe_error
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import written_beside
 from stopdown.frames.media import to_uint8
+from stopdown.operations import keeps_clamps
 from stopdown.pipelines.requests import MEDIA, Request, check_request
 from stopdown.plans.plan_files import read_class_versions, write_plan
 from stopdown.plans.precision import write_request
 from stopdown.records import Plan, convert_record, from_json, to_json
 from stopdown.runtime.session import tell_calls
-from stopdown.scaling.graph.operations import keeps_clamps
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import find_module
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import FP16
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.call_interception import find_module
-from stopdown.scaling.calls.callee import Callee
 
 SAMPLES = 64
 """Values of a block's output that are kept."""

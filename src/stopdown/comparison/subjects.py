@@ -32,6 +32,7 @@ from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError, StopdownError
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
@@ -47,7 +48,6 @@ from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
 from stopdown.scaling import put_cast
 from stopdown.scaling.graph.capture import detach_derived
-from stopdown.scaling.mapped_weights import find_stored
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import Source, fingerprint, resolve_source, verify_source

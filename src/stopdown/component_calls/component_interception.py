@@ -10,9 +10,9 @@ import torch
 
 from stopdown.component_calls.components import find_adapter
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
+from stopdown.module_calls.outermost_calls import entered, listen
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
-from stopdown.scaling.calls.outermost_calls import entered, listen
 
 
 def intercept_components(

@@ -25,10 +25,10 @@ from stopdown.errors import InputError
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import cast_tensor
+from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import StoredWeight
-from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
-from stopdown.scaling.mapped_weights import cast_tensor
 
 _ENCODERS = ("text_encoder", "image_encoder")
 _LAST = ("safety_checker",)

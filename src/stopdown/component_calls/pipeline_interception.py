@@ -21,9 +21,9 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from stopdown.devices.environment import list_devices, require_kernels
 from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.module_calls.call_interception import Layer, put_layer
+from stopdown.module_calls.callee import Callee
 from stopdown.scaling import ComponentCall, Rank
-from stopdown.scaling.calls.call_interception import Layer, put_layer
-from stopdown.scaling.calls.callee import Callee
 
 
 class _LayerHolder(SameInCopies):

@@ -24,7 +24,7 @@ from torch import nn
 
 from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.scaling.calls.call_interception import is_in_call
+from stopdown.module_calls.call_interception import is_in_call
 
 _PLACING = (
     "accelerate.",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import put_layer
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.scaling import ComponentCall, Rank
-from stopdown.scaling.calls.call_interception import put_layer
-from stopdown.scaling.calls.callee import Callee
 
 
 class StepCounter:

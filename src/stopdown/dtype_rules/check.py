@@ -42,6 +42,7 @@ from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_
 from stopdown.dtype_rules.inspection import Examination, examine, examine_program
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.errors import OptionError
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
 from stopdown.pipelines.skeletons import build_skeleton, copy_module, copy_skeleton
@@ -62,7 +63,6 @@ from stopdown.plans.precision import (
     write_request,
 )
 from stopdown.records import Finding, Plan
-from stopdown.scaling.calls.callee import Callee
 from stopdown.sources import hub, sources
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled

@@ -32,6 +32,7 @@ from stopdown.dtype_rules.tracer import (
 from stopdown.errors import take_one_line
 from stopdown.interception.autocast import list_autocast
 from stopdown.interception.module_paths import ModulePaths
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import (
@@ -43,7 +44,6 @@ from stopdown.pipelines.dry_run import (
     make_arguments,
 )
 from stopdown.pipelines.requests import refuse_unknown
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.adapters import RESCALED
 
 

@@ -27,10 +27,10 @@ from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import name_dtype
 from stopdown.records import Finding, Operands
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.graph.mixed_dtypes import cast_parameters, cast_to_weights
 
 ROUNDS = 8

@@ -34,12 +34,12 @@ from stopdown.errors import ignoring_warnings
 from stopdown.interception.accumulation import GROUP, ROUNDING, Sum, find_sums
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_requests import choose_size
+from stopdown.module_calls.call_interception import find_module
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import FP16
 from stopdown.pipelines.dry_run import make_arguments
 from stopdown.records import Finding
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
-from stopdown.scaling.calls.call_interception import find_module
-from stopdown.scaling.calls.callee import Callee
 from stopdown.sources.library_messages import quiet_libraries
 
 STEPS = 2

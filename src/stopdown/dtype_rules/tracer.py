@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stopdown import operations
 from stopdown.interception.autocast import list_autocast
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
-from stopdown.scaling.graph import operations
+from stopdown.operations import list_kinds, read_calls
 from stopdown.scaling.graph.argument_values import (
     INDEXING,
     find_known,
@@ -37,7 +38,6 @@ from stopdown.scaling.graph.argument_values import (
     read_index,
     set_known,
 )
-from stopdown.scaling.graph.operations import list_kinds, read_calls
 
 
 @dataclass(frozen=True)

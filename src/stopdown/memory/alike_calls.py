@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
-from stopdown.scaling.calls.call import sign_arguments
+from stopdown.module_calls.call import sign_arguments
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
 _NUMBERS = ("layer_idx",)

@@ -38,12 +38,12 @@ from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Placement, Prediction, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import format_bytes, list_all, name_dtype
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.callee import Callee
 
 MOST_STEPS_DOWN = 4
 """How often one call may be tried again with something smaller."""

@@ -30,10 +30,10 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.alike_calls import GivenArguments, Result, sign_block
 from stopdown.memory.allocation_tracker import Event, StorageTracker
+from stopdown.module_calls.call import sign_arguments
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.calls.call import sign_arguments
 from stopdown.scaling.graph.capture import describe_failure, name_parameters
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)

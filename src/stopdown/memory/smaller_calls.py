@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from stopdown.component_calls.components import find_callees, find_components, is_autoencoder
 from stopdown.interception.patches import Patches
 from stopdown.memory.strategies import Strategy
+from stopdown.module_calls.call_interception import put_layer
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.call_interception import put_layer
 
 _MOST_SCORE_BYTES = 2**28
 """Scores of attention in fp32 that are made at a time when it is split."""

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.memory.strategies import Placement
-from stopdown.scaling import ComponentCall, StoredWeight
-from stopdown.scaling.mapped_weights import (
+from stopdown.mapped_weights import (
     find_stored,
     is_mapped,
     map_copy,
@@ -31,6 +29,8 @@ from stopdown.scaling.mapped_weights import (
     remove_left,
     wait_,
 )
+from stopdown.memory.strategies import Placement
+from stopdown.scaling import ComponentCall, StoredWeight
 from stopdown.scaling.watch.call_watch import WAITING
 
 

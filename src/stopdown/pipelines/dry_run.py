@@ -28,13 +28,13 @@ from stopdown.component_calls.components import find_callees
 from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import map_tensors
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
 from stopdown.pipelines.requests import PROMPTS, list_needed
 from stopdown.pipelines.skeletons import copy_module
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.call import map_tensors
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 from stopdown.scaling.graph.capture import find_mode
 from stopdown.sources.library_messages import quiet_libraries

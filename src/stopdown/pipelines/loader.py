@@ -44,11 +44,11 @@ from stopdown.devices.device_memory import describing_out_of_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines.component_files import find_parts, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
 from stopdown.scaling.graph.capture import name_parameters
-from stopdown.scaling.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.sources import hub
 from stopdown.sources.component_classes import (
     describe_misfit,

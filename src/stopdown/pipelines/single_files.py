@@ -22,11 +22,11 @@ from safetensors import safe_open
 
 from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
+from stopdown.fold_names import list_folds, list_runs, spread_columns, spread_rows
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.component_files import load_parts
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.scaling.fold_names import list_folds, list_runs, spread_columns, spread_rows
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.sources.headers import StoredTensor, encode_header, read_header_bytes
 from stopdown.sources.sources import Source

@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 from stopdown.component_calls.components import build_module, find_components, find_kept_fp32
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import bared, copy_layers
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import Rank
-from stopdown.scaling.calls.call_interception import bared, copy_layers
 from stopdown.scaling.graph.capture import (
     build_fake,
     find_mode,

@@ -24,9 +24,9 @@ from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import find_component
 from stopdown.errors import PlanError, warn_user
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.callee import Callee
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import ComponentCall, Rank, intercept, read_headroom
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.adapters import list_adapter_names, list_misfitting, measure_growth
 
 _REMEDY = (

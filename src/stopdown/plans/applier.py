@@ -42,7 +42,11 @@ from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.mapped_weights import put_
 from stopdown.memory.offloader import Offloader
+from stopdown.module_calls.call_interception import drop_upcast, find_slot, has_layer
+from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.numerics import is_away
 from stopdown.plans.adapter_check import watch_adapters
@@ -61,14 +65,10 @@ from stopdown.scaling import (
     load_scaled,
     put_cast,
 )
-from stopdown.scaling.calls.call_interception import drop_upcast, find_slot, has_layer
-from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.calls.module_code import list_foreign_code
 from stopdown.scaling.folding.adapters import RESCALED
 from stopdown.scaling.folding.folds import PLANNED, find_folded_parts, widen_
 from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.graph.capture import casts_weights, name_parameters
-from stopdown.scaling.mapped_weights import put_
 from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.sources.sources import Source, fingerprint
 

@@ -33,6 +33,7 @@ from stopdown.devices.environment import Device, choose_device, name_device, pro
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_requests import choose_size
+from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.drawn_inputs import draw_inputs
@@ -61,7 +62,6 @@ from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.calls.module_code import list_foreign_code
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folding.folds import describe_trial
 from stopdown.scaling.folding.weight_checks import find_quantised

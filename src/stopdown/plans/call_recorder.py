@@ -30,10 +30,10 @@ from stopdown.component_calls.components import find_adapter, list_component_cal
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
-from stopdown.scaling.calls.callee import Callee
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_truncation
 

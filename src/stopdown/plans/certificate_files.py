@@ -24,6 +24,8 @@ from torch.fx import Node
 import stopdown_verify
 from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
+from stopdown.fold_names import name_clamp, split_name
+from stopdown.operations import Operation
 from stopdown.pipelines.loader import complete_source
 from stopdown.plans.certified import TracedCalls, open_component
 from stopdown.plans.certified import find_aliases as find_tied
@@ -45,7 +47,6 @@ from stopdown.scaling.exponents.problem import (
     list_running,
     split_values,
 )
-from stopdown.scaling.fold_names import name_clamp, split_name
 from stopdown.scaling.graph.blocks import find_part, has_known_indices, is_part, split_bounds
 from stopdown.scaling.graph.capture import module_path
 from stopdown.scaling.graph.nodes import (
@@ -61,7 +62,6 @@ from stopdown.scaling.graph.nodes import (
     shape_of,
     strip_casts,
 )
-from stopdown.scaling.graph.operations import Operation
 from stopdown.scaling.graph.range_measurement import find_sentinels
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, list_weight_files

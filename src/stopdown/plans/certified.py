@@ -38,6 +38,9 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
+from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.call_interception import bared
+from stopdown.module_calls.module_code import list_foreign_code
 from stopdown.number_formats import FORMATS
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.pipelines.class_selection import select_class
@@ -77,9 +80,6 @@ from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import Capture, ComponentCall
 from stopdown.scaling.bounds.input_limits import HIDDEN_STATES, is_encoded, read_names, read_sizes
 from stopdown.scaling.bounds.known_values import Load, bring_home
-from stopdown.scaling.calls.call import PlainCall
-from stopdown.scaling.calls.call_interception import bared
-from stopdown.scaling.calls.module_code import list_foreign_code
 from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.folding.folds import PLANNED
 from stopdown.scaling.folding.weight_checks import find_quantised

@@ -19,6 +19,7 @@ from stopdown.component_calls.components import find_callees, find_components
 from stopdown.errors import SourceError, take_first_line
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import drop_upcast
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import (
     ComponentFailed,
@@ -32,7 +33,6 @@ from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.scaling import ComponentCall, put_cast
 from stopdown.scaling.bounds.input_limits import find_largest_step
-from stopdown.scaling.calls.call_interception import drop_upcast
 from stopdown.sources.sources import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}

@@ -20,6 +20,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.environment import Device, Support
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import put_, wait_
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
@@ -43,7 +44,6 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
 from stopdown.scaling.graph.capture import detach_derived
-from stopdown.scaling.mapped_weights import put_, wait_
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.sources import Source, read_stored_dtypes

@@ -29,6 +29,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
+from stopdown.fold_names import Folds
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
@@ -47,7 +48,6 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import StoredWeight, put_cast
-from stopdown.scaling.fold_names import Folds
 from stopdown.scaling.folding.folds import locate_folds
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.scaling.watch.call_watch import note_weights

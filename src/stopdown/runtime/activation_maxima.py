@@ -24,10 +24,10 @@ from stopdown.component_calls.components import find_blocks
 from stopdown.interception.module_paths import list_parts
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
+from stopdown.module_calls.call_interception import find_code
 from stopdown.number_formats import FP16
 from stopdown.numerics import has_values, is_readable, iterate_tensors
-from stopdown.scaling.calls.call_interception import find_code
-from stopdown.scaling.graph.operations import keeps_clamps
+from stopdown.operations import keeps_clamps
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 

@@ -27,6 +27,8 @@ from stopdown.devices.environment import count_processes
 from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.randomness import find_random
+from stopdown.module_calls.kept_state import describe_kept
+from stopdown.module_calls.step_caches import clear_caches
 from stopdown.numerics import iterate_tensors
 from stopdown.records import ComponentPlan, Repair
 from stopdown.runtime.call_check import CallCheck, list_readable
@@ -44,8 +46,6 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
 from stopdown.runtime.run_check import Origin
 from stopdown.runtime.session import Session
-from stopdown.scaling.calls.kept_state import describe_kept
-from stopdown.scaling.calls.step_caches import clear_caches
 from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.trials.trial import describe_excess, measure_error
 from stopdown.scaling.watch.call_watch import WAITING, ReplacedError, holds_for

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from stopdown.errors import NonFiniteError
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
 from stopdown.runtime.call_check import CallCheck, is_operation, list_readable
 from stopdown.runtime.guarded_call import Call
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.calls.callee import Callee
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ import torch
 from stopdown.interception.autocast import read_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
+from stopdown.module_calls.call import HeldContainers, find_float_dtype
+from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.kept_state import KeptState
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import BlockMaximum, CallSummary, ComponentPlan, Scaling
@@ -21,9 +24,6 @@ from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import ComponentCall
 from stopdown.scaling.bounds.input_limits import fits, name_inputs, read_sizes, show_sizes
-from stopdown.scaling.calls.call import HeldContainers, find_float_dtype
-from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.graph.capture import casts_weights
 
 _SAMPLES = 64

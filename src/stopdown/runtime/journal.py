@@ -39,6 +39,8 @@ from stopdown.files.json_files import UnreadableError, parse_json, read_json_tab
 from stopdown.files.outputs import LOCK, held_folder
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import RandomSource, find_random
+from stopdown.module_calls.call_interception import find_module
+from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import name_dtype
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import JournalUse
@@ -49,8 +51,6 @@ from stopdown.runtime.journal_values import (
     unpack,
 )
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.call_interception import find_module
-from stopdown.scaling.calls.callee import Callee
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""

@@ -36,6 +36,11 @@ from stopdown.interception.autocast import list_autocast, read_autocast, without
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
 from stopdown.memory.weight_stores import weights_at_hand
+from stopdown.module_calls.call import cast_floats
+from stopdown.module_calls.call_interception import bared
+from stopdown.module_calls.entrances import Entrance
+from stopdown.module_calls.module_settings import sign_settings
+from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.plans.applier import AppliedEntry, apply_precision
@@ -46,11 +51,6 @@ from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.scaling import ComponentCall, cast_, read_headroom
-from stopdown.scaling.calls.call import cast_floats
-from stopdown.scaling.calls.call_interception import bared
-from stopdown.scaling.calls.entrances import Entrance
-from stopdown.scaling.calls.module_settings import sign_settings
-from stopdown.scaling.calls.step_caches import in_full
 from stopdown.scaling.exponents.problem import MeasuredCall
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.scaling.trials.fallback import scale_by_hooks

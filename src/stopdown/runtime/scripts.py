@@ -35,6 +35,14 @@ from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.own_dtypes import set_own_dtypes
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import find_module
+from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
+from stopdown.module_calls.outermost_calls import (
+    intercept_methods,
+    is_in_training,
+    listen,
+    silenced,
+)
 from stopdown.number_formats import name_dtype
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
@@ -42,14 +50,6 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repairs import RepairCache
 from stopdown.runtime.run_check import collect_videos
 from stopdown.scaling import ComponentCall, put_cast
-from stopdown.scaling.calls.call_interception import find_module
-from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
-from stopdown.scaling.calls.outermost_calls import (
-    intercept_methods,
-    is_in_training,
-    listen,
-    silenced,
-)
 
 _METHODS = ("encode", "decode")
 """Methods that are component calls, where a class has both."""

@@ -39,6 +39,17 @@ from stopdown.errors import OptionError, warn_user
 from stopdown.interception.component_locks import find_lock, is_changing
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
+from stopdown.module_calls.call_interception import find_module, find_slot, put_layer
+from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
+from stopdown.module_calls.outermost_calls import (
+    entered,
+    find_outermost,
+    is_enclosed,
+    is_in_training,
+    is_plain,
+    is_transformed,
+    listen,
+)
 from stopdown.records import BlockMaximum, ComponentPlan, Plan, Scaling
 from stopdown.runtime.activation_maxima import is_compiled
 from stopdown.runtime.call_check import CallCheck, check_call
@@ -49,17 +60,6 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import Component, RepairCache
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.calls.call_interception import find_module, find_slot, put_layer
-from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
-from stopdown.scaling.calls.outermost_calls import (
-    entered,
-    find_outermost,
-    is_enclosed,
-    is_in_training,
-    is_plain,
-    is_transformed,
-    listen,
-)
 from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
 from stopdown.sources.hub import Progress
 

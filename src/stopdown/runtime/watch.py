@@ -12,6 +12,8 @@ from stopdown.devices.environment import count_processes
 from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import take_first_line
 from stopdown.interception.component_locks import find_lock, is_changing
+from stopdown.module_calls.outermost_calls import is_plain, wants_gradients
+from stopdown.operations import keeps_clamps
 from stopdown.records import Scaling
 from stopdown.runtime.call_check import CallCheck, is_opaque
 from stopdown.runtime.fault_handler import FaultHandler
@@ -20,8 +22,6 @@ from stopdown.runtime.guarded_call import Call, GivenTensors
 from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.session import Session
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.calls.outermost_calls import is_plain, wants_gradients
-from stopdown.scaling.graph.operations import keeps_clamps
 from stopdown.scaling.watch.call_watch import ReplacedError, has_passed
 
 

@@ -2,15 +2,17 @@
 # them, for type checkers and for `__init__.py`, which reads it. Everything else in here is a detail.
 
 from stopdown.interception.patches import Patches as Patches
+from stopdown.mapped_weights import StoredWeight as StoredWeight
+from stopdown.module_calls.call import ComponentCall as ComponentCall
+from stopdown.module_calls.call_interception import Rank as Rank
+from stopdown.module_calls.call_interception import intercept as intercept
+from stopdown.module_calls.call_interception import put_cast as put_cast
 from stopdown.numerics import count_non_finite as count_non_finite
 from stopdown.numerics import headroom_bits as headroom_bits
 from stopdown.numerics import measure_amax as measure_amax
 from stopdown.numerics import relative_l2 as relative_l2
+from stopdown.operations import find_operation as find_operation
 from stopdown.scaling.bounds.propagation import bound_call as bound_call
-from stopdown.scaling.calls.call import ComponentCall as ComponentCall
-from stopdown.scaling.calls.call_interception import Rank as Rank
-from stopdown.scaling.calls.call_interception import intercept as intercept
-from stopdown.scaling.calls.call_interception import put_cast as put_cast
 from stopdown.scaling.folding.folds import Rescaling as Rescaling
 from stopdown.scaling.folding.folds import cast_ as cast_
 from stopdown.scaling.folding.folds import fold_scaling as fold_scaling
@@ -20,10 +22,8 @@ from stopdown.scaling.folding.folds import load_scaled as load_scaled
 from stopdown.scaling.folding.folds import read_headroom as read_headroom
 from stopdown.scaling.graph.capture import Capture as Capture
 from stopdown.scaling.graph.capture import capture_call as capture_call
-from stopdown.scaling.graph.operations import find_operation as find_operation
 from stopdown.scaling.graph.range_measurement import Range as Range
 from stopdown.scaling.graph.range_measurement import run_capture as run_capture
-from stopdown.scaling.mapped_weights import StoredWeight as StoredWeight
 from stopdown.scaling.rescale import rescale_ as rescale_
 from stopdown.scaling.trials.trial import run_reference as run_reference
 from stopdown.scaling.trials.trial import try_scaling as try_scaling

@@ -20,8 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from stopdown.errors import OptionError
+from stopdown.fold_names import split_name
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
+from stopdown.operations import list_with
 from stopdown.scaling.bounds.input_limits import (
     EMBEDDINGS,
     InputStatement,
@@ -34,13 +37,10 @@ from stopdown.scaling.bounds.known_values import Bounds, Load, bring_home
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
-from stopdown.scaling.fold_names import split_name
 from stopdown.scaling.graph.capture import Capture, name_parameters
 from stopdown.scaling.graph.mixed_dtypes import merge_operands
 from stopdown.scaling.graph.nodes import is_float
-from stopdown.scaling.graph.operations import list_with
 from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
-from stopdown.scaling.mapped_weights import find_stored
 from stopdown.scaling_records import Operands, Scaling
 
 RANGES = ("measured", "bound", "auto")

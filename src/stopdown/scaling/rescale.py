@@ -13,10 +13,10 @@ from stopdown.errors import OptionError, take_one_line, warn_user
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.kept_state import KeptState
 from stopdown.number_formats import list_some
 from stopdown.out_of_memory import is_out_of_memory
-from stopdown.scaling.calls.call import PlainCall
-from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folding.folds import (
     Rescaling,

@@ -19,6 +19,7 @@ from torch.nn import functional
 import stopdown
 from models.bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from models.rescaling_models import EXAMPLES
+from stopdown.operations import find_operation, read_operations
 from stopdown.scaling.bounds import evaluation, product_rules, rules, singular_values, values
 from stopdown.scaling.bounds import propagation as bounds_module
 from stopdown.scaling.bounds.affine_rows import AffineRow
@@ -39,7 +40,6 @@ from stopdown.scaling.bounds.values import (
 )
 from stopdown.scaling.exponents.problem import split_values
 from stopdown.scaling.graph.nodes import is_kind
-from stopdown.scaling.graph.operations import find_operation, read_operations
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
 EVALUATIONS = 10_000

@@ -16,12 +16,12 @@ from torch.nn import functional
 from models.rescaling_models import make_example, measure_call, run_calls
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import InputError, ScalingError
+from stopdown.fold_names import list_folds, spread_columns
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling.exponents import exponent_rules as rules
 from stopdown.scaling.exponents import problem as problems
 from stopdown.scaling.exponents.problem import MeasuredCall, Problem, Statements, state_problem
-from stopdown.scaling.fold_names import list_folds, spread_columns
 from stopdown.scaling.folding.folds import cast_, fold_scaling
 from stopdown.scaling.graph import blocks
 from stopdown.scaling.rescale import rescale_

@@ -15,13 +15,13 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from models.operation_samples import Sample, draw_samples, list_known
+from stopdown import operations
+from stopdown.operations import read_operations
 from stopdown.scaling.bounds.known_values import InputLimits
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.exponent_rules import Operation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
-from stopdown.scaling.graph import operations
 from stopdown.scaling.graph.nodes import is_float, is_kind, operation
-from stopdown.scaling.graph.operations import read_operations
 
 DRAWS = 6
 RANDOM = ("random", "bernoulli", "multinomial", "dropout", "feature_dropout", "normal")

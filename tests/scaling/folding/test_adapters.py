@@ -21,6 +21,8 @@ from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.parameters import check_rescaled
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import ComponentCall, cast_floats
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.tiny_pipelines import overflow_
@@ -32,8 +34,6 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling.calls.call import ComponentCall, cast_floats
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding import folds
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.sources.headers import RESCALED_ENTRY

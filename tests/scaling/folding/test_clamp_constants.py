@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
-from stopdown.scaling.fold_names import name_clamp, read_clamp
+from stopdown.fold_names import name_clamp, read_clamp
 from stopdown.scaling.trials.search import find_folds
 
 WIDTH, GROWTH = 8, 2.0**14

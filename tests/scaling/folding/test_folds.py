@@ -12,9 +12,9 @@ from torch import nn
 from models.encoder_models import MASKS, make_call
 from models.hidden_state_calls import FAMILIES, call_encoder, make_wide_encoder, measure_errors
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call_interception import put_cast
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import HIDDEN_IN_FP16, cast_mask, relative_l2
-from stopdown.scaling.calls.call_interception import put_cast
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling_records import ResidualStream, Scaling

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stopdown.errors import CaptureError, warn_user
+from stopdown.operations import read_calls
 from stopdown.scaling.graph import capture as graph_capture
 from stopdown.scaling.graph.capture import (
     build_fake,
@@ -25,7 +26,6 @@ from stopdown.scaling.graph.capture import (
     note_answers,
 )
 from stopdown.scaling.graph.nodes import operation
-from stopdown.scaling.graph.operations import read_calls
 
 
 class Attention(nn.Module):

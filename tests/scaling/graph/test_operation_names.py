@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.scaling.graph.operations import read_calls
+from stopdown.operations import read_calls
 
 SOURCE = Path(stopdown.__file__).parent
 NO_OPERATIONS = {"cpu", "cuda", "mps"}
@@ -72,7 +72,7 @@ def find_tables(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 @pytest.mark.thorough
 def test_each_name_of_an_operation_exists_in_torch() -> None:
-    """Tables beside that of `scaling.graph.operations` name functions and methods that torch has."""
+    """Tables beside that of `operations` name functions and methods that torch has."""
     unknown = [
         f"{path.relative_to(SOURCE)}:{line}: {x}"
         for path in sorted(SOURCE.rglob("*.py"))

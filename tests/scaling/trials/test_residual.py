@@ -16,10 +16,10 @@ from torch.nn import functional
 from models.rescaling_models import WAYS, make_example, run_calls, scale_weights
 from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError, OptionError, ScalingError
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.runtime.repairs import Calibration
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.callee import Callee
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS

@@ -267,9 +267,9 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
 
 def test_a_plan_falls_back_and_says_why() -> None:
     """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
+    from stopdown.module_calls.call import ComponentCall
+    from stopdown.module_calls.callee import Callee
     from stopdown.plans import calibrated
-    from stopdown.scaling.calls.call import ComponentCall
-    from stopdown.scaling.calls.callee import Callee
 
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown.numerics import multiply_matrices
+from stopdown.operations import kind_of
 from stopdown.scaling.bounds.intervals import (
     Interval,
     drop_repeated,
@@ -34,7 +35,6 @@ from stopdown.scaling.graph.nodes import (
     is_kind,
     operation,
 )
-from stopdown.scaling.graph.operations import kind_of
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
 """Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""

@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from stopdown.operations import find_operation
 from stopdown.out_of_memory import is_out_of_memory
 from stopdown.scaling.bounds import product_rules, rules
 from stopdown.scaling.bounds.affine_rows import by_channel, follow, rounded
@@ -49,7 +50,6 @@ from stopdown.scaling.graph.nodes import (
     operation,
     shape_of,
 )
-from stopdown.scaling.graph.operations import find_operation
 from stopdown.scaling.graph.range_measurement import Range, find_sentinels
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from stopdown.operations import find_operation
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.graph.nodes import (
     arguments,
@@ -29,7 +30,6 @@ from stopdown.scaling.graph.nodes import (
     is_split,
     operation,
 )
-from stopdown.scaling.graph.operations import find_operation
 
 
 class CallUnknowns(Protocol):

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
+from stopdown.fold_names import name_block, name_clamp, split_name
 from stopdown.number_formats import NEAR_FP16_END
+from stopdown.operations import PRODUCTS, keeps_clamps
 from stopdown.scaling.exponents.exponent_rules import Operation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
-from stopdown.scaling.fold_names import name_block, name_clamp, split_name
 from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.scaling.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, merge_operands
@@ -32,7 +33,6 @@ from stopdown.scaling.graph.nodes import (
     operation,
     shape_of,
 )
-from stopdown.scaling.graph.operations import PRODUCTS, keeps_clamps
 from stopdown.scaling.graph.range_measurement import Range, Ranges, find_saturating, log2_of
 from stopdown.scaling_records import Operands, ResidualStream
 

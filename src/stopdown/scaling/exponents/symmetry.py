@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from stopdown.fold_names import split_name
 from stopdown.scaling.exponents.problem import Problem
-from stopdown.scaling.fold_names import split_name
 
 
 def name_likenesses(module: torch.nn.Module) -> dict[str, str]:

@@ -34,10 +34,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
+from stopdown.fold_names import Folds, spread_columns, spread_rows
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.scaling.bounds.singular_values import estimate_sigma
-from stopdown.scaling.fold_names import Folds, spread_columns, spread_rows
 from stopdown.scaling_records import Scaling
 
 RESCALED = "stopdown_rescaled"

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
+from stopdown.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
 from stopdown.interception.code_homes import is_own
@@ -25,6 +26,8 @@ from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_output
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
+from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
+from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import (
     cast_mask,
@@ -33,8 +36,6 @@ from stopdown.numerics import (
     measure_amax,
     relative_l2,
 )
-from stopdown.scaling.calls.outermost_calls import is_plain
-from stopdown.scaling.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_name
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
@@ -45,7 +46,6 @@ from stopdown.scaling.graph.capture import (
     name_parameters,
 )
 from stopdown.scaling.graph.mixed_dtypes import cast_operands
-from stopdown.scaling.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.scaling_records import ResidualStream, Scaling, Trial
 
 PLANNED = "stopdown_planned"

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stopdown.errors import ScalingError
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import list_some
 from stopdown.numerics import count_non_finite
-from stopdown.scaling.mapped_weights import find_stored
 
 MOST_NAMED = 8
 """Tensors that a message names; of more it says how many."""

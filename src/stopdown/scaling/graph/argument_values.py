@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.numerics import iterate_tensors
-from stopdown.scaling.graph.operations import read_calls
+from stopdown.operations import read_calls
 from stopdown.scaling.graph.readings import find_written
 
 LARGEST_KNOWN = 1 << 18

@@ -50,13 +50,13 @@ from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
+from stopdown.module_calls.call_signatures import Sizes, list_sizes, sign_call
 from stopdown.numerics import has_values, iterate_tensors
-from stopdown.scaling.calls.call_signatures import Sizes, list_sizes, sign_call
+from stopdown.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.nodes import is_kind
-from stopdown.scaling.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.scaling.graph.readings import Readings
 from stopdown.scaling.graph.repeated_modules import Note, Repeats, Watch
 from stopdown.scaling_records import Operands

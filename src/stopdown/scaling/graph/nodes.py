@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.number_formats import FP16, NEAR_FP16_END
-from stopdown.scaling.graph.operations import find_operation, kind_of
+from stopdown.operations import find_operation, kind_of
 
 
 def operation(node: Node) -> str:

@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError
+from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 from stopdown.scaling.graph.blocks import Blocks
@@ -34,7 +35,6 @@ from stopdown.scaling.graph.nodes import (
     operation,
     read_magnitude,
 )
-from stopdown.scaling.mapped_weights import find_stored
 
 _FP32_LARGEST = torch.finfo(torch.float32).max
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import PlainCall
 from stopdown.number_formats import list_some
 from stopdown.numerics import (
     count_attention_on_cpu,
@@ -31,7 +32,6 @@ from stopdown.numerics import (
     iterate_tensors,
     measure_amax,
 )
-from stopdown.scaling.calls.call import PlainCall
 from stopdown.scaling.exponents.solver import ASKED_BITS
 from stopdown.scaling.graph.capture import find_kept_buffers, name_parameters
 from stopdown.scaling.trials.trial import Reference, count_layer_flops, run_call, try_scaling

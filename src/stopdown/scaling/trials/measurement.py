@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import CaptureError
-from stopdown.scaling.calls.call import PlainCall
+from stopdown.module_calls.call import PlainCall
 from stopdown.scaling.exponents.problem import MeasuredCall, find_kept_clamps, split_values
 from stopdown.scaling.graph.capture import (
     Answers,

@@ -30,6 +30,7 @@ from torch.fx import Node
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
+from stopdown.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.scaling.exponents.problem import count_flops
 from stopdown.scaling.folding.folds import put_stream
 from stopdown.scaling.graph.capture import (
@@ -39,7 +40,6 @@ from stopdown.scaling.graph.capture import (
     name_parameters,
 )
 from stopdown.scaling.graph.nodes import arguments, is_float, is_kind, operation, shape_of
-from stopdown.scaling.graph.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.scaling_records import ResidualStream
 
 LARGEST_KEPT = 1 << 17

@@ -26,12 +26,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.fold_names import read_clamp
+from stopdown.module_calls.call import PlainCall
+from stopdown.module_calls.call_signatures import Sizes
 from stopdown.number_formats import FP16
 from stopdown.scaling.bounds.input_limits import EMBEDDINGS
 from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.bounds.propagation import LEAST_STORED_LOOSE
-from stopdown.scaling.calls.call import PlainCall
-from stopdown.scaling.calls.call_signatures import Sizes
 from stopdown.scaling.certificate import (
     BoundedCalls,
     bound_kinds,
@@ -63,7 +64,6 @@ from stopdown.scaling.exponents.symmetry import (
     name_likenesses,
     tie_columns,
 )
-from stopdown.scaling.fold_names import read_clamp
 from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture
 from stopdown.scaling.graph.nodes import arguments, is_kind, strip_casts

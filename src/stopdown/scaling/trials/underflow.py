@@ -21,10 +21,10 @@ from torch.fx import Node
 
 from stopdown.errors import TrialError
 from stopdown.number_formats import FP16
+from stopdown.operations import find_operation
 from stopdown.scaling.exponents.linear_system import ZERO
 from stopdown.scaling.exponents.problem import MeasuredCall, list_outputs, state_problem
 from stopdown.scaling.graph.nodes import arguments, is_float, operation, shape_of
-from stopdown.scaling.graph.operations import find_operation
 from stopdown.scaling_records import ResidualStream
 
 MOST_LOST = 2.0**-8

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
 from stopdown.interception.patches import Place
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.exponents.problem import (
@@ -28,7 +29,6 @@ from stopdown.scaling.exponents.problem import (
     split_values,
     state_problem,
 )
-from stopdown.scaling.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
 from stopdown.scaling.graph.capture import Capture, name_parameters
 from stopdown.scaling_records import Scaling
 

@@ -40,18 +40,12 @@ from stopdown.errors import ScalingError, warn_user
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
-from stopdown.numerics import (
-    bound_values,
-    has_values,
-    is_readable,
-    iterate_tensors,
-)
-from stopdown.scaling.calls.call import (
+from stopdown.module_calls.call import (
     ComponentCall,
     HeldContainers,
     is_held,
 )
-from stopdown.scaling.calls.call_interception import (
+from stopdown.module_calls.call_interception import (
     PartCall,
     Rank,
     find_code,
@@ -61,11 +55,17 @@ from stopdown.scaling.calls.call_interception import (
     put_layer,
     show_parts,
 )
-from stopdown.scaling.calls.call_signatures import list_sizes, sign_call
-from stopdown.scaling.calls.callee import GENERAL_KEEPS, Callee
-from stopdown.scaling.calls.entrances import BeyondError
-from stopdown.scaling.calls.outermost_calls import is_plain, listen
-from stopdown.scaling.calls.step_caches import clear_caches
+from stopdown.module_calls.call_signatures import list_sizes, sign_call
+from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
+from stopdown.module_calls.entrances import BeyondError
+from stopdown.module_calls.outermost_calls import is_plain, listen
+from stopdown.module_calls.step_caches import clear_caches
+from stopdown.numerics import (
+    bound_values,
+    has_values,
+    is_readable,
+    iterate_tensors,
+)
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     find_folded_parts,

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import split_name
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
 from stopdown.numerics import count_writes, has_values
-from stopdown.scaling.calls.outermost_calls import is_in_training, is_plain
-from stopdown.scaling.fold_names import split_name
 from stopdown.scaling.folding.adapters import refuse_gradient, unwrap_name
 from stopdown.scaling_records import Scaling
 

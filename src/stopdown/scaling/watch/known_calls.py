@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.fold_names import split_name
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.call_interception import bared
+from stopdown.module_calls.call_signatures import Sizes, resize_call
+from stopdown.module_calls.module_code import CODE_WORDS
+from stopdown.module_calls.module_settings import ModuleSettings
+from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import list_some
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.call_interception import bared
-from stopdown.scaling.calls.call_signatures import Sizes, resize_call
-from stopdown.scaling.calls.module_code import CODE_WORDS
-from stopdown.scaling.calls.module_settings import ModuleSettings
-from stopdown.scaling.calls.step_caches import in_full
-from stopdown.scaling.fold_names import split_name
 from stopdown.scaling.folding.folds import restrict_scaling
 from stopdown.scaling.graph.capture import (
     Answers,

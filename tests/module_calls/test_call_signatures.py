@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.scaling.calls.call_signatures import sign_call
+from stopdown.module_calls.call_signatures import sign_call
 
 X = torch.zeros(2, 3)
 

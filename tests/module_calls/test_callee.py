@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from stopdown.scaling.calls.callee import Callee
+from stopdown.module_calls.callee import Callee
 
 
 class Autoencoder(nn.Module):

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from stopdown.errors import OutputError, warn_user
+from stopdown.fold_names import Folds
 from stopdown.number_formats import name_dtype
-from stopdown.scaling.fold_names import Folds
 
 SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""

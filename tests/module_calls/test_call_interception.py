@@ -12,8 +12,8 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
 from stopdown.interception.patches import Patches
-from stopdown.scaling.calls.call import ComponentCall, cast_floats, find_float_dtype
-from stopdown.scaling.calls.call_interception import (
+from stopdown.module_calls.call import ComponentCall, cast_floats, find_float_dtype
+from stopdown.module_calls.call_interception import (
     Rank,
     copy_layers,
     find_module,
@@ -21,7 +21,7 @@ from stopdown.scaling.calls.call_interception import (
     put_cast,
     put_layer,
 )
-from stopdown.scaling.calls.callee import Callee
+from stopdown.module_calls.callee import Callee
 
 
 class Component(torch.nn.Module):

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
-from stopdown.scaling.calls.call_signatures import describe_argument
-from stopdown.scaling.calls.module_code import (
+from stopdown.module_calls.call_signatures import describe_argument
+from stopdown.module_calls.module_code import (
     MISSING,
     Functions,
     Hooks,

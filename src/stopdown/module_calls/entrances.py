@@ -27,9 +27,9 @@ from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
+from stopdown.module_calls.call import ComponentCall, HeldContainers, cast_floats, narrow
+from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.numerics import bound_values, is_readable, iterate_tensors, measure_amax
-from stopdown.scaling.calls.call import ComponentCall, HeldContainers, cast_floats, narrow
-from stopdown.scaling.calls.outermost_calls import is_plain
 
 
 class BeyondError(ScalingError):

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.module_calls.module_settings import ModuleSettings
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.module_settings import ModuleSettings
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch.folded_weights import FoldedWeights
 

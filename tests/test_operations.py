@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from stopdown.operations import find_operation, list_kinds, read_operations
 from stopdown.scaling.bounds.propagation import RULES
 from stopdown.scaling.exponents.exponent_rules import read_rule
-from stopdown.scaling.graph.operations import find_operation, list_kinds, read_operations
 
 OPERATIONS = read_operations()
 

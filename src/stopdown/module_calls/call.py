@@ -23,6 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stopdown.interception.arguments import Change, Keeps, put_back, replace_tensors
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.randomness import Restore, save_random
+from stopdown.module_calls.callee import DIFFUSERS_KEEPS, Callee
+from stopdown.module_calls.outermost_calls import is_plain
+from stopdown.module_calls.step_caches import save_caches
 from stopdown.numerics import (
     bound_values,
     cast_mask,
@@ -30,9 +33,6 @@ from stopdown.numerics import (
     is_readable,
     iterate_tensors,
 )
-from stopdown.scaling.calls.callee import DIFFUSERS_KEEPS, Callee
-from stopdown.scaling.calls.outermost_calls import is_plain
-from stopdown.scaling.calls.step_caches import save_caches
 
 PlainCall = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, and with which arguments: a call of which no component is known."""

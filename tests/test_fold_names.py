@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stopdown.scaling.fold_names import (
+from stopdown.fold_names import (
     list_folds,
     name_block,
     name_exponents,

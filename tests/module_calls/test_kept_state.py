@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from stopdown.errors import ScalingError
+from stopdown.module_calls.kept_state import KeptState
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.kept_state import KeptState
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 

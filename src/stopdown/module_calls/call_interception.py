@@ -29,9 +29,9 @@ import torch
 from stopdown.interception.own_hooks import run_with_hooks
 from stopdown.interception.patches import CHANGING, Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.scaling.calls.call import ComponentCall
-from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.calls.entrances import Entrance
+from stopdown.module_calls.call import ComponentCall
+from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.entrances import Entrance
 
 Layer = Callable[[ComponentCall], Any]
 """Called instead of a method; goes on by `call.proceed()`, and returns the call's output."""

@@ -12,10 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stopdown import mapped_weights
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import choose_device
 from stopdown.errors import OutputError, StopdownWarning
 from stopdown.interception.patches import Patches
+from stopdown.mapped_weights import (
+    StoredWeight,
+    cast_tensor,
+    choose_folder,
+    is_mapped,
+    map_copy,
+    wait_,
+)
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines import loader
 from stopdown.pipelines.loader import load_pipeline, move_program
@@ -25,16 +34,7 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import MemoryPlan, Plan
-from stopdown.scaling import mapped_weights
 from stopdown.scaling.graph.capture import name_parameters
-from stopdown.scaling.mapped_weights import (
-    StoredWeight,
-    cast_tensor,
-    choose_folder,
-    is_mapped,
-    map_copy,
-    wait_,
-)
 from stopdown.sources.sources import Source, resolve_source
 
 pytestmark = pytest.mark.skipif(

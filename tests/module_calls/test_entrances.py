@@ -12,14 +12,14 @@ from torch import nn
 
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
+from stopdown.module_calls.call import is_held
+from stopdown.module_calls.call_interception import put_cast
+from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.entrances import BeyondError
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_entry, put_boundaries
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
-from stopdown.scaling.calls.call import is_held
-from stopdown.scaling.calls.call_interception import put_cast
-from stopdown.scaling.calls.callee import Callee
-from stopdown.scaling.calls.entrances import BeyondError
 
 FP16 = torch.float16
 
@@ -175,7 +175,7 @@ def test_a_guard_repairs_such_a_call() -> None:
 
 def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are the same at each step; a write makes them others."""
-    from stopdown.scaling.calls import call
+    from stopdown.module_calls import call
 
     looks, bound = list[int](), call.bound_values
 
