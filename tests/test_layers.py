@@ -52,7 +52,8 @@ SCALING_LEVELS: tuple[tuple[str, ...], ...] = (
     ("graph",),  # a call becomes a graph
     ("bounds", "exponents"),  # how large its values get; the equations between exponents
     ("folding",),  # exponents become weights
-    ("certificate",),  # whether the exponents keep every bound in range
+    # whether the exponents keep every bound in range; captured calls as rules of the checker
+    ("certificate", "certificate_graphs"),
     ("trials",),  # candidates are searched, tried and compared
     ("watch",),  # later calls are held against those that the exponents are for
     ("rescale",),

@@ -31,7 +31,9 @@ GROUND = (
 )
 """Modules below the core that the rest of the package shares: errors, names, formats, hooks, calls."""
 
-LIBRARIES = ("torch", "numpy", "scipy", "safetensors", "msgspec")
+LIBRARIES = ("torch", "numpy", "scipy", "safetensors", "msgspec", "stopdown_verify")
+"""The checker is one of them: it imports nothing of the package."""
+
 OPTIONAL = {"record_display": "rich"}
 """A console prints records better with it; without it they are printed in one line."""
 
