@@ -123,10 +123,10 @@ def check_configs(name: str) -> None:
     """The check of a full-size model in fp16 on a V100, from its configs alone."""
     from full_size_configs import CALLS, write_configs
 
-    from stopdown.dtype_rules.check import find_source, inspect_pipeline
+    from stopdown.dtype_rules.check import find_weightless_source, inspect_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
-        source = find_source(write_configs(name, Path(folder) / "model"))
+        source = find_weightless_source(write_configs(name, Path(folder) / "model"))
         inspect_pipeline(source, precision="fp16", device="v100", arguments=CALLS.get(name))
 
 

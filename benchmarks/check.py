@@ -52,7 +52,7 @@ from models.check_faults import (
 )
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import describe_machine
-from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
+from stopdown.dtype_rules.check import check, find_weightless_source, inspect_pipeline
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.dry_run import dry_run, make_arguments
 from stopdown.pipelines.loader import load_pipeline
@@ -136,7 +136,7 @@ def make_live(fault: Fault, folder: Path) -> Any:
         return fault.plant(pipe) or pipe
     if fault.pipeline == "sana":
         raise RuntimeError("not run: the fault is planted into configs only")
-    source = find_source(plant_stored(fault, folder))
+    source = find_weightless_source(plant_stored(fault, folder))
     return load_pipeline(source, torch_dtypes=FORMATS[str(fault.precision)].torch_dtype)
 
 
@@ -222,7 +222,7 @@ def measure_full_size(name: str) -> Row:
     """One model from its configs: seconds, memory and findings."""
     begun, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        source = find_source(write_configs(name, Path(folder) / "model"))
+        source = find_weightless_source(write_configs(name, Path(folder) / "model"))
         checked = inspect_pipeline(
             source, precision="fp16", device="v100", arguments=CALLS.get(name)
         )

@@ -117,7 +117,7 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
 
     from device.simulated_device import KIND, load_device
     from stopdown.app.generate_command import GenerateOptions, generate
-    from stopdown.devices.device_profiles import find_target
+    from stopdown.devices.device_profiles import find_device_target
     from stopdown.numerics import iterate_tensors
     from stopdown.plans import certified, plan_choice
     from stopdown.runtime import memory_limits
@@ -159,7 +159,7 @@ def run(name: str, folder: Path, device_bytes: int, host_bytes: int) -> dict[str
 
         fields["image"] = str(folder / "picture.png")
         Image.new("RGB", (128, 128), (200, 40, 40)).save(fields["image"])
-    supports = find_target("v100")[1].supports
+    supports = find_device_target("v100")[1].supports
     for module in (plan_choice, certified):
         module.probe_formats = lambda device: supports  # what the maker of a V100 says
     free, find = host_bytes, memory_limits.find_host_bytes

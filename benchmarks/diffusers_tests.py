@@ -96,7 +96,7 @@ class Recorder:
         import torch
 
         import stopdown
-        from stopdown.quantizers.script_loading import join_plans
+        from stopdown.quantizers.script_loading import join_config_plans
 
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "model"
         pipe.save_pretrained(folder)
@@ -110,7 +110,7 @@ class Recorder:
         else:
             made = type(pipe).from_pretrained(folder, dtype=torch.float32, **absent)
             if config.quant_mapping:
-                stopdown.apply_plan(made, join_plans(config))
+                stopdown.apply_plan(made, join_config_plans(config))
         made.set_progress_bar_config(disable=None)
         return made
 

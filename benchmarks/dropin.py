@@ -40,7 +40,7 @@ from models.pipeline_calls import call_pipeline  # noqa: E402
 from processes.documented_scripts import ADDED, run_script  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.quantizers.script_loading import join_plans  # noqa: E402
+from stopdown.quantizers.script_loading import join_config_plans  # noqa: E402
 from stopdown.records import Plan  # noqa: E402
 from stopdown.testing import PIPELINE_NAMES, make_pipeline, overflow_  # noqa: E402
 
@@ -79,7 +79,7 @@ def measure_pipeline(name: str, folder: Path) -> dict[str, Any]:
         return torch.from_numpy(call_pipeline(pipe, name)).float()
 
     config = stopdown.quantization(folder)
-    plan = join_plans(config)
+    plan = join_config_plans(config)
     wanted = run(torch.float32)
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -355,7 +355,7 @@ LEFT = {
 
 def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
     """The words behind `generate MODEL` that stand for the arguments of a test's call."""
-    from stopdown.pipelines.requests import FIELDS, find_target
+    from stopdown.pipelines.requests import FIELDS, find_pipeline_argument
 
     words, left = list[str](), {k: x for k, x in given.items() if k not in LEFT and x is not None}
     taken = inspect.signature(kind.__call__).parameters
@@ -366,7 +366,7 @@ def list_words(kind: type, given: dict[str, Any], folder: Path) -> list[str]:
     if "num_inference_steps" in taken:
         left.setdefault("num_inference_steps", 2)
     for field in (x for x in FIELDS if x.metadata["names"]):
-        target = find_target(field.name, kind)
+        target = find_pipeline_argument(field.name, kind)
         if target not in left or (field.name.endswith("image") and is_list(left[target])):
             continue
         value = left.pop(target)
@@ -485,13 +485,13 @@ def measure(one: Any, other: Any) -> float | None:
 def simulated_t4() -> Iterator[None]:
     """A device that refuses what a T4 refuses, for one command."""
     from device.simulated_device import load_device
-    from stopdown.devices.device_profiles import find_target
+    from stopdown.devices.device_profiles import find_device_target
     from stopdown.memory import speed
     from stopdown.plans import calibrated, plan_choice
 
     cache = ROOT / ".pytest_cache" / "d" / "simulated-device"
     cache.mkdir(parents=True, exist_ok=True)
-    supports = find_target("t4")[1].supports
+    supports = find_device_target("t4")[1].supports
     with load_device(cache).present() as devices:
         devices.act_as("cuda", computes_not=[torch.bfloat16])
         kept = [(x, x.probe_formats) for x in (plan_choice, calibrated)]

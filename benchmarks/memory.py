@@ -34,7 +34,14 @@ from full_folders import write_configs
 from stopdown.component_calls.components import find_components
 from stopdown.devices.environment import describe_machine
 from stopdown.memory.caching_allocator import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
-from stopdown.memory.forecast import USABLE_SHARE, Fit, Room, choose, predict_all, sort_by_time
+from stopdown.memory.forecast import (
+    USABLE_SHARE,
+    Fit,
+    Room,
+    choose_prediction,
+    predict_all,
+    sort_by_time,
+)
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
@@ -354,7 +361,7 @@ def run_reserved(name: str) -> dict[str, Any]:
     by_tensors = dataclasses.replace(
         fit, predictions=tuple(dataclasses.replace(x, reserved_bytes=0) for x in fit.predictions)
     )
-    chosen = [choose(sort_by_time(one, speed), limit) for one in (by_tensors, fit)]
+    chosen = [choose_prediction(sort_by_time(one, speed), limit) for one in (by_tensors, fit)]
     print(name, [x and x.strategy.name for x in chosen], round(elapsed_s), flush=True)
     return {
         "limit_bytes": limit,

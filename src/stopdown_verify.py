@@ -1587,7 +1587,7 @@ def list_saturated(stated: Node) -> list[str]:
     return found
 
 
-def examine(certificate: Node, folder: Path) -> dict[str, Any]:
+def examine_certificate(certificate: Node, folder: Path) -> dict[str, Any]:
     """Check a certificate against the weights in a folder, and return the results as data.
 
     Raises:
@@ -1652,7 +1652,7 @@ def write_lines(found: dict[str, Any]) -> list[str]:
 
 def check_certificate(certificate: Node, folder: Path) -> list[str]:
     """Check a certificate against the weights in a folder, and return the results as lines."""
-    return write_lines(examine(certificate, folder))
+    return write_lines(examine_certificate(certificate, folder))
 
 
 def print_safely(words: str, stream: Any) -> None:
@@ -1737,7 +1737,7 @@ def list_needed(n: Node) -> list[str]:
     return n["from"]
 
 
-def explain(certificate: Node, name: str) -> dict[str, Any]:
+def explain_value(certificate: Node, name: str) -> dict[str, Any]:
     """Return the stated bounds of a value and of all values that it follows from, in order, as data."""
     stated, number, key = find_place(certificate, name)
     if number is None:
@@ -1858,8 +1858,8 @@ def examine_or_explain(path: Path, folder: Path | None, name: str | None) -> dic
             for stated in certificate["components"]:
                 check_grammar(stated)
             find_place(certificate, name)  # before the check, which can take minutes
-        found = examine(certificate, folder)
-    return found if name is None else {**found, "explained": explain(certificate, name)}
+        found = examine_certificate(certificate, folder)
+    return found if name is None else {**found, "explained": explain_value(certificate, name)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,7 +55,7 @@ class Sum(nn.Module):
 
 def count_by_graph(module: nn.Module, x: torch.Tensor) -> float:
     graph = capture_call(module, (x,), dtype=torch.float32).graph.graph
-    return sum(problem.count_flops(node) for node in graph.nodes)
+    return sum(problem.count_node_flops(node) for node in graph.nodes)
 
 
 def count_by_tracker(module: nn.Module, x: torch.Tensor) -> float:

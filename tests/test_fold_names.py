@@ -8,7 +8,7 @@ from stopdown.fold_names import (
     list_folds,
     name_block,
     name_exponents,
-    split_name,
+    split_fold_name,
     spread_columns,
     spread_rows,
 )
@@ -18,10 +18,10 @@ def test_names_say_the_place() -> None:
     """What is written is read as the place that it indexes."""
     table = torch.arange(12).view(3, 4)
     for dim, wanted in ((0, table[1:3]), (1, table[:, 1:3])):
-        name, place = split_name(name_block("a.weight", dim, 1, 3))
+        name, place = split_fold_name(name_block("a.weight", dim, 1, 3))
         assert name == "a.weight"
         assert torch.equal(table[place], wanted)
-    assert split_name("a.weight") == ("a.weight", ())
+    assert split_fold_name("a.weight") == ("a.weight", ())
     assert torch.equal(table[()], table)
 
 

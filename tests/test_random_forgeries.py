@@ -95,14 +95,14 @@ def test_checker_that_lacks_one_check_lets_a_false_one_through(
 def test_certificates_of_the_small_modules_are_true(models):
     """Nothing that a run of them gives contradicts what they state."""
     for model in models.values():
-        found = stopdown_verify.examine(model.certificate, model.folder)
+        found = stopdown_verify.examine_certificate(model.certificate, model.folder)
         assert judge(model.certificate, found, model.folder, 0) == []
 
 
 def test_runs_contradict_what_is_false_of_a_graph(models):
     """A bound, an exponent, a limit, an output and a list that are false are each found."""
     model = models["tokens"]
-    found = stopdown_verify.examine(model.certificate, model.folder)
+    found = stopdown_verify.examine_certificate(model.certificate, model.folder)
 
     def find(key: str, value: Any, rule: str = "") -> str:
         changed = copy.deepcopy(model.certificate)

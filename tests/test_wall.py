@@ -40,14 +40,24 @@ OPTIONAL = {"record_display": "rich"}
 LEAVES = {"diagnosis": "whether an error is a refusal of two dtypes"}
 """What the core still imports from above, until it is handed in. The table only shrinks."""
 
-MOST_BEHIND = 118
+MOST_BEHIND = 86
 """Names of modules of `scaling` that modules above take past the list. It only shrinks."""
 
 MOST_UNTESTED = 79
 """Modules without a test file of their name. It only shrinks."""
 
-MOST_SHARED = 73
-"""Public names of functions and classes that several modules define. It only shrinks."""
+SHARED_NAMES = {
+    "StopdownQuantizer": "one for each library that asks for a quantizer",
+    "broadcast": "the checker derives it by itself",
+    "by_channel": "the checker derives it by itself",
+    "follow": "the checker derives it by itself",
+    "group_dims": "the checker derives it by itself",
+    "main": "the entry of a command or program",
+    "norm_over": "the checker derives it by itself",
+    "read_header": "the checker reads files by itself",
+    "sum_squares": "the checker derives it by itself",
+}
+"""Public names that several modules define, for one meaning. The table only shrinks."""
 
 
 def is_core(name: str) -> bool:
@@ -160,10 +170,10 @@ def test_fewer_names_are_taken_past_the_list() -> None:
     assert list_behind(parse(plans="from stopdown.scaling import rescale_")) == set()
 
 
-def test_fewer_names_have_two_meanings() -> None:
-    """Modules define no more public names that others define as well."""
+def test_a_public_name_has_one_meaning() -> None:
+    """No two modules define a function or class of one name, but for those that are listed."""
     checker = ast.parse((ROOT / "src" / "stopdown_verify.py").read_text(encoding="utf-8"))
-    assert len(list_shared([*SOURCES.values(), checker])) <= MOST_SHARED
+    assert list_shared([*SOURCES.values(), checker]) == set(SHARED_NAMES)
     planted = parse(a="def find(): ...", b="class find: ...", c="def _find(): ...", d="find = 1")
     assert list_shared(planted.values()) == {"find"}
 

@@ -47,7 +47,7 @@ WAYS = ("fp32", "bf16", "fp16-plain", "fp16", "fp16, guarded")
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchModel:
     """A model to measure; `build` makes its pipeline in fp32 on the device, each time the same."""
 
     name: str
@@ -56,7 +56,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One model in one precision.
 
     Attributes:
@@ -84,10 +84,10 @@ class Report:
     backend: str
     memory_bytes: int
     versions: dict[str, str | None]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
 
-def list_subjects(source: Source, device: Device, request: Request) -> list[Subject]:
+def list_subjects(source: Source, device: Device, request: Request) -> list[BenchModel]:
     """List the given model and one with generated weights; only a bundled model keeps its name."""
     name = source.name if source.kind == "bundled" else source.pipeline_class
     small = device.type == "cpu" or device.memory_bytes < 6 * 2**30
@@ -102,18 +102,20 @@ def list_subjects(source: Source, device: Device, request: Request) -> list[Subj
         return move_program(pipe, device)
 
     drawn = Request("a", frames=9, height=side, width=side, steps=request.steps, guidance=1.0)
-    generated = Subject(f"CogVideoX, {layers} layers {64 * heads} wide", generate, drawn)
-    return [Subject(name, load, request), generated]
+    generated = BenchModel(f"CogVideoX, {layers} layers {64 * heads} wide", generate, drawn)
+    return [BenchModel(name, load, request), generated]
 
 
-def measure(device: Device, subjects: list[Subject], minutes: float, progress: Progress) -> Report:
+def measure_models(
+    device: Device, subjects: list[BenchModel], minutes: float, progress: Progress
+) -> Report:
     """Measure each model in each precision; rows that would begin after so many minutes are left out."""
-    begun, rows = time.monotonic(), list[Row]()
+    begun, rows = time.monotonic(), list[BenchRow]()
     for subject in subjects:
         bench = _Bench(device, subject, progress)
         for way in WAYS:
             progress("bench", f"{subject.name}, {way}", len(rows), len(subjects) * len(WAYS))
-            left_out = Row(subject.name, way, note=f"left out after {minutes:g} minutes")
+            left_out = BenchRow(subject.name, way, note=f"left out after {minutes:g} minutes")
             rows += [left_out if time.monotonic() - begun > 60 * minutes else bench.measure(way)]
     versions = {
         **describe_machine()["versions"],
@@ -125,14 +127,14 @@ def measure(device: Device, subjects: list[Subject], minutes: float, progress: P
 class _Bench:
     """One model's rows: they share its plan and what fp32 gave."""
 
-    def __init__(self, device: Device, subject: Subject, progress: Progress) -> None:
+    def __init__(self, device: Device, subject: BenchModel, progress: Progress) -> None:
         self.device, self.subject, self.progress = device, subject, progress
         self.plan: Plan | None = None
         self.fp32: tuple[torch.Tensor, float] | None = None
 
-    def measure(self, way: str) -> Row:
+    def measure(self, way: str) -> BenchRow:
         """Measure one precision; an error becomes the note of the row."""
-        row = Row(self.subject.name, way)
+        row = BenchRow(self.subject.name, way)
         try:
             with quiet_libraries(), torch.no_grad():
                 return self._measure(row, self._build(way))
@@ -141,7 +143,7 @@ class _Bench:
         finally:
             free_memory()
 
-    def _measure(self, row: Row, pipe: Any) -> Row:
+    def _measure(self, row: BenchRow, pipe: Any) -> BenchRow:
         arguments = build_arguments(pipe, complete_request(pipe, self.subject.request))
         run = functools.partial(pipe, **arguments)
         fit = predict_run(
@@ -227,14 +229,14 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name_error(row: Row) -> str:
+def _name_error(row: BenchRow) -> str:
     """Format an error in percent, the count of non-finite values, or the note on a failed row."""
     if row.note:
         return row.note
     return f"{row.non_finite:,} NaN or Inf" if row.rel_err is None else f"{100 * row.rel_err:.2g} %"
 
 
-def _draw(row: Row) -> str:
+def _draw(row: BenchRow) -> str:
     times = "– | –" if row.time_s is None else f"{row.time_s:.3g} s | {row.time_ratio:.2f}"
     sizes = " | ".join(format_bytes(x) if x else "–" for x in (row.peak_bytes, row.predicted_bytes))
     return f"| {row.way} | {times} | {sizes} | {_name_error(row)} |"

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stopdown.devices.backend_rules import list_attention, list_version_faults
-from stopdown.devices.device_profiles import Profile, describe_device, find_target, is_profile
+from stopdown.devices.device_profiles import (
+    Profile,
+    describe_device,
+    find_device_target,
+    is_profile,
+)
 from stopdown.devices.environment import (
     Device,
     Support,
@@ -87,10 +92,12 @@ def examine(name: str | None = None) -> MachineHealth:
     Cost: a probe of each device, under a second on a CPU.
     """
     if name is not None and is_profile(name):
-        device, profile = find_target(name)
+        device, profile = find_device_target(name)
         found = [_describe(device, profile, tried=False)]
     else:
-        devices = list_devices() if name is None else [find_target(name, needs_kernels=False)[0]]
+        devices = (
+            list_devices() if name is None else [find_device_target(name, needs_kernels=False)[0]]
+        )
         found = [_describe(x, describe_device(x), tried=x.missing is None) for x in devices]
     kinds = tuple(dict.fromkeys(health.kind for health in found))
     places = dict.fromkeys((health.kind, health.capability) for health in found)

@@ -25,7 +25,7 @@ def name_block(name: str, dim: int, start: int, stop: int) -> str:
     return f"{name}[{':,' * dim}{start}:{stop}]"
 
 
-def split_name(name: str) -> tuple[str, Place]:
+def split_fold_name(name: str) -> tuple[str, Place]:
     """Split a fold's name into the parameter's name and the place in it; () for all of it."""
     bare, bracket, blocks = name.partition("[")
     if not bracket:
@@ -54,7 +54,7 @@ def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]
     """Map each folded tensor's name to its folds."""
     found: dict[str, list[tuple[Place, int]]] = {}
     for name, exponent in exponents.items():
-        bare, place = split_name(name)
+        bare, place = split_fold_name(name)
         found.setdefault(bare, []).append((place, exponent))
     return found
 
@@ -76,7 +76,7 @@ def _spread(blocks: Iterator[tuple[slice, int]], count: int) -> torch.Tensor:
     return spread
 
 
-def list_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
+def list_equal_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
     """List the runs of equal neighbours: first index, one past the last, and exponent."""
     values, counts = exponents.unique_consecutive(return_counts=True)
     stops = counts.cumsum(0)
@@ -90,7 +90,7 @@ def name_exponents(
     named: dict[str, int] = {}
     for dim, spread in enumerate((rows, columns or {})):
         for name, exponents in spread.items():
-            for start, stop, exponent in list_runs(exponents):
+            for start, stop, exponent in list_equal_runs(exponents):
                 if exponent:
                     is_whole = dim == 0 and stop - start == len(exponents)
                     named[name if is_whole else name_block(name, dim, start, stop)] = exponent

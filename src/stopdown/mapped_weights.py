@@ -202,13 +202,13 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values lie in a file."""
-    return find_folder(tensor) is not None
+    return find_mapped_folder(tensor) is not None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, WaitingParameter)
 
 
-def find_folder(tensor: torch.Tensor) -> Path | None:
+def find_mapped_folder(tensor: torch.Tensor) -> Path | None:
     """Return the folder of the file that holds a tensor's values; None for memory."""
     if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
         return None
@@ -218,7 +218,7 @@ def find_folder(tensor: torch.Tensor) -> Path | None:
 
 def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a tensor, mapped if it is mapped; return it unchanged if it has that dtype."""
-    folder = find_folder(tensor)
+    folder = find_mapped_folder(tensor)
     if folder is None or tensor.dtype == dtype:
         return tensor.to(dtype)
     return map_copy(tensor, folder, dtype)

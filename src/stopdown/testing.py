@@ -13,10 +13,10 @@ import torch
 
 from stopdown.component_calls.components import find_components
 from stopdown.interception.patches import Patches
-from stopdown.pipelines.tiny_pipelines import build_pipeline, list_names, overflow_
+from stopdown.pipelines.tiny_pipelines import build_pipeline, list_tiny_pipelines, overflow_
 from stopdown.sources.library_messages import drop_empty_remarks
 
-PIPELINE_NAMES = list_names()
+PIPELINE_NAMES = list_tiny_pipelines()
 """What `make_pipeline` and `save_pipeline` can build."""
 
 

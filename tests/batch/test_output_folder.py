@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from stopdown.batch.output_folder import find_folder, held_for_batch, write_whole
+from stopdown.batch.output_folder import find_batch_folder, held_for_batch, write_whole
 from stopdown.errors import InputError
 
 
 def test_a_url_is_no_folder() -> None:
     """Another path is made absolute; it need not exist."""
-    assert find_folder("out").is_absolute()
+    assert find_batch_folder("out").is_absolute()
     with pytest.raises(InputError, match="s3://bucket is a URL"):
-        find_folder("s3://bucket")
+        find_batch_folder("s3://bucket")
 
 
 def test_a_refused_batch_leaves_no_folder(tmp_path: Path) -> None:

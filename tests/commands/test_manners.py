@@ -27,7 +27,7 @@ from models.lora_cases import write_lora
 from stopdown.app import commands
 from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
-from stopdown.app.generate_command import GenerateOptions, list_runs
+from stopdown.app.generate_command import GenerateOptions, list_run_options
 from stopdown.app.progress import Bars, Lines
 from stopdown.app.registration import reword
 from stopdown.devices.environment import Device, token_in_use
@@ -347,7 +347,7 @@ def names_a_flag(text: str) -> bool:
 
 def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
     """`--num 3`: the seeds that follow, numbered outputs, all free before the first begins."""
-    runs = list_runs(GenerateOptions("shapes", "a", output="c.mp4", seed=7, num=3))
+    runs = list_run_options(GenerateOptions("shapes", "a", output="c.mp4", seed=7, num=3))
     assert [(one.output, one.seed) for one in runs] == [
         ("c-1.mp4", 7),
         ("c-2.mp4", 8),
@@ -355,11 +355,11 @@ def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
     ]
     (here / "c-3.mp4").touch()
     with pytest.raises(OutputError, match=r"c-3\.mp4 already exists"):
-        list_runs(GenerateOptions("shapes", "a", output="c.mp4", num=3))
+        list_run_options(GenerateOptions("shapes", "a", output="c.mp4", num=3))
     with pytest.raises(OptionError, match="A journal belongs to a single run"):
-        list_runs(GenerateOptions("shapes", "a", num=2, journal=here))
+        list_run_options(GenerateOptions("shapes", "a", num=2, journal=here))
     with pytest.raises(OptionError, match="--num 0 is less than 1"):
-        list_runs(GenerateOptions("shapes", "a", num=0))
+        list_run_options(GenerateOptions("shapes", "a", num=0))
 
 
 @pytest.mark.thorough
@@ -549,7 +549,7 @@ def test_each_command_refuses_a_size_that_does_not_fit(
     from stopdown.memory import smaller_requests
 
     fit = SimpleNamespace(predictions=[SimpleNamespace(peak_bytes=2**20)])
-    monkeypatch.setattr(smaller_requests, "find_largest", lambda sizes, *_: (sizes[-1], fit))
+    monkeypatch.setattr(smaller_requests, "find_largest_size", lambda sizes, *_: (sizes[-1], fit))
     (here / "prompts.txt").write_text("a\n")
     words = {"generate": ("a",), "batch": ("--prompts", "prompts.txt", "-o", "out")}.get(
         command, ()

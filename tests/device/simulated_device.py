@@ -163,9 +163,9 @@ class Simulated:
 
 def list_same_dtype(backend: str) -> list[str]:
     """Operations that take operands of one dtype only on a backend, by the names that they are run by."""
-    from stopdown.devices.backend_rules import read_operations
+    from stopdown.devices.backend_rules import read_backend_rules
 
-    rows = ((op.targets, op.rows.get(backend)) for op in read_operations())
+    rows = ((op.targets, op.rows.get(backend)) for op in read_backend_rules())
     named = [
         t for targets, row in rows if row is not None and row.accepts == "same" for t in targets
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from device.simulated_device import KIND, Simulated
-from stopdown.bench import WAYS, Report, Row, hide_paths, list_subjects, measure, render
+from stopdown.bench import WAYS, BenchRow, Report, hide_paths, list_subjects, measure_models, render
 from stopdown.devices.environment import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.pipelines.requests import Request
@@ -31,7 +31,7 @@ def measure_named(folder: Path, device: str) -> Report:
     """Measure the model that was named alone."""
     chosen = choose_device(device)
     subjects = list_subjects(resolve_source(str(folder)), chosen, Request(steps=1))
-    return measure(chosen, subjects[:1], 60, lambda *_: None)
+    return measure_models(chosen, subjects[:1], 60, lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,11 @@ def test_generated_weights_are_those_of_a_large_denoiser() -> None:
 def test_the_report_begins_with_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a report draws is read back as `doctor` quotes it."""
     rows = (
-        Row("shapes", "fp32", 2.0, 1.0, 2**20, 2**20, 0.0),
-        Row("shapes", "bf16", 3.0, 1.5, 2**19, 2**19, 0.0123),
-        Row("shapes", "fp16-plain", 1.0, 0.5, 2**19, 2**19, None, 1234),
-        Row("shapes", "fp16", 1.02, 0.51, 2**19, 2**19, 0.00134),
-        Row("shapes", "fp16, guarded", note="It did not fit."),
+        BenchRow("shapes", "fp32", 2.0, 1.0, 2**20, 2**20, 0.0),
+        BenchRow("shapes", "bf16", 3.0, 1.5, 2**19, 2**19, 0.0123),
+        BenchRow("shapes", "fp16-plain", 1.0, 0.5, 2**19, 2**19, None, 1234),
+        BenchRow("shapes", "fp16", 1.02, 0.51, 2**19, 2**19, 0.00134),
+        BenchRow("shapes", "fp16, guarded", note="It did not fit."),
     )
     path = tmp_path / "tesla-t4.md"
     path.write_text(render(Report("Tesla T4", "cuda", 15 * 2**30, {"torch": "2.13.0+cu130"}, rows)))

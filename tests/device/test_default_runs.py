@@ -12,7 +12,7 @@ import torch
 
 from device.simulated_device import KIND, Simulated
 from models.pipeline_calls import name_denoiser
-from stopdown.devices.device_profiles import find_target
+from stopdown.devices.device_profiles import find_device_target
 from stopdown.frames.media import write_media
 from stopdown.memory.forecast import USABLE_SHARE
 from stopdown.plans import calibrated, plan_choice
@@ -66,7 +66,7 @@ def test_generate_without_an_option_works_on_a_small_device(
     folder = save_tiny(name, overflow=name_denoiser(name))
     weights = sum(x.stat().st_size for x in folder.rglob("*.safetensors"))
     simulated.act_as(BACKENDS[device], computes_not=[torch.bfloat16])
-    supports = find_target(device)[1].supports
+    supports = find_device_target(device)[1].supports
     for module in (plan_choice, calibrated):
         monkeypatch.setattr(module, "probe_formats", lambda device: supports)
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "cache"))

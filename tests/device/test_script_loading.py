@@ -11,7 +11,7 @@ import torch
 
 from device.simulated_device import KIND, Simulated
 from stopdown.app.run_command import ScriptOptions, run_script
-from stopdown.devices.device_profiles import find_target
+from stopdown.devices.device_profiles import find_device_target
 from stopdown.errors import SourceError
 from stopdown.plans import calibrated, plan_choice
 from stopdown.quantizers import script_loading
@@ -55,7 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def v100(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     """A card that is fast in fp16, and refuses bf16."""
     simulated.act_as("cuda", computes_not=[torch.bfloat16])
-    supports = find_target("v100")[1].supports
+    supports = find_device_target("v100")[1].supports
     for module in (plan_choice, calibrated, script_loading):
         monkeypatch.setattr(module, "probe_formats", lambda device: supports)
     return simulated
@@ -110,7 +110,7 @@ def test_a_card_with_fast_bf16_leaves_loads_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An A100 runs bf16 as fast as fp16."""
-    supports = find_target("a100")[1].supports
+    supports = find_device_target("a100")[1].supports
     monkeypatch.setattr(script_loading, "probe_formats", lambda device: supports)
     _, said = run(PAINT, save_tiny("cogview3plus"), "float16")
     assert (said, capsys.readouterr().out) == ([], "None\n")

@@ -19,18 +19,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.devices.backend_rules import (
     AttentionKernel,
+    BackendRow,
+    BackendRule,
     Gap,
-    Operation,
     Place,
-    Row,
     VersionFault,
-    find_operation,
+    find_backend_rule,
     judge_format,
     judge_operands,
     list_attention,
     list_version_faults,
     parse_operations,
-    read_operations,
+    read_backend_rules,
 )
 from stopdown.devices.device_profiles import read_profiles
 from stopdown.devices.environment import read_onednn_formats
@@ -192,7 +192,7 @@ SINGLES: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
 """An operand and a call, for each operation that compares none."""
 
 
-def iterate_calls(operation: Operation) -> Iterator[tuple[tuple[str, ...], Callable[[], Any]]]:
+def iterate_calls(operation: BackendRule) -> Iterator[tuple[tuple[str, ...], Callable[[], Any]]]:
     """Every combination of formats, and the call that tries it."""
     tensors, function = PAIRS.get(operation.name) or _as_pair(SINGLES[operation.name])
     for formats in itertools.product(NAMES, repeat=len(tensors)):
@@ -204,7 +204,7 @@ def _as_pair(single: tuple[torch.Tensor, Callable[..., Any]]) -> tuple[Any, Call
     return (single[0],), single[1]
 
 
-def predict(operation: Operation, formats: tuple[str, ...]) -> bool:
+def predict(operation: BackendRule, formats: tuple[str, ...]) -> bool:
     """Whether the rules say that the CPU takes these formats."""
     operands: Mapping[str, Any]
     if len(operation.operands) == 1 and len(formats) > 1:
@@ -226,7 +226,7 @@ def try_call(call: Callable[[], Any]) -> str:
     return ""
 
 
-def list_disagreements(operation: Operation) -> list[str]:
+def list_disagreements(operation: BackendRule) -> list[str]:
     """Combinations of formats that torch treats otherwise than the rules say."""
     found = []
     for formats, call in iterate_calls(operation):
@@ -236,18 +236,18 @@ def list_disagreements(operation: Operation) -> list[str]:
     return found
 
 
-ON_CPU = [operation for operation in read_operations() if "cpu" in operation.rows]
+ON_CPU = [operation for operation in read_backend_rules() if "cpu" in operation.rows]
 
 
 @pytest.mark.parametrize("operation", ON_CPU, ids=lambda operation: operation.name)
-def test_the_cpu_does_what_the_rules_say(operation: Operation) -> None:
+def test_the_cpu_does_what_the_rules_say(operation: BackendRule) -> None:
     """Each combination of fp16, bf16, fp32 and fp64 is accepted or refused as the rules say."""
     assert list_disagreements(operation) == []
 
 
-def change(name: str, **changes: Any) -> Operation:
+def change(name: str, **changes: Any) -> BackendRule:
     """An operation with another row for the CPU."""
-    operation = find_operation(name)
+    operation = find_backend_rule(name)
     assert operation is not None
     row = msgspec.structs.replace(operation.rows["cpu"], **changes)
     return msgspec.structs.replace(operation, rows={**operation.rows, "cpu": row})
@@ -266,7 +266,7 @@ def change(name: str, **changes: Any) -> Operation:
         ),
     ],
 )
-def test_a_wrong_rule_is_found(wrong: Operation, where: str) -> None:
+def test_a_wrong_rule_is_found(wrong: BackendRule, where: str) -> None:
     """A rule that was changed disagrees with torch, and the combination is named."""
     assert any(line.startswith(where) for line in list_disagreements(wrong))
 
@@ -278,7 +278,7 @@ def test_no_rule_of_the_cpu_goes_untried() -> None:
 
 def test_operands_are_arguments_of_aten() -> None:
     """Targets exist in ATen, and operands are names of their arguments, as a captured graph has them."""
-    for operation in read_operations():
+    for operation in read_backend_rules():
         for target in operation.targets:
             packet = getattr(torch.ops.aten, target.removeprefix("aten."))
             schemas = [getattr(packet, name)._schema for name in packet.overloads()]
@@ -310,7 +310,7 @@ def test_the_cpu_has_the_attention_kernels_of_the_rules(name: str) -> None:
 
 def test_mixed_operands_are_refused_with_the_reason() -> None:
     """The ruling names what was given, what would do, and where that is said."""
-    operation = find_operation("aten.layer_norm.default")
+    operation = find_backend_rule("aten.layer_norm.default")
     assert operation is not None
     given = {"input": ["fp16"], "weight": ["bf16"]}
     ruling = judge_operands(operation, CPU, given)
@@ -323,7 +323,7 @@ def test_mixed_operands_are_refused_with_the_reason() -> None:
 
 def test_cuda_refuses_what_the_cpu_takes() -> None:
     """fp32 weights of a norm beside fp16 values run on the CPU and fail on CUDA."""
-    operation = find_operation(torch.ops.aten.group_norm.default)
+    operation = find_backend_rule(torch.ops.aten.group_norm.default)
     assert operation is not None
     given = {"input": ["fp16"], "weight": ["fp32"], "bias": ["fp32"]}
     assert judge_operands(operation, CPU, given).accepted
@@ -341,7 +341,7 @@ def test_cuda_refuses_what_the_cpu_takes() -> None:
 def test_a_convolution_depends_on_the_instruction_sets(name: str, refused: set[str]) -> None:
     """What oneDNN takes wants a bias of its own dtype; what it leaves to PyTorch takes any."""
     place = Place("cpu", onednn=read_profiles()[name].onednn_formats)
-    operation = find_operation("conv_transpose2d")
+    operation = find_backend_rule("conv_transpose2d")
     assert operation is not None
     for main, bias in itertools.permutations(NAMES, 2):
         given = {"input": [main], "weight": [main], "bias": [bias]}
@@ -352,7 +352,7 @@ def test_a_convolution_depends_on_the_instruction_sets(name: str, refused: set[s
 
 def test_a_cpu_of_which_nothing_is_known_is_judged_as_the_strictest() -> None:
     """Without instruction sets only what holds on every CPU is accepted."""
-    operation = find_operation("convolution")
+    operation = find_backend_rule("convolution")
     assert operation is not None
     for name in ("fp32", "bf16", "fp16"):
         given = {"input": [name], "weight": [name], "bias": ["fp64"]}
@@ -365,10 +365,10 @@ def test_a_cpu_of_which_nothing_is_known_is_judged_as_the_strictest() -> None:
 
 def test_a_backend_without_a_row_is_not_judged() -> None:
     """Nothing is refused where nothing is known."""
-    operation = Operation("x", ("aten.x",), ("a", "b"), {"cpu": Row("same", "here")})
+    operation = BackendRule("x", ("aten.x",), ("a", "b"), {"cpu": BackendRow("same", "here")})
     assert judge_operands(operation, Place("mps"), {"a": ["fp16"], "b": ["fp32"]}).accepted
     assert judge_format(operation, Place("mps"), "fp16").accepted
-    assert find_operation("aten.unheard_of.default") is None
+    assert find_backend_rule("aten.unheard_of.default") is None
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_backend_without_a_row_is_not_judged() -> None:
 )
 def test_a_gap_holds_within_its_limits(place: Place, format_name: str, accepted: bool) -> None:
     """A 3D convolution lacks bf16 before 8.0 and before macOS 14, and fp64 on MPS always."""
-    operation = find_operation("conv3d")
+    operation = find_backend_rule("conv3d")
     assert operation is not None
     ruling = judge_format(operation, place, format_name)
     assert ruling.accepted is accepted
@@ -395,7 +395,7 @@ def test_a_gap_holds_within_its_limits(place: Place, format_name: str, accepted:
 
 def test_a_gap_says_its_limits() -> None:
     """The reason names operation, format, backend, the limit, and what happens."""
-    operation = find_operation("conv3d")
+    operation = find_backend_rule("conv3d")
     assert operation is not None
     assert judge_format(operation, Place("cuda", (7, 0)), "bf16").reason == (
         "conv3d is not implemented in bf16 on cuda before compute capability 8.0: cuDNN has no bf16 "
@@ -461,8 +461,8 @@ def test_a_row_for_all_stands_for_each_backend() -> None:
 
 def test_every_fact_has_a_source() -> None:
     """No row, gap, kernel or fault stands without one."""
-    facts: list[Row | Gap | AttentionKernel | VersionFault] = []
-    for operation in read_operations():
+    facts: list[BackendRow | Gap | AttentionKernel | VersionFault] = []
+    for operation in read_backend_rules():
         for row in operation.rows.values():
             facts += [row, *row.gaps]
     facts += read_rows("attention", "kernel", AttentionKernel)
@@ -472,7 +472,7 @@ def test_every_fact_has_a_source() -> None:
 
 def test_names_are_not_given_twice() -> None:
     """Each operation and each target is there once."""
-    names = [operation.name for operation in read_operations()]
-    targets = [target for operation in read_operations() for target in operation.targets]
+    names = [operation.name for operation in read_backend_rules()]
+    targets = [target for operation in read_backend_rules() for target in operation.targets]
     assert len(names) == len(set(names))
     assert len(targets) == len(set(targets))

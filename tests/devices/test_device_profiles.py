@@ -10,8 +10,8 @@ import pytest
 from stopdown.devices.device_profiles import (
     Profile,
     describe_device,
+    find_device_target,
     find_profile,
-    find_target,
     is_profile,
     list_profiles,
     match_profile,
@@ -168,7 +168,7 @@ def test_an_alias_means_its_profile() -> None:
 def test_an_unknown_device_names_those_that_are_known() -> None:
     """The message lists devices of this machine's kind and all profiles, and the nearest of them."""
     with pytest.raises(OptionError) as caught:
-        find_target("v10")
+        find_device_target("v10")
     text = str(caught.value)
     assert text.startswith(
         "The device 'v10' is unknown. Devices of this machine are auto, cuda, cuda:1, mps and cpu. "
@@ -176,17 +176,17 @@ def test_an_unknown_device_names_those_that_are_known() -> None:
     assert "a100, a30, cpu-amx" in text
     assert text.endswith('Use device="v100".')
     with pytest.raises(OptionError, match='Use device="mps-m1"'):
-        find_target("macbook")
+        find_device_target("macbook")
     with pytest.raises(OptionError, match='Use device="t4"'):
-        find_target("t5")
+        find_device_target("t5")
 
 
 def test_a_device_of_this_machine_is_described() -> None:
     """The CPU here has a profile of what it says itself; a profile's name gives that profile."""
-    device, profile = find_target("cpu")
+    device, profile = find_device_target("cpu")
     assert (device.type, profile.kind, profile.name) == ("cpu", "cpu", "cpu")
     assert profile.supports["fp32"].native
-    asked, known = find_target("v100")
+    asked, known = find_device_target("v100")
     assert (asked.type, asked.capability, known.name) == ("cuda", (7, 0), "v100")
     assert asked.memory_bytes == known.memory_bytes
     assert round(known.memory_bytes / 2**30, 2) == 15.78
@@ -224,7 +224,7 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     """`--device mine.toml` is a profile like the others."""
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
-    device, profile = find_target(str(path))
+    device, profile = find_device_target(str(path))
     assert (device.name, profile.supports["fp16"].time_ratio) == ("My card", 0.333)
 
 
@@ -254,7 +254,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, before: str, after: str, problem:
     path = tmp_path / "mine.toml"
     path.write_text(OWN.replace(before, after, 1))
     with pytest.raises(OptionError) as caught:
-        find_target(str(path))
+        find_device_target(str(path))
     text = str(caught.value)
     assert text.startswith(f"The profile {path} {problem}")
     assert "A profile has name, title, kind (cuda, mps or cpu) and a table [formats.NAME]" in text
@@ -271,7 +271,7 @@ def test_a_cuda_profile_needs_its_capability() -> None:
 def test_a_missing_file_is_refused() -> None:
     """The message says how to get a profile to start from."""
     with pytest.raises(OptionError) as caught:
-        find_target("nowhere.toml")
+        find_device_target("nowhere.toml")
     assert str(caught.value) == (
         "The profile nowhere.toml cannot be read: no such file or directory. "
         "Name a TOML file that exists; stopdown doctor --device v100 --toml prints "

@@ -17,7 +17,7 @@ from models.single_file_layout import save_single_file
 from models.snapshots import assert_untouched
 from stopdown import check, mend
 from stopdown.devices import device_profiles as profiles
-from stopdown.dtype_rules.check import find_source, inspect_pipeline
+from stopdown.dtype_rules.check import find_weightless_source, inspect_pipeline
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.sources.headers import RESCALED_ENTRY
@@ -209,7 +209,7 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     weights[name] = weights[name].bfloat16().index_fill(0, torch.tensor([1]), 1e6)
     save_file(weights, whole)
     checked = inspect_pipeline(
-        find_source(resolve_source(whole, config=folder, with_weights=False)),
+        find_weightless_source(resolve_source(whole, config=folder, with_weights=False)),
         precision="fp16-plain",
         device="v100",
         arguments={**CALLS["sd"], "num_inference_steps": 1},

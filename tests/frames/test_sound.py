@@ -15,7 +15,7 @@ from stopdown.errors import InputError, NonFiniteError, OptionError
 from stopdown.frames import sound_faults
 from stopdown.frames.media import choose_format, read_video, write_media
 from stopdown.frames.sound import Sound, draw_wave, read_sound, to_sound
-from stopdown.frames.sound_faults import find_sound_faults, read_meanings
+from stopdown.frames.sound_faults import find_sound_faults, read_sound_meanings
 
 RATE = 16000
 
@@ -219,7 +219,7 @@ def test_sound_without_samples_is_silent() -> None:
 
 def test_every_fault_has_its_meaning() -> None:
     """Each kind has a table in sounds.toml, and no table is left over."""
-    assert read_meanings().keys() == {kind for kind, _ in CASES.values()}
+    assert read_sound_meanings().keys() == {kind for kind, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("name", CASES)

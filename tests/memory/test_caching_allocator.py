@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown.devices.device_profiles import find_target
+from stopdown.devices.device_profiles import find_device_target
 from stopdown.interception.patches import Patches
 from stopdown.memory.allocation_tracker import count_sums
 from stopdown.memory.caching_allocator import (
@@ -27,7 +27,7 @@ from stopdown.memory.caching_allocator import (
     OutOfMemory,
     find_workspace,
 )
-from stopdown.memory.forecast import Fit, choose
+from stopdown.memory.forecast import Fit, choose_prediction
 from stopdown.memory.reserved import count_reserved, replay
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
@@ -182,8 +182,11 @@ def test_a_strategy_is_chosen_by_what_it_reserves() -> None:
     """A strategy whose tensors fit and whose segments do not is passed over."""
     first = Prediction(Strategy("component"), 90, "transformer", 0, 0, reserved_bytes=120)
     second = Prediction(Strategy("block"), 80, "transformer", 0, 0, reserved_bytes=85)
-    assert choose(Fit((first, second)), 100) is second
-    assert choose(Fit((dataclasses.replace(first, reserved_bytes=0), second)), 100) is not second
+    assert choose_prediction(Fit((first, second)), 100) is second
+    assert (
+        choose_prediction(Fit((dataclasses.replace(first, reserved_bytes=0), second)), 100)
+        is not second
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,12 +194,12 @@ def test_a_strategy_is_chosen_by_what_it_reserves() -> None:
 )
 def test_the_workspace_is_that_of_the_device(name: str, expected: int | None) -> None:
     """cuBLAS takes 8.1 MiB; a Mac and a CPU have other allocators."""
-    assert find_workspace(find_target(name)[1]) == expected
+    assert find_workspace(find_device_target(name)[1]) == expected
 
 
 def test_the_workspace_of_hopper_is_larger() -> None:
     """cuBLAS takes 32 MiB on compute capability 9.0."""
-    assert find_workspace(find_target("h100")[1]) == HOPPER_WORKSPACE_BYTES
+    assert find_workspace(find_device_target("h100")[1]) == HOPPER_WORKSPACE_BYTES
 
 
 def test_the_run_that_ran_out_of_memory_on_a_card_is_explained() -> None:

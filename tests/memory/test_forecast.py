@@ -23,10 +23,10 @@ from models.snapshots import assert_untouched
 from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.component_calls.components import (
-    find_blocks,
     find_callees,
     find_components,
     is_autoencoder,
+    list_block_paths,
 )
 from stopdown.devices.device_profiles import find_profile
 from stopdown.devices.environment import choose_device
@@ -35,7 +35,13 @@ from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, offloader, smaller_calls, speed
 from stopdown.memory.alike_calls import sign_block, sign_state
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
+from stopdown.memory.forecast import (
+    Fit,
+    choose_prediction,
+    choose_tiling,
+    predict_all,
+    sort_by_time,
+)
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
@@ -290,7 +296,7 @@ def test_blocks_that_are_alike_are_run_once(name: str, monkeypatch: pytest.Monke
     signs = [
         sign_block(module.get_submodule(path))
         for module in find_components(pipe).values()
-        for path in find_blocks(module, (torch.nn.ModuleList,))
+        for path in list_block_paths(module, (torch.nn.ModuleList,))
         if not is_autoencoder(module)
     ]
     begin = StorageTracker.__torch_dispatch__
@@ -731,9 +737,9 @@ def test_the_cheapest_in_time_comes_first(dry_run_sd: RunMemory) -> None:
     slow = sort_by_time(fit, Speed(1e9, 1e3, ""))
     assert [one.strategy.placement for one in slow.predictions] == ["component", "leaf"]
     assert sort_by_time(fit, None) is fit
-    assert choose(slow, 10**9) is slow.predictions[0]
-    assert choose(slow, int(pairs[0].peak_bytes / 0.95) + 1) is slow.predictions[1]
-    assert choose(slow, 1000) is None
+    assert choose_prediction(slow, 10**9) is slow.predictions[0]
+    assert choose_prediction(slow, int(pairs[0].peak_bytes / 0.95) + 1) is slow.predictions[1]
+    assert choose_prediction(slow, 1000) is None
 
 
 def test_a_picture_without_seams_may_take_a_little_longer() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from stopdown.interception.accumulation import SWITCH, Products, accumulating, sum_groups
+from stopdown.interception.accumulation import SWITCH, ProductReplacement, accumulating, sum_groups
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def summing_in_fp16(*operations: str) -> Iterator[None]:
             rounded once. None for all.
     """
     multiply = functools.partial(_multiply, frozenset(operations))
-    with accumulating(True), Products(multiply, _is_summed_in_fp16):
+    with accumulating(True), ProductReplacement(multiply, _is_summed_in_fp16):
         yield
 
 

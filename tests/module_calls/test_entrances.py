@@ -12,7 +12,7 @@ from torch import nn
 
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
-from stopdown.module_calls.call import is_held
+from stopdown.module_calls.call import stays_finite
 from stopdown.module_calls.call_interception import put_cast
 from stopdown.module_calls.callee import Callee
 from stopdown.module_calls.entrances import BeyondError
@@ -185,10 +185,10 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(call, "bound_values", count)
     states = torch.full((4,), 7e4)
-    assert not is_held(states, FP16)
-    assert not is_held(states, FP16)
-    assert is_held(states, torch.bfloat16)
+    assert not stays_finite(states, FP16)
+    assert not stays_finite(states, FP16)
+    assert stays_finite(states, torch.bfloat16)
     assert len(looks) == 1
     states.mul_(0.1)
-    assert is_held(states, FP16)
+    assert stays_finite(states, FP16)
     assert len(looks) == 2

@@ -19,7 +19,7 @@ from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.call_recorder import read_call
+from stopdown.plans.call_recorder import read_call_file
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Plan
 from stopdown.sources.sources import Source, resolve_source, verify_source
@@ -172,7 +172,7 @@ def planned(save: Callable[[str], Source], tmp_path_factory: pytest.TempPathFact
     """The plan of the UNet's file, from a recorded call."""
     path = tmp_path_factory.mktemp("call") / "call.safetensors"
     save_file(make_call(), path, metadata={"arguments": json.dumps({"return_dict": True})})
-    return measure_plan(save("unet"), prompts=[read_call(str(path))])
+    return measure_plan(save("unet"), prompts=[read_call_file(str(path))])
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ def test_check_warns_of_rescaled_weights(
     assert find(str(output)) == rescaled
     assert find(load_pipeline(resolve_source(str(output)), torch_dtypes=torch.float32)) == rescaled
     file = resolve_source(single[1], config=folder, with_weights=False)
-    assert find(check.find_source(file)) == {"checkpoint"}
+    assert find(check.find_weightless_source(file)) == {"checkpoint"}
 
 
 def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stopdown.component_calls.components import find_callees
-from stopdown.devices.device_profiles import find_target
+from stopdown.devices.device_profiles import find_device_target
 from stopdown.dtype_rules.check import make_place
 from stopdown.dtype_rules.inspection import DtypeListener
 from stopdown.interception.module_paths import ModulePaths
@@ -71,7 +71,7 @@ def listen(*listeners: Listener, answers: Answers | None = None, name: str = "sd
 
 
 def make_check() -> DtypeListener:
-    return DtypeListener(make_place(find_target("v100")[1]), "cuda")
+    return DtypeListener(make_place(find_device_target("v100")[1]), "cuda")
 
 
 def list_kept(answers: Answers) -> list[Any]:

@@ -42,7 +42,7 @@ from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
 from stopdown.component_calls.components import find_components
 from stopdown.errors import OptionError
-from stopdown.fold_names import split_name as split_fold
+from stopdown.fold_names import split_fold_name as split_fold
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import describe_scaling, measure_plan
@@ -51,7 +51,7 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.rescale import rescale_
 from stopdown.sources.headers import EXPONENTS_ENTRY, read_metadata
-from stopdown.sources.lora_names import is_lora_file, split_name
+from stopdown.sources.lora_names import is_lora_file, split_lora_name
 from stopdown.sources.sources import fingerprint, resolve_source
 
 FAMILIES = ("flux", "cogvideox", "wan", "sdxl")
@@ -781,7 +781,7 @@ def test_a_plan_beyond_files_is_refused(
 )
 def test_names_are_read_from_their_ends(name: str, wanted: tuple[str, str] | None) -> None:
     """Layer and role, in every style."""
-    assert split_name(name) == wanted
+    assert split_lora_name(name) == wanted
 
 
 def test_a_model_is_no_lora(make: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
-from stopdown.quantizers.script_loading import join_plans
+from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.scaling.watch.call_watch import find_watch
@@ -102,7 +102,7 @@ def test_it_gives_what_apply_plan_gives(cogvideox: Path, tmp_path: Path, name: s
         load_plain(folder, FP16, quantization_config=config),
         load_plain(folder, torch.float32),
     )
-    apply_plan(other, join_plans(config))
+    apply_plan(other, join_config_plans(config))
     for part in config.quant_mapping:
         assert have_same_weights(getattr(pipe, part), getattr(other, part))
     np.testing.assert_array_equal(call_pipeline(pipe, name), call_pipeline(other, name))
@@ -198,7 +198,7 @@ KNOWN = (
 @pytest.fixture(scope="module")
 def plan(cogvideox: Path) -> Plan:
     """The plan of the pipeline that is kept here."""
-    return join_plans(stopdown.quantization(cogvideox))
+    return join_config_plans(stopdown.quantization(cogvideox))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from stopdown.pipelines import read_ahead
-from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
+from stopdown.pipelines.read_ahead import ByteRange, ReadAhead, list_byte_ranges
 
 
 class Asked:
@@ -45,7 +45,7 @@ def test_parts_are_read_in_their_order_and_not_too_far(asked: Asked, tmp_path: P
     """Three requests of ten bytes fill what is allowed; the next comes when bytes were used."""
     path = tmp_path / "a"
     path.write_bytes(bytes(100))
-    parts = [FilePart(path, 50, 15), FilePart(path, 0, 40)]
+    parts = [ByteRange(path, 50, 15), ByteRange(path, 0, 40)]
     with ReadAhead(parts) as ahead:
         asked.wait_for(4)  # 10 + 5 + 10 are below the limit, so one more begins
         assert asked.ranges == [(50, 10), (60, 5), (0, 10), (10, 10)]
@@ -61,9 +61,9 @@ def test_a_reader_that_ends_early_ends_the_thread(asked: Asked, tmp_path: Path) 
     path = tmp_path / "a"
     path.write_bytes(bytes(100))
     before = threading.active_count()
-    with ReadAhead([FilePart(path, 0, 100)]):
+    with ReadAhead([ByteRange(path, 0, 100)]):
         asked.wait_for(3)
-    with ReadAhead([FilePart(tmp_path / "gone", 0, 100)]):
+    with ReadAhead([ByteRange(tmp_path / "gone", 0, 100)]):
         pass
     assert threading.active_count() == before
     assert len(asked.ranges) == 3
@@ -73,6 +73,6 @@ def test_a_tensor_lies_where_its_part_says(tmp_path: Path) -> None:
     """The bytes of a part are those of the tensor."""
     tensor = torch.arange(12, dtype=torch.float32)
     save_file({"a": torch.zeros(7), "b": tensor}, tmp_path / "w.safetensors")
-    part = list_parts(tmp_path / "w.safetensors")["b"]
+    part = list_byte_ranges(tmp_path / "w.safetensors")["b"]
     content = part.path.read_bytes()[part.start : part.start + part.size_bytes]
     assert content == tensor.numpy().tobytes()

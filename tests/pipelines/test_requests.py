@@ -23,8 +23,8 @@ from stopdown.pipelines.requests import (
     Stage,
     build_arguments,
     find_frames,
-    list_needed,
-    name_arguments,
+    list_needed_arguments,
+    name_pipeline_arguments,
     refuse_missing_prompt,
     say_what_to_change,
 )
@@ -249,7 +249,7 @@ def test_an_input_that_is_missing_is_named_with_its_flag(
 ) -> None:
     """One message names the argument of the call and the option that gives it."""
     with pytest.raises(OptionError) as caught:
-        name_arguments(kind, request_)
+        name_pipeline_arguments(kind, request_)
     assert str(caught.value) == message
 
 
@@ -323,7 +323,7 @@ def test_what_a_real_class_cannot_do_without(name: str) -> None:
     """Its own words and code tell a picture that it starts from from one that it may be given."""
     import diffusers
 
-    needed = {*list_needed(getattr(diffusers, name))} - {"prompt"}
+    needed = {*list_needed_arguments(getattr(diffusers, name))} - {"prompt"}
     assert needed == NEEDED[name]
 
 
@@ -349,7 +349,7 @@ def test_a_second_stage_names_the_first(name: str, remedy: str) -> None:
     import diffusers
 
     with pytest.raises(OptionError) as caught:
-        name_arguments(getattr(diffusers, name), Request(prompt="a"))
+        name_pipeline_arguments(getattr(diffusers, name), Request(prompt="a"))
     assert caught.value.remedy.startswith(remedy)
 
 
@@ -359,7 +359,7 @@ def test_an_embedding_is_what_another_pipeline_makes() -> None:
 
     kind = diffusers.KandinskyV22ControlnetPipeline
     with pytest.raises(OptionError) as caught:
-        name_arguments(kind, Request())
+        name_pipeline_arguments(kind, Request())
     assert caught.value.remedy == (
         "Another pipeline makes image_embeds and negative_image_embeds. Call both in Python: the first "
         "one, then this one as pipe = stopdown.load(SOURCE)."
@@ -383,7 +383,7 @@ def test_each_combined_class_makes_both_stages() -> None:
         if stage.combined:
             combined = getattr(diffusers, stage.combined)
             parts = inspect.signature(combined.__init__).parameters
-            assert "prompt" in list_needed(combined)
+            assert "prompt" in list_needed_arguments(combined)
             assert any(name.startswith("prior_") for name in parts)
 
 
@@ -427,7 +427,7 @@ def test_only_classes_that_need_a_prompt_are_refused_early() -> None:
     kinds = [kind for kind in kinds if "__call__" in dir(kind)]
     refused = [kind for kind in kinds if refuses_missing_prompt(kind)]
     assert len(refused) > 200
-    assert [x.__name__ for x in refused if "prompt" not in list_needed(x)] == []
+    assert [x.__name__ for x in refused if "prompt" not in list_needed_arguments(x)] == []
 
 
 def test_bf16_that_is_handed_to_numpy_is_named() -> None:

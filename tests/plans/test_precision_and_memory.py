@@ -27,7 +27,7 @@ from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.precision_and_memory import (
     build_way,
     choose_way,
-    count_bits,
+    count_significant_bits,
     describe_remark,
     list_rows,
     list_ways,
@@ -72,7 +72,7 @@ def test_a_card_without_bf16_compares_rescaled_and_fp32() -> None:
     """What is stored in bf16 is rescaled first there; fp32 is compared with it."""
     ways = list_ways(FACTS, TURING, "auto")
     assert [way.chosen for way in ways] == ["rescaled fp16", "fp32"]
-    assert [count_bits(way) for way in ways] == [11, 24]
+    assert [count_significant_bits(way) for way in ways] == [11, 24]
 
 
 def test_a_device_without_native_fp16_is_not_offered_it() -> None:

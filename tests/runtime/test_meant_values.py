@@ -15,7 +15,7 @@ from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.interception.patches import Patches
 from stopdown.runtime.guard import guard
-from stopdown.runtime.meant_values import BELIEVED_AFTER, Meaning, compare
+from stopdown.runtime.meant_values import BELIEVED_AFTER, Meaning, compare_with_fp32
 from stopdown.runtime.scripts import ScriptGuard
 
 INF, NAN = torch.inf, torch.nan
@@ -75,7 +75,7 @@ def make(end: Callable[[Y, Y], Any], dtype: torch.dtype = torch.float32) -> tupl
 
 
 def is_same(found: Any, wanted: Any) -> bool:
-    return bool(compare(found, wanted) == compare(wanted, wanted))
+    return bool(compare_with_fp32(found, wanted) == compare_with_fp32(wanted, wanted))
 
 
 @pytest.mark.default_rows(12)
@@ -144,14 +144,14 @@ def test_an_overflow_of_fp16_beside_what_is_meant_is_repaired(name: str) -> None
     """Repairs what fp32 holds, at a first call and after calls that meant theirs, and leaves the rest."""
     module, x = make(IN_FP16[name])
     right, healthy = module(x * 4), module(x / 100)
-    near = compare(copy.deepcopy(module).bfloat16()(x.bfloat16() * 4), right)
+    near = compare_with_fp32(copy.deepcopy(module).bfloat16()(x.bfloat16() * 4), right)
     for calls in ((x / 100, x * 4, x * 4), (x * 4, x * 4)):
         other = copy.deepcopy(module).half()
         with guard(other, announce=quiet) as handle:
             found = [other(one.half()) for one in calls]
             assert len(handle.repairs) == 1
-            assert all(compare(one, right).is_within(near) for one in found[-2:])
-            assert compare(other(x.half() / 100), healthy).places == 0
+            assert all(compare_with_fp32(one, right).is_within(near) for one in found[-2:])
+            assert compare_with_fp32(other(x.half() / 100), healthy).places == 0
 
 
 def test_a_script_is_not_slowed_by_what_a_model_means() -> None:

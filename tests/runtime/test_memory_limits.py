@@ -12,7 +12,7 @@ from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import StopdownError
 from stopdown.memory.forecast import Fit
-from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
+from stopdown.memory.smaller_requests import Size, find_largest_size, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.pipelines.allowed_sizes import Grid
 from stopdown.records import RunRecord
@@ -70,11 +70,11 @@ def test_the_largest_that_fits_is_found_in_few_predictions() -> None:
         asked.append(size)
         return Fit((Prediction(Strategy(), size.height, "", 0, 0),))
 
-    found = find_largest(sizes, predict, 45)
+    found = find_largest_size(sizes, predict, 45)
     assert found is not None
     assert found[0] == Size(1, 40, 40)
     assert len(asked) <= 3
-    assert find_largest(sizes, predict, 5) is None
+    assert find_largest_size(sizes, predict, 5) is None
 
 
 @pytest.fixture(scope="module")

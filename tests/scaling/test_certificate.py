@@ -41,7 +41,7 @@ from stopdown.scaling.graph.range_measurement import Range
 from stopdown.scaling.trials import search
 from stopdown.scaling.trials.search import (
     VANISHING_BITS,
-    Strategy,
+    Candidate,
     find_scaling,
     find_visible,
     is_free,
@@ -162,8 +162,8 @@ def choose_among(
     found = [replace(plain, exponents={name: fold} | dict.fromkeys(bias, fold)) for fold in folds]
     best = replace(plain, exponents={})
     judge = partial(is_free if free else is_visible, best=best, calls=[measured])
-    strategies = [Strategy(partial(replace, x), judge) for x in found]
-    scaling = take_first([Strategy(lambda: best, lambda found: False), *strategies])
+    strategies = [Candidate(partial(replace, x), judge) for x in found]
+    scaling = take_first([Candidate(lambda: best, lambda found: False), *strategies])
     return scaling.exponents.get(name, 0), scaling is not best
 
 

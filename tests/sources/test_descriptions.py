@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stopdown import testing
 from stopdown.errors import InputError
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
-from stopdown.sources.descriptions import find_code, find_excess, find_kernels
+from stopdown.sources.descriptions import find_excess, find_kernels, list_custom_code
 from stopdown.sources.sources import (
     fingerprint,
     read_stored_dtypes,
@@ -127,7 +127,7 @@ def test_what_is_nested_is_found(outer: list[str]) -> None:
     def path(name: str) -> str:
         return ".".join([*(part for name in outer for part in (name, "0")), name])
 
-    assert list(find_code(nest({"auto_map": {}}))) == [path("auto_map")]
+    assert list(list_custom_code(nest({"auto_map": {}}))) == [path("auto_map")]
     assert list(
         find_kernels(nest({"_attn_implementation": {"vision": "o/k", "text": "sdpa"}}))
     ) == [f"{path('_attn_implementation')} = 'o/k'"]
@@ -154,4 +154,4 @@ def test_what_published_models_say_is_no_excess() -> None:
         "rope_theta": 1e10,
         "mask_value": -3.4e38,
     }
-    assert [*find_code(content), *find_kernels(content), *find_excess(content)] == []
+    assert [*list_custom_code(content), *find_kernels(content), *find_excess(content)] == []

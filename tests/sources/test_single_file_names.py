@@ -37,7 +37,9 @@ def test_what_is_put_together_comes_apart(name: str) -> None:
         assert set(tensors) <= set(state)
         return
     assert sum(x.numel() for x in tensors.values()) == sum(x.numel() for x in state.values())
-    assert single_file_names.measure(module) == {key: tuple(x.shape) for key, x in tensors.items()}
+    assert single_file_names.find_arranged_shapes(module) == {
+        key: tuple(x.shape) for key, x in tensors.items()
+    }
     back = take_apart(module, tensors)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[key], x) for key, x in state.items())
@@ -162,6 +164,6 @@ def test_shapes_come_without_values() -> None:
     """A component is found in a file by names and shapes that its class alone says."""
     with init_empty_weights():
         module = SMALL["wan"]()
-    assert single_file_names.measure(module) == {
+    assert single_file_names.find_arranged_shapes(module) == {
         key: tuple(x.shape) for key, x in arrange(SMALL["wan"]()).items()
     }

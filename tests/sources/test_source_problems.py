@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from stopdown.errors import SourceError
-from stopdown.sources.source_problems import Problem, refuse_problems
+from stopdown.sources.source_problems import SourceProblem, refuse_problems
 
 
 def test_all_problems_are_in_one_error_worst_first() -> None:
     """What is expected and what to do are not repeated."""
     found = [
-        Problem("a", 3, "A is missing.", "It is whole.", "Download it."),
-        Problem("b", 1, "B is damaged.", "It is whole.", "Download it."),
+        SourceProblem("a", 3, "A is missing.", "It is whole.", "Download it."),
+        SourceProblem("b", 1, "B is damaged.", "It is whole.", "Download it."),
     ]
     with pytest.raises(SourceError) as caught:
         refuse_problems("m", found)
@@ -24,5 +24,5 @@ def test_one_problem_keeps_its_own_words_and_none_is_no_error() -> None:
     """Nothing is added to a single sentence."""
     refuse_problems("m", [])
     with pytest.raises(SourceError) as caught:
-        refuse_problems("m", [Problem("a", 3, "A is missing.", "E.", "R.")])
+        refuse_problems("m", [SourceProblem("a", 3, "A is missing.", "E.", "R.")])
     assert caught.value.what == "A is missing."

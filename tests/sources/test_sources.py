@@ -690,6 +690,6 @@ def test_a_hub_that_could_not_be_asked_is_asked_again(monkeypatch: pytest.Monkey
         "huggingface_hub.HfApi.parse_safetensors_file_metadata", lambda self, *_, **__: "header"
     )
     asked = "maker/tiny", "0" * 40, ("vae",)
-    assert not hub.read_remote_headers(*asked)
-    assert hub.read_remote_headers(*asked) == [("vae", "header")]
-    assert hub.read_remote_headers(*asked) == [("vae", "header")]
+    assert not hub.fetch_headers(*asked)
+    assert hub.fetch_headers(*asked) == [("vae", "header")]
+    assert hub.fetch_headers(*asked) == [("vae", "header")]

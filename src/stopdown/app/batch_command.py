@@ -35,7 +35,12 @@ from stopdown.app.request_options import (
     refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.batch.output_folder import find_folder, held_for_batch, list_names, write_whole
+from stopdown.batch.output_folder import (
+    find_batch_folder,
+    held_for_batch,
+    list_item_names,
+    write_whole,
+)
 from stopdown.batch.prompts import Item, digest_request, naming_line, read_items
 from stopdown.batch.records import TRIES, BatchRecord, ItemResult
 from stopdown.devices.environment import (
@@ -166,7 +171,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     items = [_place_media(options, x) for x in read_items(options.prompts, options.prompt)]
     asked = [(item, _read_request(options, item)) for item in items]
 
-    folder = find_folder(options.output)
+    folder = find_batch_folder(options.output)
     _refuse_other_folder(folder)
     with held_for_batch(folder):
         given = {name: x for name, x in vars(options).items() if name not in _OF_THE_RUN}
@@ -191,14 +196,14 @@ def _run(
 ) -> BatchRecord:
     """Sign the items, hand out those that are not finished, and return the results of all."""
     from stopdown.batch.dispatch import Dispatch, PlanVersions, read_versions
-    from stopdown.batch.jobs import prepare
+    from stopdown.batch.jobs import prepare_item
     from stopdown.batch.worker import describe_result, find_finished
 
-    names = list_names(folder)
+    names = list_item_names(folder)
     chains = read_versions(folder, names)
     settings, bases = _read_settings(options), [chain[0] for chain in chains]
     before: Any = {"known": bases, "earlier": earlier}
-    prepared = prepare(settings, *asked[0], **before, progress=display.progress)
+    prepared = prepare_item(settings, *asked[0], **before, progress=display.progress)
     _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
     versions = PlanVersions(folder, None if prepared.plan.is_bare else prepared.plan, chains)
@@ -285,7 +290,7 @@ def _find_finished(earlier: BatchRecord, digest: str, folder: Path) -> tuple[Ite
     if not digest or earlier.asked != digest:
         return ()
     wanted = {y for x in earlier.items for y in (x.output, find_record_path(x.output).name)}
-    if wanted - list_names(folder):
+    if wanted - list_item_names(folder):
         return ()
     return tuple(dataclasses.replace(x, status="skipped") for x in earlier.items)
 
@@ -349,7 +354,7 @@ def _refuse_other_folder(folder: Path) -> None:
     """Refuse a folder with files that no batch wrote, before anything is written there."""
     import json
 
-    names = {name for name in list_names(folder) if not name.startswith(".")}
+    names = {name for name in list_item_names(folder) if not name.startswith(".")}
     if not names:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):

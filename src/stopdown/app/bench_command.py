@@ -44,7 +44,7 @@ def main(options: BenchOptions) -> int:
     check_values(vars(options))
     with open_display(options) as display:
         load_libraries(display)
-        from stopdown.bench import list_subjects, measure, render
+        from stopdown.bench import list_subjects, measure_models, render
         from stopdown.pipelines.loader import complete_source
 
         source = resolve_source(options.source, variant=options.variant)
@@ -53,6 +53,6 @@ def main(options: BenchOptions) -> int:
         request = Request(steps=2, **sizes)
         device = choose_device(options.device)
         subjects = list_subjects(complete_source(source), device, request)
-        report = measure(device, subjects, options.minutes, display.progress)
+        report = measure_models(device, subjects, options.minutes, display.progress)
     print_result(options, report, lambda _: sys.stdout.write(render(report)))
     return 1 if any(row.note for row in report.rows) else 0

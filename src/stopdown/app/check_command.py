@@ -125,7 +125,7 @@ def main(options: CheckOptions) -> int:
 
     is_file = is_weight_file(options)
     with open_display(options, is_short=True) as display:
-        record = check_file(options, display) if is_file else check(options, display)
+        record = check_file(options, display) if is_file else check_model(options, display)
     asked = options.precision or "auto"
     draw: Any = print_file if is_file else functools.partial(print_check, precision=asked)
     print_result(options, record, functools.partial(draw, record), highlight=False)
@@ -181,7 +181,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
     )
 
 
-def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
+def check_model(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     """Check a source; with `fix`, load it, repair it and check the remaining problems."""
     begun = time.perf_counter()
     _refuse(options)
@@ -190,9 +190,9 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     if found.kind in ("bundled", "folder"):
         refuse_problems(found.name, find_missing(found))
     load_libraries(display or Display())
-    from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
+    from stopdown.dtype_rules.check import choose_auto, find_weightless_source, inspect_pipeline
 
-    source = find_source(found)
+    source = find_weightless_source(found)
     precision, judged = options.precision, ""
     if precision in (None, "auto"):
         precision, judged = choose_auto(source, options.device)

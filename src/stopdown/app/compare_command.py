@@ -23,7 +23,7 @@ from stopdown.app.flags import (
     SourceArgument,
 )
 from stopdown.app.registration import describe_command
-from stopdown.app.request_options import find_source, read_request
+from stopdown.app.request_options import find_named_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.batch.prompts import LONGEST, find_text_fault
 from stopdown.comparison.precision_lists import parse_precisions
@@ -110,14 +110,14 @@ def main(options: CompareOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
-        made, page = compare(options, display)
+        made, page = compare_model(options, display)
     draw = functools.partial(print_record, made, page)
     print_result(options, strip_pictures(made), draw, name=page)
     failed = any(cell.error for row in made.rows for cell in row.cells)
     return 1 if failed or made.bad_lines else 0
 
 
-def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
+def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
     """Run the comparison and write its page and its record; return the record and the path of the page.
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
@@ -144,7 +144,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     for name in names:
         if name.endswith(".json"):
             read_plan(name)
-    source = find_source(options, display)
+    source = find_named_source(options, display)
     load_libraries(display)
     widest = "fp16" if {"fp32", "autocast"}.isdisjoint(names) else "fp32"
     if options.memory is None:

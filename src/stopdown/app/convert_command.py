@@ -13,7 +13,7 @@ import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ConvertRunOptions, RevisionOption, SourceArgument
-from stopdown.app.request_options import find_source, read_request
+from stopdown.app.request_options import find_named_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.plans.plan_files import read_plan
@@ -104,7 +104,7 @@ def main(options: ConvertOptions) -> int:
 
     began = time.perf_counter()
     with open_display(options) as display:
-        made = convert(options, display)
+        made = convert_model(options, display)
     elapsed_s = round(time.perf_counter() - began, 3)
     made = dataclasses.replace(made, elapsed_s=elapsed_s)
     draw = functools.partial(print_conversion, made, is_whole=options.verbose)
@@ -112,7 +112,7 @@ def main(options: ConvertOptions) -> int:
     return 0
 
 
-def convert(options: ConvertOptions, display: Display) -> Conversion:
+def convert_model(options: ConvertOptions, display: Display) -> Conversion:
     """Write a checkpoint converted by its plan, for programs without Stopdown."""
     is_lora, request = is_lora_file(Path(options.source).expanduser()), read_request(options)
     if options.plan is None and not is_lora:
@@ -132,18 +132,18 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
         return convert_lora(lora, options.output, str(options.plan), overwrite=options.force)
     plan = read_plan(options.plan) if options.plan is not None else None
 
-    source = find_source(options, display)
+    source = find_named_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.checkpoints.output_places import Target, choose_target
-    from stopdown.plans.call_recorder import read_call
+    from stopdown.plans.call_recorder import read_call_file
     from stopdown.plans.certified import certify_plan
     from stopdown.sources.library_messages import quiet_libraries
 
     place = options.output if options.to is None else Target(options.output, options.to)
     choose_target(place, source)  # refused before a plan is computed
     if options.call is not None:
-        request = dataclasses.replace(request, arguments=read_call(options.call))
+        request = dataclasses.replace(request, arguments=read_call_file(options.call))
     if plan is None:
         with quiet_libraries():  # a file cannot hold an fp32 residual stream
             plan = certify_plan(

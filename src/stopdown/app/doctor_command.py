@@ -11,7 +11,7 @@ import typer
 
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import CommandOptions
-from stopdown.devices.device_profiles import find_target, format_profile
+from stopdown.devices.device_profiles import find_device_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes, format_range
@@ -70,7 +70,7 @@ def write_profile(device: str | None) -> str:
             "A profile is written for one device, and none was named.",
             remedy="Write stopdown doctor --device v100 --toml, or --device cuda for the one here.",
         )
-    return format_profile(find_target(device, needs_kernels=False)[1])
+    return format_profile(find_device_target(device, needs_kernels=False)[1])
 
 
 def print_health(health: MachineHealth, console: Console) -> None:

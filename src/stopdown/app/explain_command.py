@@ -48,7 +48,7 @@ def main(options: ExplainOptions) -> int:
     """Run the command and print its page; return 1 if the text is unknown."""
     from stopdown.app.progress import print_result
 
-    diagnosis = explain(_join(options.subject))
+    diagnosis = diagnose(_join(options.subject))
     draw = functools.partial(print_diagnosis, diagnosis)
     print_result(options, diagnosis, draw, highlight=False)
     return int(diagnosis.fault == UNKNOWN)
@@ -73,7 +73,7 @@ def _join(words: tuple[str, ...]) -> str | None:
     return " ".join(words) if words else None
 
 
-def explain(subject: str | None) -> Diagnosis:
+def diagnose(subject: str | None) -> Diagnosis:
     """Return the diagnosis of a file, of standard input (`-` or None), or of a message."""
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
         return _explain_input(sys.stdin.buffer)

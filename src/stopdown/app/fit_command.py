@@ -18,9 +18,9 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import FitRunOptions, ModelOptions, SourceArgument
 from stopdown.app.forecasts import fit_source
-from stopdown.app.request_options import find_source, read_request
+from stopdown.app.request_options import find_named_source, read_request
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
-from stopdown.devices.device_profiles import Profile, find_target
+from stopdown.devices.device_profiles import Profile, find_device_target
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.plans.plan_files import read_plan
@@ -94,11 +94,11 @@ def fit(options: FitOptions, display: Display) -> MemoryForecast:
     )
     path = find_plan_path(options.precision)
     plan = read_plan(path) if path is not None else None
-    found = find_source(options, display, with_weights=False)
+    found = find_named_source(options, display, with_weights=False)
     load_libraries(display)
     from stopdown.pipelines.loader import complete_source
 
-    limit = _read_limit(options.memory, find_target(options.device or "auto")[1], display)
+    limit = _read_limit(options.memory, find_device_target(options.device or "auto")[1], display)
     source = complete_source(found)
     made = fit_source(options, source, read, display, limit, host_limit, plan)
     return dataclasses.replace(made, elapsed_s=round(time.perf_counter() - begun, 3))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stopdown.app.display import Display
 from stopdown.app.registration import describe_command
-from stopdown.devices.device_profiles import Profile, find_target, is_profile
+from stopdown.devices.device_profiles import Profile, find_device_target, is_profile
 from stopdown.doctor import has_fused_attention
 from stopdown.number_formats import format_bytes, format_range, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
@@ -59,7 +59,7 @@ def fit_source(
     from stopdown.plans.precision_and_memory import (
         build_way,
         choose_way,
-        count_bits,
+        count_significant_bits,
         describe_choices,
         describe_remark,
         find_ways,
@@ -68,7 +68,7 @@ def fit_source(
     )
     from stopdown.sources.library_messages import quiet_libraries
 
-    profile = find_target(options.device or "auto")[1]
+    profile = find_device_target(options.device or "auto")[1]
     with quiet_libraries():
         source = select_class(source, read)
         first, *others = find_ways(source, profile.supports, options.precision, plan)
@@ -107,7 +107,7 @@ def fit_source(
         elapsed_s=0.0,
         precision=way.chosen if prediction is not None else "",
         flag=way.precision,
-        bits={x.plan.chosen: count_bits(x.plan) for x in tried},
+        bits={x.plan.chosen: count_significant_bits(x.plan) for x in tried},
         remarks={x.plan.chosen: said for x in tried if (said := describe_remark(x.plan))},
         fits=prediction is not None,
         peak_bytes=prediction.peak_bytes if prediction is not None else 0,
@@ -276,7 +276,7 @@ def _find_speed(name: str, formats: set[str]) -> Speed | None:
     """Return the measured speed of a device of this machine, or the speed that its profile states."""
     from stopdown.memory.speed import find_speed, measure_speed
 
-    device, profile = find_target(name)
+    device, profile = find_device_target(name)
     return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
 
 
@@ -331,10 +331,10 @@ def _explain_choice(
 
 def _explain_other(one: Fit, tried: Sequence[Fit], limit: int) -> str:
     """Describe the best strategy of a plan that was not chosen."""
-    from stopdown.memory.forecast import choose
+    from stopdown.memory.forecast import choose_prediction
     from stopdown.plans.precision_and_memory import list_rows
 
-    found = choose(one, limit)
+    found = choose_prediction(one, limit)
     if found is None:
         return f"{one.plan.chosen}: nothing fits."
     row = next(
@@ -357,7 +357,12 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request] | None:
     """Find the largest smaller size that fits with the first plan; None if none does."""
-    from stopdown.memory.smaller_requests import Size, find_largest, list_smaller, shrink_request
+    from stopdown.memory.smaller_requests import (
+        Size,
+        find_largest_size,
+        list_smaller,
+        shrink_request,
+    )
     from stopdown.plans.precision_and_memory import build_way
 
     if first.sides is None:  # nothing is decoded
@@ -378,7 +383,7 @@ def _shrink(
 
     grid = find_grid(read_configs(source.described))
     sizes = list_smaller(size, grid, keeps_frames=request.video is not None)
-    found = find_largest(sizes, predict, limit)
+    found = find_largest_size(sizes, predict, limit)
     if found is None:
         return None
     made, _ = found

@@ -33,7 +33,7 @@ from stopdown.app.flags import (
 from stopdown.app.request_options import (
     check_pairs,
     check_rate,
-    find_source,
+    find_named_source,
     read_request,
 )
 from stopdown.app.size_limits import refuse_too_large
@@ -130,7 +130,7 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_display, print_result
 
-    runs, found, kept = list_runs(options), False, ModelCache()
+    runs, found, kept = list_run_options(options), False, ModelCache()
     _refuse_several_processes()
     for one in runs:
         with open_display(options) as display:
@@ -152,7 +152,7 @@ def _refuse_several_processes() -> None:
         )
 
 
-def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
+def list_run_options(options: GenerateOptions) -> list[GenerateOptions]:
     """Return the options of each run; `--num` makes several, with consecutive seeds and output numbers."""
     if options.num < 1:
         raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
@@ -217,7 +217,7 @@ def generate(
         load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
-    from stopdown.runtime.runs import RunOutput, write_record
+    from stopdown.runtime.runs import RunOutput, write_run_record
     from stopdown.sources.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
@@ -227,7 +227,7 @@ def generate(
         fields = {"request": _describe_options(options), "forecast": kept.forecast}
         output = RunOutput(str(options.output), options.fps, started, fields, numbered)
         record = _generate(options, request, plan, output, journal, display, kept)
-        write_record(record, record.output)
+        write_run_record(record, record.output)
         if journal is not None:
             journal.clear()
     return record
@@ -241,7 +241,7 @@ def _find_source(
     The forecast of the run is shown before the weights are downloaded.
     """
     if find_kind(options.source) == "hub":
-        found = find_source(options, display, with_weights=False)
+        found = find_named_source(options, display, with_weights=False)
         refuse_missing_prompt(found.pipeline_class, found.components, request)
         if not is_complete(found):
             load_libraries(display)
@@ -257,8 +257,8 @@ def _find_source(
             with certified_on_arrival(
                 found, options.precision, device, request=request, progress=display.progress
             ):
-                return find_source(options, display)
-    return find_source(options, display)
+                return find_named_source(options, display)
+    return find_named_source(options, display)
 
 
 def _decide(

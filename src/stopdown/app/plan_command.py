@@ -17,7 +17,7 @@ from stopdown.app.flags import (
     PlanRunOptions,
     SourceArgument,
 )
-from stopdown.app.request_options import find_source
+from stopdown.app.request_options import find_named_source
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_suffix, check_target, find_free
 from stopdown.plans.plan_files import describe_no_plan, write_plan
@@ -97,7 +97,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         output, ".json", expected="generate --precision recognises a plan by this extension."
     )
     check_target(output, replaces=describe_no_plan, force=options.force)
-    source = find_source(options, display)
+    source = find_named_source(options, display)
     if source.components:
         check_components(others, source.components)
     load_libraries(display)

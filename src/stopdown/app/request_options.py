@@ -107,7 +107,7 @@ def _name_flag(name: str, value: object = None) -> str:
     return f"{flag} {first}" if has_value and name != "output" else flag
 
 
-def find_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
+def find_named_source(options: Any, display: Display, *, with_weights: bool = True) -> Source:
     """Find the model that a command names, with its variant, LoRAs and scheduler; nothing is loaded."""
     found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own

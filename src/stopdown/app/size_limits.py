@@ -75,7 +75,7 @@ def refuse_too_large(
     if not limit or (request.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
         return
     from stopdown.memory.forecast import predict_resident
-    from stopdown.memory.smaller_requests import find_largest, shrink_request
+    from stopdown.memory.smaller_requests import find_largest_size, shrink_request
     from stopdown.pipelines.dry_run import Answer
     from stopdown.plans.precision_and_memory import build_way, find_ways
 
@@ -94,7 +94,7 @@ def refuse_too_large(
         least = _find_peak(predict(asked))
     if least <= limit:
         return
-    found = find_largest(_list_sizes(asked, source, limit), predict, limit)
+    found = find_largest_size(_list_sizes(asked, source, limit), predict, limit)
     raise OptionError(
         f"Making {asked} needs at least {format_bytes(least)}, and "
         + (

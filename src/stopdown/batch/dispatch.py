@@ -20,7 +20,7 @@ from stopdown.batch.jobs import Task
 from stopdown.batch.output_folder import write_whole
 from stopdown.batch.pools import Pool
 from stopdown.batch.records import MOST_DEATHS, TRIES, ItemResult
-from stopdown.batch.worker import Answer, begin_result
+from stopdown.batch.worker import TaskResult, begin_result
 from stopdown.errors import PlanError, StopdownError
 from stopdown.plans.plan_files import read_plan, seal_plan
 from stopdown.records import Plan, to_json
@@ -121,14 +121,14 @@ class Dispatch:
                 self.pool.give(worker, task, self.versions.current)
             for worker, said in self.pool.wait():
                 task = self._given.pop(worker)
-                if isinstance(said, Answer):
+                if isinstance(said, TaskResult):
                     yield self._take(task, said)
                 elif (failed := self._mourn(task, said)) is not None:
                     yield failed
                 else:
                     waiting.appendleft(task)
 
-    def _take(self, task: Task, answer: Answer) -> ItemResult:
+    def _take(self, task: Task, answer: TaskResult) -> ItemResult:
         self._deaths = 0
         for text in answer.notes:
             self.note(text)

@@ -133,7 +133,7 @@ class PreparedBatch:
         return tuple(tasks.values()), tuple(notes)
 
 
-def prepare(
+def prepare_item(
     settings: Settings,
     item: Item,
     request: Request,

@@ -21,7 +21,7 @@ _STRAY_S = 3600.0
 """Age at which a temporary file of another machine is taken for one that is no longer written."""
 
 
-def find_folder(given: str) -> Path:
+def find_batch_folder(given: str) -> Path:
     """Return the absolute path of a batch's folder, which need not exist.
 
     Raises:
@@ -45,7 +45,7 @@ def make_folder(folder: Path) -> None:
     check_target(folder / "batch.json", replaces=lambda path: "")
 
 
-def list_names(folder: Path) -> set[str]:
+def list_item_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 

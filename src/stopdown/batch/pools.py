@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from stopdown.batch.jobs import Job, Task
 from stopdown.batch.records import MOST_EARLY_DEATHS
-from stopdown.batch.worker import Answer, Worker
+from stopdown.batch.worker import TaskResult, Worker
 from stopdown.devices.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
 from stopdown.records import Plan
@@ -24,7 +24,7 @@ from stopdown.runtime.guard import Observer
 
 _PRELOADED = ("stopdown.batch.worker", "diffusers.pipelines.pipeline_utils")
 
-Event = tuple[int, Answer | str]
+Event = tuple[int, TaskResult | str]
 """The number of a worker, and what it answered; or of one that died how, as a sentence: a new one takes
 its place."""
 
@@ -145,7 +145,7 @@ class Processes:
         if isinstance(said, StopdownError):
             raise said
         slot.state = "free"
-        if isinstance(said, Answer):
+        if isinstance(said, TaskResult):
             return number, said
         self.devices[str(number)] = said
         return None

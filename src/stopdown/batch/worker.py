@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.jobs import Job, Task, describe_request
-from stopdown.batch.output_folder import find_folder, list_names
+from stopdown.batch.output_folder import find_batch_folder, list_item_names
 from stopdown.batch.records import ItemResult, Status
 from stopdown.devices.environment import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
@@ -31,13 +31,13 @@ from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import GuardOptions, Observer
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.memory_limits import ask_memory
-from stopdown.runtime.runs import Runner, RunOutput, write_record
+from stopdown.runtime.runs import Runner, RunOutput, write_run_record
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.sources import fingerprint
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """What a worker gives back for a task.
 
     Attributes:
@@ -61,7 +61,7 @@ class Worker:
         requested = parse_request(settings.precision)
         self._memory = ask_memory(settings.memory, requested, share)
         self._job, self.device = job, choose_device(device)
-        self._folder = find_folder(settings.output)
+        self._folder = find_batch_folder(settings.output)
         found = resolve_whole(settings)
         source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(source) != job.fingerprint:
@@ -74,11 +74,11 @@ class Worker:
         self._runner = Runner(source, self.device)
         self.observer: Observer | None = None
 
-    def make(self, task: Task, plan: Plan | None) -> Answer:
+    def make(self, task: Task, plan: Plan | None) -> TaskResult:
         """Make one item, or find its finished output."""
-        found = find_finished(self._folder, task, list_names(self._folder))
+        found = find_finished(self._folder, task, list_item_names(self._folder))
         if found is not None:  # its maker died before it could report
-            return Answer(describe_result(task, found, "made"))
+            return TaskResult(describe_result(task, found, "made"))
         begun, notes = time.perf_counter(), list[str]()
         with quiet_libraries():
             asked = plan or self._job.decided or Plan(self._runner.source.name)
@@ -91,9 +91,9 @@ class Worker:
             except Exception as error:  # whatever a model's code does: the other items go on
                 said, elapsed_s = describe_error(error), time.perf_counter() - begun
                 failed = begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
-                return Answer(failed, None, tuple(notes))
+                return TaskResult(failed, None, tuple(notes))
 
-    def _make(self, task: Task, plan: Plan, notes: list[str]) -> Answer:
+    def _make(self, task: Task, plan: Plan, notes: list[str]) -> TaskResult:
         settings, begun = self._job.settings, time.perf_counter()
         name, asked = f"{task.name}{settings.suffix}", describe_request(task.request)
         fields = {"request": asked, "item": task.item, "plan": plan.seal}
@@ -114,8 +114,8 @@ class Worker:
                 shown = draw_wave(made.sound)
             preview = draw_preview(shown)
             record = dataclasses.replace(record, output=name, preview=preview)
-            write_record(record, self._folder / name)
-        return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
+            write_run_record(record, self._folder / name)
+        return TaskResult(describe_result(task, record, "made"), made.updated, tuple(notes))
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan, notes: list[str]) -> Iterator[Journal | None]:

@@ -25,7 +25,7 @@ from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, FileExponents
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.component_calls.components import find_kept_fp32
 from stopdown.errors import OptionError
-from stopdown.fold_names import split_name
+from stopdown.fold_names import split_fold_name
 from stopdown.module_calls.call_signatures import list_other_arguments
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
@@ -85,7 +85,7 @@ def describe_component(
     return ConvertedComponent(
         component=name,
         precision="fp16",
-        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
+        folded=len({split_fold_name(key)[0] for key in found.scaling.exponents}),
         solved_anew=found.anew,
         fields=dict(fields),
         eps_left=dict(found.left),
@@ -119,7 +119,7 @@ def describe_left(found: FileExponents) -> str:
     )
 
 
-def write_record(folder: Path, record: Conversion, name: str = "") -> Conversion:
+def write_conversion(folder: Path, record: Conversion, name: str = "") -> Conversion:
     """Write the card and the record into a folder; the record lists the sizes of all other files there.
 
     Args:

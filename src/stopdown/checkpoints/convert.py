@@ -37,7 +37,7 @@ from stopdown.checkpoints.component_folders import (
     fold_to_fp16,
     told_as_oserror,
     write_component,
-    write_record,
+    write_conversion,
     write_weights,
 )
 from stopdown.checkpoints.file_exponents import (
@@ -75,7 +75,7 @@ from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests
 from stopdown.plans.call_recorder import play_calls, record_calls, record_run
 from stopdown.plans.dry_calls import draw_calls
-from stopdown.plans.exponents import describe_failure
+from stopdown.plans.exponents import describe_unscaled
 from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import ComponentCall, cast_, read_headroom
@@ -88,7 +88,7 @@ from stopdown.sources.single_file_names import (
     arrange,
     change_tensor,
     check_layouts,
-    find_folder,
+    find_comfyui_folder,
     find_whole,
     lay_out,
     list_merged,
@@ -193,7 +193,7 @@ def convert(
             unread = _write(work, part, progress)
             record = _describe(work, target, unread, time.perf_counter() - started)
             if place.form != "single":
-                record = write_record(part, record)
+                record = write_conversion(part, record)
         if place.form == "single":
             write_card_beside(target, word_card(record, "The file's metadata says the same."))
     return record
@@ -283,7 +283,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
             )
         except (CaptureError, ScalingError) as error:
             told = work.carried if work.has_config else work.problems
-            told[name] = describe_failure(error)
+            told[name] = describe_unscaled(error)
             continue
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
@@ -393,7 +393,9 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
             whole |= {prefix + key: tensor for key, tensor in arrange(module, layout).items()}
             exponents |= {prefix + key: exponent for key, exponent in placed.items()}
             continue
-        path = part / find_folder(name) / f"{Path(work.source.name).name}-{name}.safetensors"
+        path = (
+            part / find_comfyui_folder(name) / f"{Path(work.source.name).name}-{name}.safetensors"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(arrange(module), path, _list_entries(work, [name], placed))
     if work.form == "single":

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import CaptureError, ScalingError
-from stopdown.fold_names import read_clamp, split_name
+from stopdown.fold_names import read_clamp, split_fold_name
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import bared
 from stopdown.numerics import iterate_tensors
@@ -160,7 +160,7 @@ def rests_on_bounds(scaling: Scaling) -> bool:
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Check whether a file can hold everything in a plan except perhaps some eps."""
     stored = module.state_dict().keys()
-    are_stored = all(split_name(name)[0] in stored for name in entry.in_force.exponents)
+    are_stored = all(split_fold_name(name)[0] in stored for name in entry.in_force.exponents)
     return are_stored and not has_more_than_folds(entry.in_force)
 
 

@@ -49,7 +49,13 @@ from stopdown.sources.headers import (
     read_metadata,
     refusing_damage,
 )
-from stopdown.sources.lora_names import Layer, find_layer, index_layers, list_layers, split_name
+from stopdown.sources.lora_names import (
+    Layer,
+    find_layer,
+    index_layers,
+    list_layers,
+    split_lora_name,
+)
 from stopdown.sources.sources import Source, list_weight_files, resolve_source
 
 Tensors = Mapping[str, torch.Tensor]
@@ -310,7 +316,7 @@ def _group_by_layer(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str
     groups: dict[str, dict[str, str]] = {}
     others = []
     for name in tensors:
-        if (found := split_name(name)) is None:
+        if (found := split_lora_name(name)) is None:
             others.append(name)
         else:
             groups.setdefault(found[0], {})[found[1]] = name

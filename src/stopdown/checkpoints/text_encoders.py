@@ -34,7 +34,7 @@ from stopdown.checkpoints.component_folders import (
     fold_to_fp16,
     told_as_oserror,
     write_component,
-    write_record,
+    write_conversion,
 )
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
@@ -50,7 +50,7 @@ from stopdown.files.outputs import written_beside
 from stopdown.module_calls.callee import Callee
 from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
-from stopdown.plans.exponents import describe_failure, scale_component
+from stopdown.plans.exponents import describe_unscaled, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling import ComponentCall, capture_call
@@ -203,7 +203,7 @@ def convert_encoder(
                 elapsed_s=round(time.perf_counter() - started, 3),
                 version=read_version("stopdown") or "",
             )
-            return write_record(part, record, encoder.name)
+            return write_conversion(part, record, encoder.name)
 
 
 def load_encoder(encoder: Encoder) -> Any:
@@ -213,7 +213,7 @@ def load_encoder(encoder: Encoder) -> Any:
     return load_component(source, folder.name, torch.float32).requires_grad_(False)
 
 
-def list_calls(
+def make_encoder_calls(
     module: Any, *, states: bool, lengths: Collection[int] = LENGTHS
 ) -> list[ComponentCall]:
     """Make calls of a text encoder: tokens from the whole vocabulary, with a mask.
@@ -263,12 +263,12 @@ def _express(
     problems: list[str] = []
     is_unread = encoder.config.get("model_type") in _UNREAD_STATES
     for states in (False,) if is_unread else (True, False):
-        calls = list_calls(module, states=states)
+        calls = make_encoder_calls(module, states=states)
         try:
             entry = _plan(module, bare, calls, certify)
             found = express_component(module, entry, lambda calls=calls: calls)  # type: ignore[misc]
         except (CaptureError, ScalingError) as error:
-            problems.append(describe_failure(error))
+            problems.append(describe_unscaled(error))
             continue
         if found.effect > EFFECT_LIMIT and not allow_eps:
             problems.append(describe_effect(found).replace("no", "No", 1))

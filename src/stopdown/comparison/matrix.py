@@ -351,7 +351,7 @@ def _conclude(matrix: _Matrix, kept: Sequence[_KeptRow], needs_clamp: bool) -> C
         source=subject.name,
         fingerprint=subject.fingerprint,
         pipeline=subject.pipeline,
-        request=describe_request(matrix.request),
+        request=list_request_fields(matrix.request),
         command="",
         device=str(subject.device),
         device_reason=subject.device.reason,
@@ -381,7 +381,7 @@ def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool)
     return f"{reference} is the most precise of those compared whose pictures are sound."
 
 
-def describe_request(request: Request) -> dict[str, Any]:
+def list_request_fields(request: Request) -> dict[str, Any]:
     plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
     media = {name: "given" for name in MEDIA if plain[name] is not None}
     own = {"arguments": sorted(request.arguments) or None}
@@ -402,7 +402,7 @@ def _sign_request(
         subject.scheduler,
         str(subject.device),
         subject.memory,
-        describe_request(request),
+        list_request_fields(request),
         dataclasses.asdict(thresholds),
         list(names),
         count,

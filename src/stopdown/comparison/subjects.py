@@ -36,7 +36,7 @@ from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.pipelines.class_selection import select_pipeline
-from stopdown.pipelines.requests import Request, name_arguments
+from stopdown.pipelines.requests import Request, name_pipeline_arguments
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_choice import choose_plan
@@ -182,7 +182,7 @@ def describe_subject(
         if check_run(given, runs or None, None, "compare"):
             _refuse_options(request)
             return _describe_program(given, runs)
-        name_arguments(type(given), request)
+        name_pipeline_arguments(type(given), request)
         make = partial(measure_plan, given, request=request, progress=progress)
         return _describe(given, str(given.device), partial(_copy_pipe, given), make)
     refuse_run(runs or None, f"the source {getattr(given, 'name', given)}")

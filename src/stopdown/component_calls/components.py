@@ -22,7 +22,7 @@ from stopdown.component_call_names import list_outermost, name_call
 from stopdown.component_calls.attribute_walk import find_parts
 from stopdown.devices.model_needs import needs_tiling
 from stopdown.errors import InputError
-from stopdown.interception.module_paths import list_parts
+from stopdown.interception.module_paths import list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import cast_tensor
@@ -167,7 +167,7 @@ def is_autoencoder(module: Any) -> bool:
     return callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None))
 
 
-def list_calls(name: str, module: Any) -> tuple[str, ...]:
+def list_call_names(name: str, module: Any) -> tuple[str, ...]:
     """List the names of a component's calls: its own name, or `vae.encode` and `vae.decode`.
 
     Args:
@@ -423,7 +423,7 @@ def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
 def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
     """List the floating dtypes of a module's parameters, the one with most values first."""
     sizes: dict[torch.dtype, int] = {}
-    parameters = {id(x): x for part in list_parts(module) for x in part._parameters.values()}
+    parameters = {id(x): x for part in list_modules(module) for x in part._parameters.values()}
     for parameter in parameters.values():
         if parameter is not None and parameter.is_floating_point():
             size = 0 if is_lazy(parameter) else parameter.numel()
@@ -464,7 +464,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
     set_own_dtypes(cast_component_(module, dtype), before, dtype, patches)
 
 
-def find_blocks(
+def list_block_paths(
     module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
 ) -> tuple[str, ...]:
     """List the paths of the members of a component's outermost lists of modules."""

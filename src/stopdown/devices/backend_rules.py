@@ -24,7 +24,7 @@ import msgspec
 from stopdown.files.toml_files import read_rows, read_rules
 
 ANY = "*"
-"""In `Row.also`: any format."""
+"""In `BackendRow.also`: any format."""
 
 
 class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class Gap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before_torch: tuple[int, ...] | None = None
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BackendRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one backend makes of an operation's operands.
 
     Attributes:
@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [pattern for pattern in self.also if not self.onednn or pattern[0] not in taken]
 
 
-class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BackendRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An operation, its floating operands, and what each backend makes of them.
 
     Attributes:
@@ -83,7 +83,7 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     targets: tuple[str, ...]
     operands: tuple[str, ...]
-    rows: dict[str, Row]
+    rows: dict[str, BackendRow]
 
 
 class AttentionKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,7 +161,7 @@ class Place:
     onednn: tuple[str, ...] | None = None
 
 
-def find_operation(target: object) -> Operation | None:
+def find_backend_rule(target: object) -> BackendRule | None:
     """Return the operation of a call in a captured graph; None if there are no rules for it.
 
     Args:
@@ -174,7 +174,7 @@ def find_operation(target: object) -> Operation | None:
 
 
 def judge_operands(
-    operation: Operation, place: Place, operands: Mapping[str, Sequence[str]]
+    operation: BackendRule, place: Place, operands: Mapping[str, Sequence[str]]
 ) -> Ruling:
     """Return whether a backend accepts operands of these formats together.
 
@@ -200,7 +200,7 @@ def judge_operands(
     )
 
 
-def judge_format(operation: Operation, place: Place, format_name: str) -> Ruling:
+def judge_format(operation: BackendRule, place: Place, format_name: str) -> Ruling:
     """Return whether a backend implements an operation in a format."""
     row = operation.rows.get(place.backend)
     for gap in row.gaps if row else ():
@@ -255,7 +255,7 @@ def _is_installed(fault: VersionFault, version: str | None) -> bool:
     return bool(version) and SpecifierSet(fault.versions).contains(version or "", prereleases=True)
 
 
-def _describe_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str:
+def _describe_also(operation: BackendRule, also: Iterable[tuple[str, ...]]) -> str:
     kinds = [
         ", ".join(f"{n} {f}" for n, f in zip(operation.operands, p, strict=True)) for p in also
     ]
@@ -282,11 +282,11 @@ def _describe_limits(gap: Gap) -> str:
 
 
 @functools.cache
-def read_operations() -> tuple[Operation, ...]:
+def read_backend_rules() -> tuple[BackendRule, ...]:
     return tuple(parse_operations(read_rules("backend_dtypes")))
 
 
-def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
+def parse_operations(data: Mapping[str, Any]) -> list[BackendRule]:
     """Parse the operations in the tables of `backend_dtypes.toml`.
 
     A row under `all` applies to each backend without a row of its own.
@@ -297,12 +297,12 @@ def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
         shared = rows.pop("all", None)
         if shared is not None:
             rows = {backend: rows.get(backend, shared) for backend in ("cpu", "cuda", "mps")}
-        found.append(msgspec.convert({**entry, "rows": rows}, Operation))
+        found.append(msgspec.convert({**entry, "rows": rows}, BackendRule))
     return found
 
 
 @functools.cache
-def _index_operations() -> dict[str, Operation]:
-    targets = {target: op for op in read_operations() for target in op.targets}
+def _index_operations() -> dict[str, BackendRule]:
+    targets = {target: op for op in read_backend_rules() for target in op.targets}
     short = {target.removeprefix("aten."): op for target, op in targets.items()}
-    return short | {op.name: op for op in read_operations()} | targets
+    return short | {op.name: op for op in read_backend_rules()} | targets

@@ -211,7 +211,7 @@ def find_profile(name: str) -> Profile:
     return found
 
 
-def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
+def find_device_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
     """Return the device or profile that `--device` names, as a device and its profile.
 
     Args:

@@ -30,22 +30,22 @@ from stopdown.component_calls.components import (
     find_components,
     find_device,
     find_named_callees,
-    list_calls,
+    list_call_names,
     refuse_run,
     runs_by_call,
 )
 from stopdown.devices.backend_rules import Place
-from stopdown.devices.device_profiles import Profile, find_target
+from stopdown.devices.device_profiles import Profile, find_device_target
 from stopdown.devices.environment import name_device, read_version
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
-from stopdown.dtype_rules.inspection import Examination, examine, examine_program
+from stopdown.dtype_rules.inspection import Examination, examine_program, observe_skeleton
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.errors import OptionError
 from stopdown.module_calls.callee import Callee
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
-from stopdown.pipelines.skeletons import build_skeleton, copy_module, copy_skeleton
+from stopdown.pipelines.skeletons import build_skeleton, copy_empty_module, copy_skeleton
 from stopdown.plans.applier import (
     apply_plan,
     apply_without_weights,
@@ -122,14 +122,14 @@ def check(
         PlanError: the plan is damaged or belongs to another model.
     """
     asked = None if precision is None else write_request(precision)
-    check_call("check", arguments, run)
+    validate_call("check", arguments, run)
     where = name_device("check", device)
     return inspect_pipeline(
         pipe_or_source, precision=asked, device=where, arguments=arguments, sums=sums, run=run
     ).findings
 
 
-def check_call(function: str, arguments: object, run: object) -> None:
+def validate_call(function: str, arguments: object, run: object) -> None:
     """Refuse call arguments that are not a mapping, and a `run` that is not callable."""
     check_type(
         f"{function}(arguments=...)",
@@ -163,7 +163,7 @@ def inspect_pipeline(
         found = pipe_or_source
         refuse_run(run, f"the source {getattr(found, 'name', found)}")
         if not isinstance(found, Source):
-            found = find_source(found)
+            found = find_weightless_source(found)
         checked = _check_source(found, asked, device, arguments)
         return _add_sums(checked, _load_wide(found), arguments) if sums else checked
     if check_run(pipe_or_source, run, arguments, "check") and run is not None:
@@ -184,7 +184,7 @@ def _load_wide(source: Source) -> Any:
     sources.verify_source(whole)
     pipe = load_pipeline(whole, torch_dtypes=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    return move_program(pipe, find_target()[0])
+    return move_program(pipe, find_device_target()[0])
 
 
 def _add_sums(
@@ -200,7 +200,7 @@ def _add_sums(
     return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
 
-def find_source(named: str | Path | Source) -> Source:
+def find_weightless_source(named: str | Path | Source) -> Source:
     """Return a source without downloading its weights."""
     source = (
         named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)
@@ -224,10 +224,12 @@ def _check_live(
         check_plan(pipe, asked)
         skeleton = copy_skeleton(pipe, dict.fromkeys(components, torch.float32))
         apply_without_weights(skeleton, asked)
-        return _judge_planned(live, asked, examine(skeleton, place, arguments))
-    calls = {name: list_calls(name, part) for name, part in components.items()}
+        return _judge_planned(live, asked, observe_skeleton(skeleton, place, arguments))
+    calls = {name: list_call_names(name, part) for name, part in components.items()}
     options = _Options(calls, resolve_request(asked, calls))
-    parts = options.examine(lambda dtypes: examine(copy_skeleton(pipe, dtypes), place, arguments))
+    parts = options.examine(
+        lambda dtypes: observe_skeleton(copy_skeleton(pipe, dtypes), place, arguments)
+    )
     return _judge_live(
         live, options, parts, lambda dtypes: find_components(copy_skeleton(pipe, dtypes))
     )
@@ -265,7 +267,9 @@ def _check_program(
         live,
         options,
         parts,
-        lambda dtypes: {name: copy_module(x, dtypes.get(name)) for name, x in components.items()},
+        lambda dtypes: {
+            name: copy_empty_module(x, dtypes.get(name)) for name, x in components.items()
+        },
     )
 
 
@@ -281,7 +285,7 @@ class _Live:
 
 def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> CheckResult:
     """Combine the observations of a program under a plan with findings about its weights."""
-    found = list(parameters.check_values(live.components, {}))
+    found = list(parameters.check_parameters(live.components, {}))
     return _conclude(live, found, [seen], _list_planned(plan))
 
 
@@ -303,7 +307,7 @@ def _judge_live(
         for finding in parameters.check_dtypes(copy(dtypes), widening)
     ]
     for each in options.list_formats():
-        found += parameters.check_values(live.components, each)
+        found += parameters.check_parameters(live.components, each)
     return _conclude(live, found, parts, options.chosen)
 
 
@@ -331,10 +335,10 @@ def _check_source(
         skeleton = build_skeleton(source, {}, keep_fp32=False)
         apply_without_weights(skeleton, asked)
         found = list(parameters.check_files(files, {}))
-        parts, chosen = [examine(skeleton, place, arguments)], _list_planned(asked)
+        parts, chosen = [observe_skeleton(skeleton, place, arguments)], _list_planned(asked)
     else:
         calls = {
-            name: list_calls(name, find_class(*entry))
+            name: list_call_names(name, find_class(*entry))
             for name, entry in source.components.items()
             if source.has_weights(name)
         }
@@ -343,7 +347,7 @@ def _check_source(
         options = _Options(calls, known | resolve_request(asked, calls))
         planned = list_rescaled(asked, calls)
         parts = options.examine(
-            lambda dtypes: examine(build_skeleton(source, dtypes), place, arguments)
+            lambda dtypes: observe_skeleton(build_skeleton(source, dtypes), place, arguments)
         )
         parts = [_mark_planned(part, planned) for part in parts]
         found = [
@@ -377,7 +381,7 @@ def _leave_out(precisions: Mapping[str, str], planned: Collection[str]) -> dict[
 
 def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
     """Return the precision that `auto` takes for a source on a device, and a sentence of explanation."""
-    profile = find_target(device or "auto")[1]
+    profile = find_device_target(device or "auto")[1]
     facts = gather_facts(source)
     if not all(fact.stored for fact in facts):
         return "auto", "Checked as it is stored, which its configs alone do not say."
@@ -391,7 +395,7 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, str]:
 
 
 def _find_place(device: str) -> tuple[Place, Profile]:
-    profile = find_target(device)[1]
+    profile = find_device_target(device)[1]
     return make_place(profile), profile
 
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from stopdown.devices.device_profiles import Profile, find_target, read_profiles
+from stopdown.devices.device_profiles import Profile, find_device_target, read_profiles
 from stopdown.dtype_rules.findings import make_finding, sort_findings
 from stopdown.number_formats import FP16, format_bytes, list_some
 from stopdown.records import FileCheck, FilePart, Finding
 from stopdown.sources.file_weights import FileWeight
 from stopdown.sources.headers import RESCALED_ENTRY
 from stopdown.sources.hub import Progress
-from stopdown.sources.lora_names import DENOISER, OTHER_KINDS, split_prefix
-from stopdown.sources.lora_names import split_name as split_lora_name
+from stopdown.sources.lora_names import DENOISER, OTHER_KINDS, split_lora_name, split_prefix
 from stopdown.sources.weight_files import WeightFile
 
 ZERO_TAIL = 4096
@@ -66,7 +65,7 @@ def inspect_file(
     Cost: every byte of the file is read once.
     """
     begun = time.perf_counter()
-    profile = find_target(device)[1] if device else None
+    profile = find_device_target(device)[1] if device else None
     values, done, total = [], 0, sum(x.size_bytes for x in file.weights)
     for weight in file.weights:
         if progress is not None:
@@ -246,7 +245,7 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
     return merged
 
 
-def find_component(name: str) -> str:
+def find_weight_component(name: str) -> str:
     """Return the component that a weight of a file belongs to, by the prefix of its name; "" if none."""
     return split_prefix(name)[1].rstrip("._")
 
@@ -254,7 +253,7 @@ def find_component(name: str) -> str:
 def _describe_parts(file: WeightFile, values: Sequence[_Values]) -> Iterator[FilePart]:
     groups: dict[str, list[tuple[FileWeight, _Values]]] = {}
     for weight, found in zip(file.weights, values, strict=True):
-        groups.setdefault(find_component(weight.name), []).append((weight, found))
+        groups.setdefault(find_weight_component(weight.name), []).append((weight, found))
     for name, group in groups.items():
         stored = Counter[str]()
         for weight, _ in group:
@@ -293,7 +292,7 @@ def describe_contents(file: WeightFile) -> str:
             "a DoRA" if any("dora_scale" in x.name for x in file.weights) else "an adapter (LoRA)"
         )
         return f"{kind}{of_rank} for {len(adapters)} layers"
-    parts = sorted({find_component(weight.name) for weight in file.weights} - {""})
+    parts = sorted({find_weight_component(weight.name) for weight in file.weights} - {""})
     weights = (
         f"{len(file.weights)} weights in {format_bytes(sum(x.size_bytes for x in file.weights))}"
     )

@@ -19,7 +19,7 @@ SEVERITIES = ("error", "wrong", "slow", "note")
 """From the worst on."""
 
 
-class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FindingKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How findings of a kind are worded.
 
     Attributes:
@@ -37,9 +37,9 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def read_kinds() -> dict[str, Kind]:
+def read_kinds() -> dict[str, FindingKind]:
     """Read the wording of each kind of finding from `knowledge/rules/findings.toml`."""
-    return msgspec.convert(read_rules("findings"), dict[str, Kind])
+    return msgspec.convert(read_rules("findings"), dict[str, FindingKind])
 
 
 def is_fault(kind: str) -> bool:

@@ -24,9 +24,9 @@ from stopdown.devices.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.parameters import find_kept_parameters
 from stopdown.dtype_rules.tracer import (
-    Origin,
+    DtypeOrigin,
     Walk,
-    find_origin,
+    find_dtype_origin,
     set_origin,
 )
 from stopdown.errors import take_one_line
@@ -88,7 +88,9 @@ class Examination:
     widening: set[str] = field(default_factory=set)
 
 
-def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = None) -> Examination:
+def observe_skeleton(
+    skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = None
+) -> Examination:
     """Run a skeleton once and return the observations of its operations.
 
     Args:
@@ -179,7 +181,7 @@ class DtypeListener(Listener):
         judge = Judge(_make_case(callee, seen.main, self._place, list_autocast()))
         walk = Walk(judge, seen.main, paths=paths)
         for name, tensor in [*callee.owner.named_parameters(), *callee.owner.named_buffers()]:
-            set_origin(tensor, Origin("parameter", name, "", name))
+            set_origin(tensor, DtypeOrigin("parameter", name, "", name))
         for name, value in run.call.named.items():
             _mark_argument(name, value, run.fakes)
         try:
@@ -198,7 +200,7 @@ class DtypeListener(Listener):
     def end(self, run: DryCall) -> None:
         """Resume the walk through the pipeline's code, and mark the output with its origin."""
         for tensor in iterate_tensors(run.output):
-            set_origin(tensor, Origin("output", f"the output of {run.call.callee.name}", ""))
+            set_origin(tensor, DtypeOrigin("output", f"the output of {run.call.callee.name}", ""))
         self._around.is_paused = False
 
 
@@ -236,7 +238,7 @@ def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> 
     """Mark the fake tensors of an argument with its name."""
     if isinstance(value, torch.Tensor):
         fake = fakes[id(value)]
-        set_origin(fake, Origin("argument", name, "", before=str(find_origin(value))))
+        set_origin(fake, DtypeOrigin("argument", name, "", before=str(find_dtype_origin(value))))
     elif isinstance(value, dict):
         for key, item in value.items():
             _mark_argument(f"{name}.{key}", item, fakes)

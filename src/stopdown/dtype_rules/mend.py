@@ -22,7 +22,7 @@ import torch
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import find_components, read_precisions
 from stopdown.devices.environment import name_device
-from stopdown.dtype_rules.check import CheckResult, check_call, inspect_pipeline
+from stopdown.dtype_rules.check import CheckResult, inspect_pipeline, validate_call
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.interception.autocast import without_autocast
@@ -110,7 +110,7 @@ def mend(
         InputError: it holds no module, or is no pipeline and `run` is missing or calls nothing.
     """
     find_components(pipe)  # refuses a name of a pipeline
-    check_call("mend", arguments, run)
+    validate_call("mend", arguments, run)
     device = name_device("mend", device)
     patches, done = Patches(), list[str]()
     look = partial(inspect_pipeline, pipe, device=device, arguments=arguments, run=run)

@@ -21,14 +21,14 @@ import torch
 
 from stopdown.component_call_names import name_module_path
 from stopdown.devices.backend_rules import (
-    Operation,
+    BackendRule,
     Place,
     Ruling,
-    find_operation,
+    find_backend_rule,
     judge_format,
     judge_operands,
 )
-from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
+from stopdown.dtype_rules.tracer import DtypeOrigin, Operand, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 from stopdown.numerics import HALVES
 
@@ -130,7 +130,7 @@ class Judge:
         is_autocast = bool(step.autocast) and is_product(step.name)
         if len(step.dtypes) < 2 or is_autocast:
             return False
-        operation = find_operation(step.name)
+        operation = find_backend_rule(step.name)
         if step.name == "einsum" and not _contracts(step):
             return False  # a product of values, which are brought to one dtype
         ruling = _rule(operation, step, self.case.place)
@@ -160,7 +160,7 @@ class Judge:
         return "fp32-module-not-cast-back" if root in self.case.kept_fp32 else "mixed-parameters"
 
     def _judge_formats(self, step: Step) -> None:
-        operation = find_operation(step.name)
+        operation = find_backend_rule(step.name)
         formats = {name_dtype(dtype) for dtype in step.dtypes}
         for name in formats:
             self.operations.setdefault((step.name, name), step.path)
@@ -224,7 +224,7 @@ def _widens_itself(step: Step) -> bool:
     return casts and step.path in owners
 
 
-def _rule(operation: Operation | None, step: Step, place: Place) -> Ruling:
+def _rule(operation: BackendRule | None, step: Step, place: Place) -> Ruling:
     """Judge a step's operands by the rules of the place; without a rule, by the kind of operation."""
     if operation is not None and place.backend in operation.rows:
         return judge_operands(operation, place, _name_formats(operation, step))
@@ -233,7 +233,7 @@ def _rule(operation: Operation | None, step: Step, place: Place) -> Ruling:
     return Ruling(accepted, reason)
 
 
-def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
+def _name_formats(operation: BackendRule, step: Step) -> dict[str, list[str]]:
     """Map the operation's operand names to formats; match by position where the names differ."""
     named: dict[str, list[str]] = {}
     for operand in step.operands:
@@ -251,7 +251,7 @@ def list_operands(step: Step) -> str:
 
 
 def _describe_origin(odd: Operand) -> dict[str, str]:
-    origin: Origin = odd.origin
+    origin: DtypeOrigin = odd.origin
     facts = {"odd": odd.name, "odd_dtype": name_dtype(odd.dtype), "origin": str(origin)}
     if origin.kind == "argument":
         facts["argument"] = origin.name

@@ -154,7 +154,7 @@ def _describe_rescaled(module: torch.nn.Module) -> str:
     return f"{folder} says: {said}." if said else ""
 
 
-def check_values(
+def check_parameters(
     components: Mapping[str, torch.nn.Module], precisions: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Find weights of live components that do not fit a precision.

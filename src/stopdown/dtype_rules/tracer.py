@@ -41,7 +41,7 @@ from stopdown.scaling.graph.argument_values import (
 
 
 @dataclass(frozen=True)
-class Origin:
+class DtypeOrigin:
     """Where a tensor got the dtype that it has.
 
     Attributes:
@@ -71,7 +71,7 @@ class Operand:
 
     name: str
     dtype: torch.dtype
-    origin: Origin
+    origin: DtypeOrigin
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Walk(TorchFunctionMode):
         return False if is_unknown and name in _TESTS else func(*args, **kwargs)
 
     def _describe(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Step:
-        arguments = name_arguments(func, name, args, kwargs)
+        arguments = map_argument_names(func, name, args, kwargs)
         operands: list[Operand] = []
         known: dict[str, torch.Tensor] = {}
         for key, value in arguments.items():
@@ -177,7 +177,7 @@ class Walk(TorchFunctionMode):
                 if (values := find_known(tensor)) is not None:
                     known.setdefault(key, values)
                 if tensor.is_floating_point() or tensor.is_complex():
-                    operands.append(Operand(key, tensor.dtype, find_origin(tensor)))
+                    operands.append(Operand(key, tensor.dtype, find_dtype_origin(tensor)))
         path = self._paths.current if self._paths is not None else ""
         return Step(path, name, tuple(operands), known, arguments, list_autocast())
 
@@ -206,27 +206,27 @@ def _cast_known(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
+def set_origin(tensor: torch.Tensor, origin: DtypeOrigin) -> None:
     tensor.stopdown_origin = origin  # type: ignore[attr-defined]
 
 
-def find_origin(tensor: torch.Tensor) -> Origin:
-    found: Origin | None = getattr(tensor, "stopdown_origin", None)
-    return found or Origin("made", "tensor of the caller", "")
+def find_dtype_origin(tensor: torch.Tensor) -> DtypeOrigin:
+    found: DtypeOrigin | None = getattr(tensor, "stopdown_origin", None)
+    return found or DtypeOrigin("made", "tensor of the caller", "")
 
 
-def _trace(step: Step, dtype: torch.dtype) -> Origin:
+def _trace(step: Step, dtype: torch.dtype) -> DtypeOrigin:
     """Find the origin of the dtype of a step's output: an operand that has it, or the step itself."""
     same = [operand.origin for operand in step.operands if operand.dtype == dtype]
     if not same:
-        return Origin("cast" if step.operands else "made", step.name, step.path)
+        return DtypeOrigin("cast" if step.operands else "made", step.name, step.path)
     chosen = next((origin for origin in same if origin.kind != "parameter"), same[0])
     if chosen.kind == "parameter":
-        return Origin("mixed", step.name, step.path, chosen.parameter)
+        return DtypeOrigin("mixed", step.name, step.path, chosen.parameter)
     # The dtype of a cast that an fp32 parameter asked for is that parameter's.
     root = next((origin.parameter for origin in same if origin.parameter), "")
     if root and not chosen.parameter and chosen.kind != "argument":
-        return Origin(chosen.kind, chosen.name, chosen.path, root)
+        return DtypeOrigin(chosen.kind, chosen.name, chosen.path, root)
     return chosen
 
 
@@ -254,7 +254,7 @@ def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
     return ()
 
 
-def name_arguments(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+def map_argument_names(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
     """Map names to a call's arguments; unknown names are positions such as "0"."""
     names = read_calls().arguments.get(name) or _parameter_names(name, func)
     padded = [*names, *(str(at) for at in range(len(names), len(args)))]

@@ -37,15 +37,15 @@ class FrameFault:
     evidence: str
 
     @property
-    def meaning(self) -> Meaning:
-        return read_meanings()[self.kind]
+    def meaning(self) -> FaultMeaning:
+        return read_frame_meanings()[self.kind]
 
     @property
     def remedy(self) -> str:
         return self.meaning.remedy
 
 
-class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FaultMeaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of `knowledge/rules/frames.toml`.
 
     Attributes:
@@ -60,8 +60,8 @@ class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def read_meanings() -> dict[str, Meaning]:
-    return msgspec.convert(read_rules("frames"), dict[str, Meaning])
+def read_frame_meanings() -> dict[str, FaultMeaning]:
+    return msgspec.convert(read_rules("frames"), dict[str, FaultMeaning])
 
 
 _SPREAD = 2.5  # standard deviation over a frame, of 255

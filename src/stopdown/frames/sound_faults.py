@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stopdown.files.toml_files import read_rules
-from stopdown.frames.frame_faults import Meaning
+from stopdown.frames.frame_faults import FaultMeaning
 from stopdown.frames.sound import Sound
 from stopdown.records import Finding
 
@@ -32,8 +32,8 @@ class SoundFault:
     evidence: str
 
     @property
-    def meaning(self) -> Meaning:
-        return read_meanings()[self.kind]
+    def meaning(self) -> FaultMeaning:
+        return read_sound_meanings()[self.kind]
 
     @property
     def remedy(self) -> str:
@@ -41,8 +41,8 @@ class SoundFault:
 
 
 @functools.cache
-def read_meanings() -> dict[str, Meaning]:
-    return msgspec.convert(read_rules("sounds"), dict[str, Meaning])
+def read_sound_meanings() -> dict[str, FaultMeaning]:
+    return msgspec.convert(read_rules("sounds"), dict[str, FaultMeaning])
 
 
 _SILENCE = 1e-3  # of full scale, -60 dB

@@ -144,7 +144,7 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
     found: dict[tuple[str, str], tuple[float, float, float, int]] = {}
     with Patches() as patches:
         multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
-        with Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
+        with ProductReplacement(multiply, torch.Tensor.is_floating_point), torch.no_grad():
             call()
     sums = [Sum(path, what, *sizes) for (path, what), sizes in found.items()]
     return tuple(sorted(sums, key=lambda entry: -entry.largest))
@@ -158,7 +158,7 @@ After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What is done to a sum after a group, given the group's own sum and the sum so far."""
 
 
-class Products(TorchFunctionMode):
+class ProductReplacement(TorchFunctionMode):
     """Does every product of plain tensors by `multiply`, where it wants both factors."""
 
     def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:

@@ -21,7 +21,7 @@ OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 """What every module holds as a module; all else is its class's, or was set on it."""
 
 
-def list_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+def list_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     """List a module and all modules inside it, each once; in a fifth of the time of `module.modules()`."""
     found, waiting = {id(module): module}, [module]
     while waiting:

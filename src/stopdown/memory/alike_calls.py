@@ -95,7 +95,7 @@ class GivenArguments:
         self._given, self._lists = (args, kwargs), find_lists(args, kwargs)
         self._leaves, self._fixed = _hold(leaves), _hold(self._list_fixed())
 
-    def describe(self, output: Any) -> Result | None:
+    def describe(self, output: Any) -> BlockResult | None:
         """Describe the code's output; return None if shapes alone do not suffice to give it again.
 
         A tensor that it made must have memory of its own, only lists may have been written into, and the
@@ -122,7 +122,7 @@ class GivenArguments:
         with torch._C.DisableTorchFunction():  # other listeners hear what the model asks of tensors
             if not _own_their_memory(tensors, [x for x in given if x is not None]):
                 return None
-            return Result(*pytree.tree_map_only(torch.Tensor, describe, nest))
+            return BlockResult(*pytree.tree_map_only(torch.Tensor, describe, nest))
 
     def _list_fixed(self) -> list[Any]:
         """List the argument values that the code may not change: all except those in lists."""
@@ -132,7 +132,7 @@ class GivenArguments:
 
 
 @dataclass(frozen=True)
-class Result:
+class BlockResult:
     """What the code of a block or tile gave.
 
     Attributes:

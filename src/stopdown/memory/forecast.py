@@ -163,7 +163,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     return dataclasses.replace(fit, predictions=tuple(sorted(timed, key=rate)), speed=speed)
 
 
-def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
+def choose_prediction(fit: Fit, limit_bytes: int) -> Prediction | None:
     """Return the prediction that costs the least time among those that fit; None if none does."""
     return next((one for one in fit.predictions if _fits(one, limit_bytes)), None)
 
@@ -183,10 +183,10 @@ def keep_tiling(fit: Fit, tiling: bool) -> Fit:
 
 def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
     """Return whether compared runs decode in tiles: all do if one has to. Return None if none fits."""
-    fitting = [fit for fit in fits if choose(fit, limit_bytes) is not None]
+    fitting = [fit for fit in fits if choose_prediction(fit, limit_bytes) is not None]
     if not fitting:
         return None
-    return any(choose(keep_tiling(fit, False), limit_bytes) is None for fit in fitting)
+    return any(choose_prediction(keep_tiling(fit, False), limit_bytes) is None for fit in fitting)
 
 
 def find_smallest(fit: Fit) -> Prediction:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stopdown.component_calls.components import find_blocks, find_callees, find_components
+from stopdown.component_calls.components import find_callees, find_components, list_block_paths
 from stopdown.devices.device_memory import free_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.interception.patches import Patches
@@ -28,7 +28,7 @@ from stopdown.memory.forecast import (
     USABLE_SHARE,
     Fit,
     Room,
-    choose,
+    choose_prediction,
     find_smallest,
     predict_all,
     sort_by_time,
@@ -178,7 +178,7 @@ def make_offloader(
     announce: Callable[[str], None] | None = None,
 ) -> Offloader:
     """Choose the strategy that costs the least time within a limit."""
-    chosen = choose(fit, limit_bytes)
+    chosen = choose_prediction(fit, limit_bytes)
     if chosen is None:
         raise _describe_misfit(fit, limit_bytes, f"on {device} in {_list_formats(pipe)}")
     return Offloader(
@@ -269,7 +269,7 @@ def _make_groups(
 ) -> Iterable[WeightGroup]:
     """Yield the weight groups of one component, those of its blocks and layers before its own."""
     parts = dict(module.named_modules())
-    groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
+    groups = group_weights(weigh(module), list_block_paths(module, LISTS), strays, placement)
     for group, paths in groups.items():
         tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]
         yield WeightGroup(group, parts[group], tensors, store)

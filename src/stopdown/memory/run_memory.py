@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.component_call_names import is_inside, name_component
-from stopdown.component_calls.components import find_blocks, find_components, is_autoencoder
+from stopdown.component_calls.components import find_components, is_autoencoder, list_block_paths
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
-from stopdown.memory.alike_calls import GivenArguments, Result, sign_block
+from stopdown.memory.alike_calls import BlockResult, GivenArguments, sign_block
 from stopdown.memory.allocation_tracker import Event, StorageTracker
 from stopdown.module_calls.call import sign_arguments
 from stopdown.numerics import iterate_tensors
@@ -164,7 +164,7 @@ class MemoryListener(Listener):
             weights={name: weigh(part) for name, part in parts.items()},
             totals={name: _sum_up(part) for name, part in parts.items()},
             strays={name: _merge_strays(self._calls, name) for name in parts},
-            blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
+            blocks={name: list_block_paths(part, LISTS) for name, part in parts.items()},
             between_bytes=self._tracker.peak_bytes,
             steps=self._steps,
             tensors={name: _list_sizes(part) for name, part in parts.items()},
@@ -421,7 +421,7 @@ class Footprint:
     peaks: dict[str, int]
     entries: dict[str, int]
     flops: int
-    result: Result | None
+    result: BlockResult | None
     again: list[list[Event]]
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.components import find_components
-from stopdown.memory.forecast import Fit, choose, predict_resident
+from stopdown.memory.forecast import Fit, choose_prediction, predict_resident
 from stopdown.pipelines.allowed_sizes import (
     Grid,
     choose_own_sides,
     find_grid,
     read_pipe_configs,
 )
-from stopdown.pipelines.requests import Request, find_frames, find_target
+from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 from stopdown.pipelines.skeletons import copy_skeleton
 
 VIDEO_SHARES = ((0.75, 1.0), (0.5, 1.0), (0.5, 0.75), (0.25, 0.75), (0.25, 0.5), (0.125, 0.5))
@@ -72,7 +72,7 @@ def list_smaller(size: Size, grid: Grid, *, keeps_frames: bool = False) -> list[
     return [one for one in dict.fromkeys(found) if one != size]
 
 
-def find_largest(
+def find_largest_size(
     sizes: Sequence[Size],
     predict: Callable[[Size], Fit],
     limit_bytes: int,
@@ -88,7 +88,7 @@ def find_largest(
     while start < end:
         middle = (start + end) // 2
         fit = predict(sizes[middle])
-        if choose(fit, limit_bytes) is None:
+        if choose_prediction(fit, limit_bytes) is None:
             start = middle + 1
         else:
             found, end = (sizes[middle], fit), middle
@@ -130,7 +130,9 @@ def choose_size(
 
     Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.
     """
-    names = {name: find_target(name, type(pipe)) for name in ("frames", "height", "width")}
+    names = {
+        name: find_pipeline_argument(name, type(pipe)) for name in ("frames", "height", "width")
+    }
     if not names["height"] or not names["width"]:
         return {}, ""  # it takes its size from the picture or video that it is given
     if any(arguments.get(target) is not None for target in names.values() if target):
@@ -172,7 +174,7 @@ def _shrink(
     sizes = list_smaller(
         size, find_grid(read_pipe_configs(pipe)), keeps_frames=has_video or not names["frames"]
     )
-    found = find_largest(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
+    found = find_largest_size(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
     made = found[0] if found else (sizes or [size])[-1]
     return express(made), made
 

@@ -119,7 +119,7 @@ class ComponentCall:
             name
             for name, value in named
             if not (self.keeps(name) or is_mask(name))
-            and not all(is_held(x, dtype) for x in iterate_tensors(value))
+            and not all(stays_finite(x, dtype) for x in iterate_tensors(value))
         ]
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
@@ -238,7 +238,7 @@ _HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()
 """A tensor to how often it was written to when it was looked at, and whether fp16 held it."""
 
 
-def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast to a dtype keeps all finite values finite; True if no value can be read.
 
     A tensor that holds Inf or NaN counts as held: it is not the cast that makes them.
@@ -261,9 +261,9 @@ def is_held(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return found
 
 
-def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrow_if_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a floating tensor in a dtype, or as it is where that cannot hold its finite values."""
-    return _cast(tensor, dtype) if is_held(tensor, dtype) else tensor
+    return _cast(tensor, dtype) if stays_finite(tensor, dtype) else tensor
 
 
 def bring_back(
@@ -317,7 +317,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
     Times and positions in dicts are not cast, and neither are tensors with values beyond `dtype`.
     """
-    return map_tensors(value, functools.partial(narrow, dtype=dtype), keeps=is_kept)
+    return map_tensors(value, functools.partial(narrow_if_finite, dtype=dtype), keeps=is_kept)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

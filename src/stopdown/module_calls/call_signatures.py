@@ -2,7 +2,8 @@
 
 Exponents are found for the path that code takes, and optional arguments lead it elsewhere: what is added
 to a scaled value has to be scaled, and what leaves at another place has to be scaled back. Dtypes and
-values of tensors are no part of it. Sizes (`list_sizes`) are beside it: most lead code nowhere else.
+values of tensors are no part of it. Sizes (`list_argument_sizes`) are beside it: most lead code nowhere
+else.
 
 **Catches** tensors that are given or not, also in lists, tuples and mappings; their kind and number of
 dimensions; flags, words, whole numbers and objects; fractions that are 0, by which code leaves work out;
@@ -81,7 +82,7 @@ def _name_arguments(
     return given
 
 
-def list_sizes(
+def list_argument_sizes(
     module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sizes:
     """Return the sizes of the arguments of a call of a module's method, in the order of their names.

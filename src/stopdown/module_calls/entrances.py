@@ -27,7 +27,7 @@ from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
-from stopdown.module_calls.call import ComponentCall, HeldContainers, cast_floats, narrow
+from stopdown.module_calls.call import ComponentCall, HeldContainers, cast_floats, narrow_if_finite
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.numerics import bound_values, is_readable, iterate_tensors, measure_amax
 
@@ -118,7 +118,7 @@ class _WideLayer:
         wide = weight.float(), None if bias is None else bias.float()
         with without_autocast():
             made = _IN_FP32[type(self.layer)](self.layer, given, *wide)
-        return made if is_traced() else narrow(made, torch.float16)
+        return made if is_traced() else narrow_if_finite(made, torch.float16)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)

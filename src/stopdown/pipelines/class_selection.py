@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.requests import Request, find_target, name_arguments
+from stopdown.pipelines.requests import Request, find_pipeline_argument, name_pipeline_arguments
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
@@ -26,7 +26,7 @@ def prepare_check(source: Source) -> Callable[[Request], None]:
     pipeline_class = find_class("diffusers", source.pipeline_class)
 
     def check(request: Request) -> None:
-        name_arguments(pipeline_class, request)
+        name_pipeline_arguments(pipeline_class, request)
         frames = request.frames if request.video is None else len(request.video)
         check_sizes(
             grid,
@@ -74,7 +74,7 @@ def _list_sisters(asked: str) -> dict[str, str]:
     for task in tasks[asked]:
         sisters = getattr(tables, f"{task}_PIPELINES_MAPPING")
         for key, own in plain:
-            if key in sisters and find_target("image", own) is None:
+            if key in sisters and find_pipeline_argument("image", own) is None:
                 found[own.__name__] = sisters[key].__name__
     return found
 

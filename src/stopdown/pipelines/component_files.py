@@ -30,7 +30,7 @@ from stopdown.sources.component_classes import (
     limited_building,
 )
 from stopdown.sources.lora_names import split_prefix
-from stopdown.sources.single_file_names import measure, take_apart
+from stopdown.sources.single_file_names import find_arranged_shapes, take_apart
 from stopdown.sources.sources import Part, Source
 from stopdown.sources.weight_files import read_shapes
 
@@ -48,7 +48,7 @@ _HEAD = re.compile(r"^((text_model|language_model|model)\.)+")
 """What versions of Transformers put before the names of one encoder, or leave away."""
 
 
-def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
+def find_file_components(path: Path, described: Source) -> tuple[Part, ...]:
     """Find the components in a file; () for a whole checkpoint.
 
     Cost: each component built once without weights, unless the file is whole.
@@ -77,10 +77,10 @@ def _find_part(
     described: Source, name: str, shapes: Mapping[str, tuple[int, ...]], taken: set[frozenset[str]]
 ) -> Part | None:
     module = build_empty_component(described, name, torch.float32)
-    laid_out = measure(module)
+    laid_out = find_arranged_shapes(module)
     for part in _list_parts(name, shapes):
         seen = frozenset(original for original in shapes if original.startswith(part.prefix))
-        found = rename(part, shapes)
+        found = rename_component_tensors(part, shapes)
         is_laid_out = bool(laid_out) and laid_out.items() <= found.items()
         if seen not in taken and (is_laid_out or _is_held(module, found)):
             taken.add(seen)
@@ -96,7 +96,7 @@ def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
             yield Part(name, prefix, wanted)
 
 
-def rename(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def rename_component_tensors(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors under a part's prefix, by the names that its class loads."""
     return {
         part.seen_as + name.removeprefix(part.prefix): value
@@ -144,7 +144,7 @@ def _load_part(source: Source, part: Part, tensors: Mapping[str, torch.Tensor]) 
     from accelerate import init_empty_weights
 
     library, class_name = source.components[part.name]
-    kind, seen = find_class(library, class_name), rename(part, tensors)
+    kind, seen = find_class(library, class_name), rename_component_tensors(part, tensors)
     folder = source.described / part.name
     with describing_failures(source.path, class_name), limited_building():
         if part.laid_out or not (library == "transformers" or hasattr(kind, "from_single_file")):

@@ -32,8 +32,8 @@ from stopdown.module_calls.call import map_tensors
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
-from stopdown.pipelines.requests import PROMPTS, list_needed
-from stopdown.pipelines.skeletons import copy_module
+from stopdown.pipelines.requests import PROMPTS, list_needed_arguments
+from stopdown.pipelines.skeletons import copy_empty_module
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 from stopdown.scaling.graph.capture import find_mode
@@ -172,7 +172,7 @@ def dry_run_program(
         if key not in made:
             dtype = (torch_dtypes or {}).get(callee.component_name)
             try:
-                made[key] = copy_module(owner, dtype)
+                made[key] = copy_empty_module(owner, dtype)
             except Exception as error:  # whatever its attributes raise when they are copied
                 raise ComponentFailed(callee, error) from error
         return dataclasses.replace(callee, owner=made[key])
@@ -325,7 +325,7 @@ def _add_pictures(
     pipe: Any, picture: Any, taken: Mapping[str, Any], has_image: bool
 ) -> dict[str, Any]:
     """Return the other picture arguments that a pipeline needs."""
-    needed, found = list_needed(type(pipe)), dict[str, Any]()
+    needed, found = list_needed_arguments(type(pipe)), dict[str, Any]()
     for name in ("mask_image", "control_mask", "control_image"):
         if name in needed:
             found[name] = picture

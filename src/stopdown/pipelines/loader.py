@@ -46,7 +46,7 @@ from stopdown.errors import SourceError
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.number_formats import FORMATS, list_some, name_dtype
-from stopdown.pipelines.component_files import find_parts, load_parts
+from stopdown.pipelines.component_files import find_file_components, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
 from stopdown.scaling.graph.capture import name_parameters
 from stopdown.sources import hub
@@ -60,7 +60,7 @@ from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, find_weights, read_header
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.source_problems import make_error
+from stopdown.sources.source_problems import make_source_error
 from stopdown.sources.sources import (
     Source,
     list_weight_files,
@@ -92,7 +92,7 @@ def load_pipeline(
     if source.parts:
         held = " and ".join(part.name for part in source.parts)
         kind = source.pipeline_class or "pipeline"
-        raise make_error("parts", path=source.path, held=held, kind=kind, name=source.name)
+        raise make_source_error("parts", path=source.path, held=held, kind=kind, name=source.name)
     with quiet_libraries():
         if source.kind == "file":
             pipe = _load_single_file(source, torch_dtypes, progress)
@@ -150,7 +150,7 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
         pipeline_class=found.pipeline_class,
         components=found.components,
         config=found.path,
-        parts=find_parts(source.path, found),
+        parts=find_file_components(source.path, found),
     )
 
 
@@ -388,7 +388,7 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
     class_name = source.pipeline_class or described.pipeline_class
     pipeline_class = getattr(diffusers, class_name)
     if not hasattr(pipeline_class, "from_single_file"):
-        raise make_error("no-single-file", class_name=class_name)
+        raise make_source_error("no-single-file", class_name=class_name)
     size = source.path.stat().st_size
     _report(progress, source.path.name, 0, size)
     with describing_failures(source.path, class_name), limited_building(), Patches() as patches:
@@ -450,7 +450,7 @@ def _find_configuration(source: Source, progress: Progress | None) -> Source:
         hub.download_snapshot(index, str(where), folders, with_weights=False, progress=progress)
     except SourceError as error:
         said = {"path": source.path, "where": where, "error": error.what}
-        raise make_error("no-description", **said) from error
+        raise make_source_error("no-description", **said) from error
     return described
 
 
@@ -481,5 +481,7 @@ def _identify_checkpoint(source: Source) -> str:
     if not found or (
         is_fallback and not any(name.startswith("model.diffusion_model.") for name in tensors)
     ):
-        raise make_error("unidentified", path=source.path, first=next(iter(tensors), "missing"))
+        raise make_source_error(
+            "unidentified", path=source.path, first=next(iter(tensors), "missing")
+        )
     return found

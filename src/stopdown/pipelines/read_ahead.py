@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 """The system reads at most so much for one request."""
 
 
-class FilePart(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file that are read together: one tensor."""
 
     path: Path
@@ -30,12 +30,13 @@ class FilePart(NamedTuple):
     size_bytes: int
 
 
-def list_parts(path: Path) -> dict[str, FilePart]:
+def list_byte_ranges(path: Path) -> dict[str, ByteRange]:
     """Return where the values of each tensor lie in a safetensors file."""
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
     return {
-        name: FilePart(path, begin + x.start, x.size_bytes) for name, x in read_header(path).items()
+        name: ByteRange(path, begin + x.start, x.size_bytes)
+        for name, x in read_header(path).items()
     }
 
 
@@ -48,7 +49,7 @@ class ReadAhead:
         parts: in the order in which they will be used.
     """
 
-    def __init__(self, parts: Iterable[FilePart]) -> None:
+    def __init__(self, parts: Iterable[ByteRange]) -> None:
         self._parts, self._used_bytes, self._has_ended = list(parts), 0, False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._go, daemon=True)

@@ -238,7 +238,7 @@ def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
     return list(given)
 
 
-def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
+def name_pipeline_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
     """Return the fields of a request by the argument names of a pipeline class; loads nothing.
 
     Raises:
@@ -248,14 +248,16 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
     refused: list[str] = []
     for name in _NAMES:
         value = getattr(request, name)
-        target = find_target(name, pipeline_class)
+        target = find_pipeline_argument(name, pipeline_class)
         if value is None or (target is None and _is_in_media(name, request)):
             continue
         if target is None:
             refused.append(name)
             continue
         if target in arguments:
-            names = [f"`{x}`" for x in _NAMES if find_target(x, pipeline_class) == target]
+            names = [
+                f"`{x}`" for x in _NAMES if find_pipeline_argument(x, pipeline_class) == target
+            ]
             raise OptionError(
                 f"{' and '.join(names)} were both given, and {pipeline_class.__name__} has one argument "
                 f"for them: {target}.",
@@ -303,7 +305,7 @@ def refuse_missing_prompt(class_name: str, components: Iterable[str], request: R
         raise _describe_missing(class_name, "`prompt`", _GIVE_PROMPT)
 
 
-def list_needed(pipeline_class: type) -> list[str]:
+def list_needed_arguments(pipeline_class: type) -> list[str]:
     """List the arguments that a pipeline's call needs, in the order of its signature."""
     taken = _read_signature(pipeline_class)
     needed = {name for name, x in taken.items() if x.default is inspect.Parameter.empty}
@@ -315,7 +317,7 @@ def list_needed(pipeline_class: type) -> list[str]:
     starts_from = "strength" in taken or "mask_image" in taken
     if starts_from and not {"video", "conditions"} & set(taken):
         needed.add("image")
-    if find_target("control_image", pipeline_class) == "image":
+    if find_pipeline_argument("control_image", pipeline_class) == "image":
         needed.add("image")
     return [name for name in taken if name in needed]
 
@@ -344,12 +346,12 @@ def _is_optional(name: str, pipeline_class: type) -> bool:
 
 def list_needed_fields(pipeline_class: type) -> list[str]:
     """List the attributes of a request that a pipeline's call needs."""
-    needed = list_needed(pipeline_class)
-    named = {find_target(name, pipeline_class): name for name in _NAMES}
+    needed = list_needed_arguments(pipeline_class)
+    named = {find_pipeline_argument(name, pipeline_class): name for name in _NAMES}
     return [named[target] for target in needed if target in named]
 
 
-def explain_refusal(
+def explain_pipeline_error(
     pipeline_class: type, arguments: Mapping[str, Any], error: Exception
 ) -> OptionError:
     """Return the error for a pipeline whose own code failed before its first component call.
@@ -402,7 +404,9 @@ def say_what_to_change(pipeline_class: type, text: str) -> str:
     named = [x for x in _read_signature(pipeline_class) if x in words]
     fields = [x for x in (_find_field(pipeline_class, name) for name in named) if x]
     fields += [
-        x for x in _NAMES if x in words and x not in fields and find_target(x, pipeline_class)
+        x
+        for x in _NAMES
+        if x in words and x not in fields and find_pipeline_argument(x, pipeline_class)
     ]
     if fields:
         return f"Change {' and '.join(f'`{x}`' for x in fields)}."
@@ -424,7 +428,7 @@ def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
     return {n: x for n, x in taken.items() if n != "self" and x.kind not in kinds}
 
 
-def find_target(name: str, pipeline_class: type) -> str | None:
+def find_pipeline_argument(name: str, pipeline_class: type) -> str | None:
     """Return a pipeline's argument for an attribute of a request; None if it has none."""
     taken = _read_signature(pipeline_class)
     found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
@@ -446,7 +450,7 @@ def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) 
             not suit its configs.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
-    arguments = name_arguments(type(pipe), request)
+    arguments = name_pipeline_arguments(type(pipe), request)
     if chooses_sides:
         arguments = {**list_own_sides(pipe, request), **arguments}
     arguments |= _prepare_media(arguments, request)
@@ -486,7 +490,9 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
 def _list_missing(pipeline_class: type, arguments: Mapping[str, Any]) -> list[str]:
     """List the arguments that a pipeline's call needs and that were not given."""
     has_prompt = any(arguments.get(name) is not None for name in ("prompt", "prompt_embeds"))
-    missing = [name for name in list_needed(pipeline_class) if arguments.get(name) is None]
+    missing = [
+        name for name in list_needed_arguments(pipeline_class) if arguments.get(name) is None
+    ]
     return [name for name in missing if name != "prompt" or not has_prompt]
 
 
@@ -500,7 +506,7 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]) -> OptionError:
     """Describe every problem of a request whose attributes a pipeline does not take."""
-    taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
+    taken = [f"`{other}`" for other in _NAMES if find_pipeline_argument(other, pipeline_class)]
     refused = " and ".join(f"`{name}`" for name in names)
     also, how = "", ""
     if missing:
@@ -553,7 +559,10 @@ _GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
     """Refuse a strength that leaves no step: pipelines then fail with all kinds of errors."""
     taken = _read_signature(pipeline_class)
-    if not {"image", "video"} & set(list_needed(pipeline_class)) or "denoising_start" in arguments:
+    if (
+        not {"image", "video"} & set(list_needed_arguments(pipeline_class))
+        or "denoising_start" in arguments
+    ):
         return
     names = ("num_inference_steps", "strength")
     steps, strength = (
@@ -571,7 +580,7 @@ def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 def _find_field(pipeline_class: type, argument: str) -> str:
     """Return the attribute of a request for an argument of a pipeline's call; "" if there is none."""
-    names = [name for name in _NAMES if find_target(name, pipeline_class) == argument]
+    names = [name for name in _NAMES if find_pipeline_argument(name, pipeline_class) == argument]
     return names[-1] if names else ""  # a picture that is a control is called so
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stopdown.errors import OptionError
 from stopdown.frames.media import SOUNDS, choose_format
-from stopdown.pipelines.requests import Request, find_frames, find_target
+from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ class Result:
 
 def find_output_kind(pipeline_class: type) -> OutputKind:
     """Return the kind of a pipeline's output; "" for outputs such as embeddings."""
-    if any(find_target(name, pipeline_class) for name in ("frames", "video")):
+    if any(find_pipeline_argument(name, pipeline_class) for name in ("frames", "video")):
         return "video"
     if "frame_size" in inspect.signature(pipeline_class.__call__).parameters:
         return "video"  # ShapE turns its object
@@ -117,7 +117,7 @@ def count_frames(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
     kind = find_output_kind(pipeline_class)
     if kind == "sound":
         return 0
-    is_told = any(find_target(name, pipeline_class) for name in ("frames", "video"))
+    is_told = any(find_pipeline_argument(name, pipeline_class) for name in ("frames", "video"))
     return find_frames(pipe, dict(arguments)) if is_told or kind != "video" else None
 
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
-from stopdown.fold_names import list_folds, list_runs, spread_columns, spread_rows
+from stopdown.fold_names import list_equal_runs, list_folds, spread_columns, spread_rows
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.component_files import load_parts
@@ -225,7 +225,7 @@ def _spread_component(
             if any(exponent for _, exponent in own):
                 raise ScalingError(f"{component}:{name} is not in the file as it is in the model.")
             continue
-        for start, stop, exponent in list_runs(spread_rows(own, count)):
+        for start, stop, exponent in list_equal_runs(spread_rows(own, count)):
             wanted = numbers.reshape(count, -1)[start:stop].unique().long()
             before = found[wanted]
             if bool(((before != _UNREAD) & (before != exponent)).any()):

@@ -3,8 +3,8 @@
 A component has its real class, and parameters on fake tensors. Only configurations are read, so a
 checkpoint of any size is built in seconds and in next to no memory. `build_skeleton` makes one from a
 Diffusers folder; `copy_skeleton` makes one from a pipeline in memory, with the dtype that each of its
-parameters has; `copy_module` and `copy_to_host` one module of any program. What has no weights (scheduler,
-tokenizer, image processor) is real, or stood in for where its files are missing.
+parameters has; `copy_empty_module` and `copy_to_host` one module of any program. What has no weights
+(scheduler, tokenizer, image processor) is real, or stood in for where its files are missing.
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
 
 Not covered: weights that a quantiser keeps in its own classes.
@@ -80,7 +80,7 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
     return skeleton
 
 
-def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
+def copy_empty_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """Copy a live module without its weights, on its device, with the layers beneath a recorder's.
 
     Args:

@@ -50,7 +50,7 @@ def make_clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-def list_names() -> tuple[str, ...]:
+def list_tiny_pipelines() -> tuple[str, ...]:
     return tuple(read_rules("tiny_pipelines")["pipeline"])
 
 

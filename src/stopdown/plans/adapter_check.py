@@ -36,7 +36,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Adapter:
+class ActiveAdapter:
     """One adapter in a component, over all layers that have it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Structure:
     """
 
     classes: tuple[type, ...]
-    adapters: Mapping[str, Adapter]
+    adapters: Mapping[str, ActiveAdapter]
     fused: frozenset[str]
 
 
@@ -79,11 +79,11 @@ def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
     return Structure(tuple(map(type, modules)), adapters, fused)
 
 
-def _read_adapter(name: str, layers: list[Any]) -> Adapter:
+def _read_adapter(name: str, layers: list[Any]) -> ActiveAdapter:
     active = [x for x in layers if name in x.active_adapters and not x.disable_adapters]
     merged = [x for x in layers if name in x.merged_adapters]
     scales = {float(x.scaling[name]) for x in layers if name in getattr(x, "scaling", {})}
-    return Adapter(len(layers), len(active), len(merged), tuple(sorted(scales)))
+    return ActiveAdapter(len(layers), len(active), len(merged), tuple(sorted(scales)))
 
 
 def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
@@ -129,7 +129,7 @@ def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterat
             yield f"the adapter {name!r} was switched, merged or unmerged"
 
 
-def _show(adapter: Adapter) -> str:
+def _show(adapter: ActiveAdapter) -> str:
     return ", ".join(f"{x:g}" for x in adapter.strengths) or "none"
 
 

@@ -56,7 +56,7 @@ from stopdown.plans.call_recorder import (
     record_calls,
     record_run,
 )
-from stopdown.plans.exponents import describe_failure, scale_component
+from stopdown.plans.exponents import describe_unscaled, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -353,7 +353,7 @@ def _plan_component(
             module, calls, opened.residual, opened.ranges, verify=verify
         )
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
-        why = describe_failure(error)
+        why = describe_unscaled(error)
         return fall_back(bare, opened.stored, why, opened.device, _REFERENCE)
     return describe_scaling(bare, scaling, FP16.name, len(calls), notes)
 

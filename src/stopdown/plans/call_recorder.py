@@ -32,7 +32,7 @@ from stopdown.errors import OptionError, StopdownError, take_first_line
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
+from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_pipeline_error
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_truncation
@@ -109,7 +109,7 @@ def record_calls(
             except Exception as error:  # whatever a pipeline's own code raises for want of an input
                 if recorder.has_denoised:
                     raise
-                raise explain_refusal(type(pipe), arguments, error) from error
+                raise explain_pipeline_error(type(pipe), arguments, error) from error
     return _collect(recorder)
 
 
@@ -200,7 +200,7 @@ Arguments = Mapping[str, Any]
 """Of one call by their names."""
 
 
-def read_call(text: str) -> Arguments:
+def read_call_file(text: str) -> Arguments:
     """Read the arguments in `FILE`; those in `vae.decode=FILE` go below the name of the call."""
     name, is_named, rest = text.partition("=")
     path = Path(rest if is_named else text).expanduser()

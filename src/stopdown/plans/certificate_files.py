@@ -21,7 +21,7 @@ from stopdown.errors import SourceError
 from stopdown.files.outputs import written_beside
 from stopdown.pipelines.loader import complete_source
 from stopdown.plans.certified import TracedCalls, open_component
-from stopdown.plans.certified import find_aliases as find_tied
+from stopdown.plans.certified import find_tied_names as find_tied
 from stopdown.records import ComponentPlan, Plan, describe_other
 from stopdown.scaling import Capture
 from stopdown.scaling.bounds.known_values import Load

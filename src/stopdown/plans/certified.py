@@ -51,7 +51,7 @@ from stopdown.pipelines.loader import (
     load_component,
     load_program,
 )
-from stopdown.pipelines.read_ahead import FilePart, ReadAhead, list_parts
+from stopdown.pipelines.read_ahead import ByteRange, ReadAhead, list_byte_ranges
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeletons import (
     build_component,
@@ -263,7 +263,7 @@ def certify_program(
         entry = ComponentPlan(name, type(module).__name__, "", "as loaded")
         if name in traced:
             tensors = name_parameters(module)
-            load = functools.partial(load_stored, tensors, find_aliases(module), dict)
+            load = functools.partial(load_stored, tensors, find_tied_names(module), dict)
             with bared(bare[name]):
                 entry = _plan_component(context, name, load, traced[name])
         elif PLANNED in vars(module):
@@ -470,15 +470,15 @@ def open_component(
 ) -> Iterator[Load]:
     """Yield a loader of a component's tensors; the system reads files in the order of the module."""
     held: dict[str, Any] = dict(loaded or {})
-    parts: dict[str, FilePart] = {}
+    parts: dict[str, ByteRange] = {}
     buffers = functools.cache(lambda: name_parameters(_make(source, name)))
-    aliases = find_aliases(module)
+    aliases = find_tied_names(module)
     with contextlib.ExitStack() as stack:
         stored = dict[str, StoredTensor]()
         for path in list_weight_files(source)[name] if loaded is None else ():
             file = stack.enter_context(safe_open(path, framework="pt"))
             held.update(dict.fromkeys(file.keys(), file))
-            parts.update(list_parts(path))
+            parts.update(list_byte_ranges(path))
             stored.update(read_header(path))
         if loaded is None and not (_is_plain(source, name) and _fits(module, aliases, stored)):
             # named otherwise in the file, or not the model's: its class takes them, or says why not
@@ -495,7 +495,7 @@ def open_component(
         yield load
 
 
-def find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+def find_tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Map each parameter to all names of its tensor; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for key, tensor in module.named_parameters(remove_duplicate=False):

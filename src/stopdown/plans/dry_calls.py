@@ -28,7 +28,7 @@ from stopdown.pipelines.dry_run import (
     dry_run,
     make_arguments,
 )
-from stopdown.pipelines.requests import Request, find_target
+from stopdown.pipelines.requests import Request, find_pipeline_argument
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.scaling import ComponentCall, put_cast
@@ -56,7 +56,9 @@ def list_source_calls(
         )
     dtypes = dict.fromkeys(source.components, torch.float16)
     skeleton = build_skeleton(source, dtypes, keep_fp32=False)
-    targets = {find_target(name, type(skeleton)): size for name, size in (sizes or {}).items()}
+    targets = {
+        find_pipeline_argument(name, type(skeleton)): size for name, size in (sizes or {}).items()
+    }
     return _list_calls(skeleton, {name: size for name, size in targets.items() if name and size})
 
 

@@ -53,7 +53,7 @@ def scale_component(
     except (
         Exception
     ) as error:  # a model's code may do anything with a call that its authors never made
-        note = f"Encoding was not measured: {describe_failure(error)}"
+        note = f"Encoding was not measured: {describe_unscaled(error)}"
         return find(real), (note,)
 
 
@@ -99,7 +99,7 @@ def _runs(module: torch.nn.Module, call: ComponentCall) -> bool:
     return True
 
 
-def describe_failure(error: Exception) -> str:
+def describe_unscaled(error: Exception) -> str:
     """Explain in a sentence why a component was not scaled."""
     if isinstance(error, (CaptureError, ScalingError)):
         return error.what

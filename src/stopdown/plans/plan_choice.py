@@ -82,7 +82,7 @@ def choose_plan(
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class ExponentNeed:
     """Whether a run needs exponents.
 
     Attributes:
@@ -96,20 +96,20 @@ class Need:
     others: Mapping[str, str]
 
 
-def find_need(source: Source, precision: str, device: Device) -> Need:
+def find_need(source: Source, precision: str, device: Device) -> ExponentNeed:
     """Find whether a source needs exponents for a precision, from configurations and headers alone."""
     asked, facts, supports = parse_request(precision), gather_facts(source), probe_formats(device)
     decided = decide(facts, supports, precision)
     if asked.get("") == "auto":
         why = "" if device.type == "cpu" else explain_plan(facts, supports)
-        return Need(why, decided, {})
+        return ExponentNeed(why, decided, {})
     rescaled = list_rescaled(asked, {entry.name: entry.calls for entry in facts})
     others = {
         name: PLAIN_FP16 if asked.get(name) == PLAIN_FP16 else widest
         for name, widest in widest_by_component(decided).items()
         if name not in rescaled
     }
-    return Need("fp16 was requested" if rescaled else "", decided, others)
+    return ExponentNeed("fp16 was requested" if rescaled else "", decided, others)
 
 
 def find_or_certify(

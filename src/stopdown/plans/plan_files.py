@@ -126,7 +126,7 @@ def read_carried_plan(content: Mapping[str, Any]) -> Plan:
             expected="A plan cannot be edited, because each exponent depends on all others.",
             remedy=remedy,
         )
-    if faults := list(list_faults(plan)):
+    if faults := list(list_plan_faults(plan)):
         raise PlanError(
             f"{place} has values that no plan has: {'; '.join(faults[:MOST_NAMED])}.",
             remedy=remedy,
@@ -177,7 +177,7 @@ def read_plan(path: str | Path) -> Plan:
             expected="A plan cannot be edited, because each exponent depends on all others.",
             remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
         )
-    faults = list(list_faults(plan))
+    faults = list(list_plan_faults(plan))
     if faults:
         more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         raise PlanError(
@@ -237,7 +237,7 @@ _PATH = re.compile(r"[^\x00-\x1f\x7f./\\\[\]]{1,200}(\.[^\x00-\x1f\x7f./\\\[\]]{
 _FOLD = re.compile(r"(?P<name>[^\[]+)(\[(:,)?(?P<start>\d{1,9}):(?P<stop>\d{1,9})\])?", re.ASCII)
 
 
-def list_faults(plan: Plan) -> Iterator[str]:
+def list_plan_faults(plan: Plan) -> Iterator[str]:
     """Yield the faults of a plan, each as a part of a sentence."""
     if plan.precision not in FORMATS:
         yield f"the precision {plan.precision[:40]!r}"

@@ -16,7 +16,7 @@ from stopdown.component_calls.components import (
     find_callees,
     find_components,
     find_kept_fp32,
-    list_calls,
+    list_call_names,
 )
 from stopdown.devices.environment import Device, Support
 from stopdown.interception.patches import Patches
@@ -70,7 +70,7 @@ def _gather_component(
     configs: Mapping[str, Mapping[str, Any]],
 ) -> ComponentFacts:
     module_class = find_class(*source.components[name])
-    calls = list_calls(name, module_class)
+    calls = list_call_names(name, module_class)
     kept = {precision: find_kept_fp32(module_class, precision) for precision in PRECISIONS}
     force_upcast = bool(configs.get(name, {}).get("force_upcast", False)) and len(calls) == 2
     return ComponentFacts(name, calls, stored, kept, force_upcast)

@@ -18,7 +18,7 @@ from stopdown.component_call_names import name_component
 from stopdown.devices.environment import Support
 from stopdown.memory.forecast import (
     Fit,
-    choose,
+    choose_prediction,
     estimate_time,
     make_rows,
 )
@@ -121,7 +121,7 @@ def describe_choices(plan: Plan) -> tuple[ComponentPlan, ...]:
     )
 
 
-def count_bits(plan: Plan) -> int:
+def count_significant_bits(plan: Plan) -> int:
     """Return the significant bits of the coarsest format of a plan."""
     return min(FORMATS[name].significant_bits for name in read_formats(plan).values())
 
@@ -184,10 +184,10 @@ def choose_way(found: Sequence[Fit], limit_bytes: int) -> tuple[Plan, Prediction
     fitting = [
         (one.plan, prediction, estimate_time(prediction, one.speed))
         for one in found
-        if (prediction := choose(one, limit_bytes)) is not None
+        if (prediction := choose_prediction(one, limit_bytes)) is not None
     ]
     if all(one.speed is not None for one in found):
-        fitting.sort(key=lambda one: (round(one[2], 9), -count_bits(one[0])))
+        fitting.sort(key=lambda one: (round(one[2], 9), -count_significant_bits(one[0])))
     return fitting[0][:2] if fitting else None
 
 

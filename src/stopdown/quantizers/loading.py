@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from stopdown.checkpoints.text_encoders import list_calls
+from stopdown.checkpoints.text_encoders import make_encoder_calls
 from stopdown.component_calls.components import (
     cast_component_,
     is_of_transformers,
@@ -347,7 +347,7 @@ class ModelLoad(SameInCopies):
             )
         named = {folder.name: ("transformers", type(module).__name__)}
         lone = Source(str(folder), folder.parent, "component", components=named)
-        calls = {folder.name: list_calls(module, states=True, lengths=(_TOKENS,))}
+        calls = {folder.name: make_encoder_calls(module, states=True, lengths=(_TOKENS,))}
         return find_or_certify(lone, device, calls=calls), folder.name
 
 

@@ -229,7 +229,7 @@ def _list_carried(source: Source) -> dict[str, StopdownConfig]:
     }
 
 
-def join_plans(config: PipelineQuantizationConfig) -> Plan:
+def join_config_plans(config: PipelineQuantizationConfig) -> Plan:
     """Return the plan of a pipeline, from the configs that `quantization` made."""
     configs = [x for x in config.quant_mapping.values() if isinstance(x, StopdownConfig)]
     plans = [x.plan for x in configs if x.plan is not None]

@@ -195,7 +195,7 @@ class HeatMap:
         return 26 if self.steps == 1 else max(4, min(14, 240 // self.steps))
 
 
-def describe_least(heat: Bits) -> str:
+def describe_least_headroom(heat: Bits) -> str:
     """Describe the least headroom of a map and its place; "" if the map is empty."""
     known = [(x, path) for path, row in heat.items() for x in row if x is not None]
     least = min(known, key=lambda found: found[0], default=None)

@@ -168,7 +168,7 @@ def _read_template(name: str) -> Any:
         "number": format_number,
         "bits": format_bits,
         "bin": figures.choose_bin,
-        "least": figures.describe_least,
+        "least": figures.describe_least_headroom,
     }
     return environment.get_template(name)
 

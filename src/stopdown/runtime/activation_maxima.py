@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from stopdown.component_call_names import is_inside
-from stopdown.component_calls.components import find_blocks
-from stopdown.interception.module_paths import list_parts
+from stopdown.component_calls.components import list_block_paths
+from stopdown.interception.module_paths import list_modules
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.module_calls.call_interception import find_code
@@ -90,7 +90,7 @@ def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxi
     for path in find_clamping(module):
         if not is_inside(path, *compiled):
             _hook(module, path, functools.partial(_note_clamp, notes, path), patches)
-    for path in find_blocks(module) if maxima else ():
+    for path in list_block_paths(module) if maxima else ():
         if not is_inside(path, *compiled):
             _hook(module, path, functools.partial(_note_block, notes, path), patches)
 
@@ -123,7 +123,7 @@ def _bound(tensor: torch.Tensor) -> Bounds:
 
 def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
     """Find the paths of the modules that run as compiled code; "" is the component itself."""
-    if not any(map(is_compiled, list_parts(module))):
+    if not any(map(is_compiled, list_modules(module))):
         return ()
     return tuple(path for path, child in module.named_modules() if is_compiled(child))
 
@@ -153,7 +153,7 @@ def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
     T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504. A `clamp`, `clip`
     or `nan_to_num` beside that number or `finfo` shows it, unless it is in a function that `forward` calls.
     """
-    kinds: set[Any] = {type(part) for part in list_parts(component)}
+    kinds: set[Any] = {type(part) for part in list_modules(component)}
     if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):
         return ()
     return tuple(path for path, module in component.named_modules() if _clamps(type(module)))  # type: ignore[arg-type]

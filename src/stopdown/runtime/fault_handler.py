@@ -37,14 +37,14 @@ from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_re
 from stopdown.runtime.fault_texts import (
     Fault,
     describe_counts,
-    make_error,
+    make_fault_error,
     name_fault,
     word_overflow,
 )
-from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare, find_meaning
+from stopdown.runtime.meant_values import MEANT, MEANT_STAGES, compare_with_fp32, find_meaning
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import WholeInFp32Error, cast_component, computes_bf16
-from stopdown.runtime.run_check import Origin
+from stopdown.runtime.run_check import FaultOrigin
 from stopdown.runtime.session import Session
 from stopdown.scaling.certificate import describe_least
 from stopdown.scaling.trials.trial import describe_excess, measure_error
@@ -102,7 +102,7 @@ _NARROWED = (
 class FaultHandler:
     """What is done at a fault."""
 
-    def __init__(self, session: Session, find_origin: Callable[[], Origin]) -> None:
+    def __init__(self, session: Session, find_origin: Callable[[], FaultOrigin]) -> None:
         """
         Args:
             find_origin: finds where values came from that are not finite and that no component made.
@@ -298,10 +298,10 @@ class FaultHandler:
         if case.meant is None:
             return False
         try:
-            found, near = compare(output, case.meant), None
+            found, near = compare_with_fp32(output, case.meant), None
             if fault.precision != "fp32":
                 with contextlib.suppress(Exception):  # whatever a model's code does in bf16
-                    near = compare(self._repeat_in(fault, "bf16"), case.meant)
+                    near = compare_with_fp32(self._repeat_in(fault, "bf16"), case.meant)
             if not found.is_within(near):
                 return False
         except ValueError:  # other outputs than in fp32
@@ -593,7 +593,7 @@ class FaultHandler:
             found += f" Tried without success: {' '.join(case.tried)}"
         verdict = word_overflow(case.fault.component, case.culprit.overflow)
         has_bf16 = self._has_bf16(case.fault)
-        error = make_error(case.fault, found, has_bf16=has_bf16, verdict=verdict)
+        error = make_fault_error(case.fault, found, has_bf16=has_bf16, verdict=verdict)
         if self._on_fault == "raise" and case.fault.precision != "fp32":
             error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error

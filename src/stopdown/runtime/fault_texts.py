@@ -80,7 +80,7 @@ def word_overflow(component: str, overflow: str) -> str:
     return f"Overflow in {_NAMES.get(component, f'`{component}`')}: {overflow}." if overflow else ""
 
 
-def make_error(
+def make_fault_error(
     fault: Fault, found: str = "", *, has_bf16: bool, verdict: str = ""
 ) -> NonFiniteError:
     """Make the error that ends a run at a fault.

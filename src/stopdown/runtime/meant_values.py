@@ -98,7 +98,7 @@ class Difference:
         return self.places <= other.places and self.error <= max(ROUNDED_ONCE, other.error)
 
 
-def compare(output: Any, wide: Any) -> Difference:
+def compare_with_fp32(output: Any, wide: Any) -> Difference:
     """Compare a call's output with its output in fp32."""
     places, errors = 0, [0.0]
     for one, other in zip(list_readable(output), list_readable(wide), strict=True):

@@ -112,7 +112,7 @@ def _to_array(picture: Any) -> np.ndarray[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Origin:
+class FaultOrigin:
     """Where a fault began outside of the components.
 
     Attributes:
@@ -124,12 +124,12 @@ class Origin:
     remedy: str
 
 
-def find_origin(
+def find_fault_origin(
     steps: StepCounter,
     repairs: Iterable[Repair],
     given: Mapping[str, Any],
     unwatched: Iterable[str],
-) -> Origin:
+) -> FaultOrigin:
     """Find the origin of the values that are not finite.
 
     Args:
@@ -140,18 +140,18 @@ def find_origin(
     for repair in repairs:
         if repair.action == "none":
             source = repair.module_path if repair.kind == "input" else repair.component
-            return Origin(
+            return FaultOrigin(
                 source, f"It came from {_PLACES.get(source, f'`{source}`')}, as reported.", ""
             )
     for name, value in given.items():
         if spoilt := describe_counts(iterate_tensors(value)):
             what = f"The pipeline was called with {spoilt} in `{name}`."
-            return Origin("pipeline", what, f"Give finite values for {name}.")
+            return FaultOrigin("pipeline", what, f"Give finite values for {name}.")
     made = describe_counts(itertools.islice(iterate_tensors(steps.last_result), 1))
     taken = describe_counts(steps.last_inputs)
     if made and taken:
         what = f"The pipeline's own arithmetic gave its scheduler {taken}{steps.name_last_step()}."
-        return Origin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
+        return FaultOrigin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
     if made:
         name = type(steps.pipe.scheduler).__name__
         remedy = (
@@ -159,9 +159,9 @@ def find_origin(
             f"{name}.from_config(pipe.scheduler.config)."
         )
         what = f"The scheduler ({name}) gave {made}{steps.name_last_step()}, of finite ones."
-        return Origin("scheduler", what, remedy)
+        return FaultOrigin("scheduler", what, remedy)
     what = f"It came from the pipeline's own code. {_say_finite(unwatched)}"
-    return Origin("pipeline", what, _WIDER)
+    return FaultOrigin("pipeline", what, _WIDER)
 
 
 _PLACES = {"scheduler": "the scheduler", "pipeline": "outside of the components"}
@@ -263,7 +263,7 @@ class RunCheck:
             text = f"{finding.module_path}: {finding.evidence} {finding.remedy}"
             self._session.log.report_once("pipeline", f"{finding.kind} {finding.module_path}", text)
 
-    def find_origin(self) -> Origin:
+    def find_origin(self) -> FaultOrigin:
         unseen = [
             f"No tensor could be looked at in what `{call.name}` gave."
             for call in self._session.calls.values()
@@ -275,7 +275,9 @@ class RunCheck:
         ]
         session = self._session
         unwatched = [*unseen, *moved]
-        return find_origin(session.steps, session.log.of_this_run, self._list_given(), unwatched)
+        return find_fault_origin(
+            session.steps, session.log.of_this_run, self._list_given(), unwatched
+        )
 
     def _list_given(self) -> Mapping[str, Any]:
         """Return what this thread called the pipeline with; empty outside of its call."""

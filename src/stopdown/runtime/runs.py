@@ -322,7 +322,7 @@ def _describe_run(
     )
 
 
-def write_record(record: RunRecord, output: str | Path) -> None:
+def write_run_record(record: RunRecord, output: str | Path) -> None:
     """Write the record of a run beside its output, whole or not at all."""
     with written_beside(find_record_path(output), replaces=describe_no_run) as part:
         part.write_text(to_json(record), encoding="utf-8")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from stopdown.errors import OptionError
-from stopdown.fold_names import split_name
+from stopdown.fold_names import split_fold_name
 from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
@@ -341,10 +341,10 @@ def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
     """Join the entries of a tensor's columns, or of a layer's inputs, that all have the same value."""
     values: dict[str, set[Of]] = {}
     for name, value in named.items():
-        values.setdefault(split_name(name)[0], set()).add(value)
+        values.setdefault(split_fold_name(name)[0], set()).add(value)
     joined = {}
     for name, value in named.items():
-        bare, place = split_name(name)
+        bare, place = split_fold_name(name)
         joined[bare if len(place) > 1 and len(values[bare]) == 1 else name] = value
     return joined
 

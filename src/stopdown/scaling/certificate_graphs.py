@@ -18,11 +18,11 @@ import torch
 from torch.fx import Node
 
 import stopdown_verify
-from stopdown.fold_names import name_clamp, split_name
+from stopdown.fold_names import name_clamp, split_fold_name
 from stopdown.operations import Operation, find_operation
 from stopdown.scaling.bounds.evaluation import writes_in_place
 from stopdown.scaling.bounds.input_limits import InputStatement, state_calls
-from stopdown.scaling.bounds.known_values import Load, Operands
+from stopdown.scaling.bounds.known_values import BoundedOperation, Load
 from stopdown.scaling.bounds.propagation import find_aliases
 from stopdown.scaling.bounds.rules import find_written_norm, read_vector_norm
 from stopdown.scaling.bounds.singular_values import MOST_WORK, bound_parts
@@ -125,7 +125,7 @@ class _TensorReader:
         folds = []
         shape = (*self.tensors[key].shape, 1, 1)
         for fold, exponent in scaling.exponents.items():
-            bare, place = split_name(fold)
+            bare, place = split_fold_name(fold)
             if bare in names:
                 dim = len(place) - 1 if place else 0
                 start, stop, _ = (place[-1] if place else slice(None)).indices(shape[dim])
@@ -536,7 +536,7 @@ class _Exporter:
         if not isinstance(other, Node):
             number = float(other) if read_magnitude(node, other) else 0.0
             return {"rule": "multiply", "from": [self._need(first, node)], "number": number}
-        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(BoundedOperation(node, None)) is not None:  # type: ignore[arg-type]
             pair = (
                 (first, other) if is_kind(strip_casts(other), "rsqrt", "power") else (other, first)
             )
@@ -547,7 +547,7 @@ class _Exporter:
 
     def _export_divide(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         number = given["other"]
-        if find_written_norm(Operands(node, None)) is not None:  # type: ignore[arg-type]
+        if find_written_norm(BoundedOperation(node, None)) is not None:  # type: ignore[arg-type]
             made = {"rule": "power", "halves": -2, "from": [self._need(number, node)]}
             below = self._add(node, made, shape_of(number))
             return {"rule": "unit", "from": [self._first(node), below]}

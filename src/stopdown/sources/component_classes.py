@@ -15,7 +15,7 @@ from stopdown.errors import SourceError, StopdownError, take_first_line, take_on
 from stopdown.interception.patches import Patches
 from stopdown.sources.headers import StoredTensor
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.source_problems import make_error
+from stopdown.sources.source_problems import make_source_error
 from stopdown.sources.sources import list_modules_with
 
 MOST_PARTS = 200_000
@@ -33,11 +33,11 @@ def find_class(library: str, class_name: str) -> Any:
         package = library.partition(".")[0]
         version = importlib.import_module(package).__version__
         said = {"class_name": class_name, "library": library, "package": package}
-        raise make_error(
+        raise make_source_error(
             "no-class", **said, version=version, error=take_first_line(error)
         ) from error
     if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
-        raise make_error("no-component-class", library=library, class_name=class_name)
+        raise make_source_error("no-component-class", library=library, class_name=class_name)
     return found
 
 
@@ -76,7 +76,7 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
         values += part.numel() if isinstance(part, torch.Tensor) else 0
         if count > MOST_PARTS or values > most:
             found = f"more than {MOST_PARTS} parts" if count > MOST_PARTS else f"{values} values"
-            raise make_error("too-many", found=found, module=type(module).__name__)
+            raise make_source_error("too-many", found=found, module=type(module).__name__)
 
     hooks = torch.nn.modules.module
     with Patches() as patches:
@@ -98,16 +98,16 @@ def describing_failures(path: Path, class_name: str, *, has_weights: bool = True
         raise
     except ImportError as error:
         said = {"class_name": class_name, "path": path, "error": _shorten(error)}
-        raise make_error("no-library", **said) from error
+        raise make_source_error("no-library", **said) from error
     except Exception as error:  # no list is long enough for wrong configurations
         if has_weights:
             raise describe_misfit(path, class_name, _shorten(error)) from error
         said = {"class_name": class_name, "path": path, "error": _shorten(error)}
-        raise make_error("not-built", **said) from error
+        raise make_source_error("not-built", **said) from error
 
 
 def describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
-    return make_error("misfit", path=path, class_name=class_name, reason=reason)
+    return make_source_error("misfit", path=path, class_name=class_name, reason=reason)
 
 
 def _shorten(error: Exception) -> str:

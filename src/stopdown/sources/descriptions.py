@@ -73,7 +73,7 @@ def read_table(path: Path) -> dict[str, Any]:
     return read_json_table(path, most_bytes=most, allows_infinity="config" in path.name)
 
 
-def find_code(content: dict[str, Any]) -> Iterator[str]:
+def list_custom_code(content: dict[str, Any]) -> Iterator[str]:
     """Yield the paths of fields that ask for classes of the model's own."""
     return (
         path for path, key, value in _walk(content) if key == "auto_map" or (key in _CODE and value)

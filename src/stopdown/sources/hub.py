@@ -31,7 +31,7 @@ from typing import Any
 from stopdown.errors import SourceError, StopdownError
 from stopdown.number_formats import find_format, format_bytes
 from stopdown.sources.headers import RESCALED_ENTRY, choose_weights
-from stopdown.sources.source_problems import make_error
+from stopdown.sources.source_problems import make_source_error
 
 Progress = Callable[[str, str, int, int], None]
 """Called with the stage (`download`, `load`, `measure`…), what is done in it, how much of it and of how
@@ -90,7 +90,7 @@ def download_snapshot(
     needed, free = _count_missing(files, chosen, index.parent), shutil.disk_usage(index.parent).free
     if needed > free:
         said = {"needed": format_bytes(needed), "free": format_bytes(free)}
-        raise make_error("no-room", repo=repo, folder=index.parent.parent.parent, **said)
+        raise make_source_error("no-room", repo=repo, folder=index.parent.parent.parent, **said)
     before = 0
     for names in _order_files(files, chosen):
         with _asking(repo, None):
@@ -176,7 +176,7 @@ def _check_files(paths: list[Path], repo: str) -> None:
             path.unlink()
             blob.unlink(missing_ok=True)
             said = {"path": path.name, "hub": _read_endpoint(), "repo": repo, "blob": blob.name}
-            raise make_error("other-hash", **said)
+            raise make_source_error("other-hash", **said)
 
 
 def _compute_hash(blob: Path) -> str | None:
@@ -201,7 +201,7 @@ def _asking(repo: str, revision: str | None) -> Iterator[None]:
     except StopdownError:
         raise
     except Exception as error:
-        raise describe_failure(error, repo, revision) from error
+        raise describe_hub_failure(error, repo, revision) from error
 
 
 MOST_UNANSWERED = 3
@@ -235,7 +235,7 @@ def _careful_client() -> Iterator[None]:
         waits.since = now
         if waits.vain == MOST_UNANSWERED:
             said = {"hub": _read_endpoint(), "most": MOST_UNANSWERED, "patience": f"{most:g}"}
-            raise make_error("silence", **said)
+            raise make_source_error("silence", **said)
         limits = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {
             name: min(limits.get(name) or most, most)
@@ -309,16 +309,14 @@ def _check_name(header: str, text: str | None) -> None:
     """Refuse a header that the client would use as a file name if it is not a valid one."""
     name = (text or "").removeprefix("W/").strip('"')
     if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
-        raise make_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
+        raise make_source_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
 
 
 Headers = Sequence[tuple[str, Any]]
 """Component and header of each of its files, as `huggingface_hub` reads it."""
 
 
-def read_remote_headers(
-    repo: str, commit: str, folders: tuple[str, ...], variant: str = ""
-) -> Headers:
+def fetch_headers(repo: str, commit: str, folders: tuple[str, ...], variant: str = "") -> Headers:
     """Read the headers of weights that stay on the Hub; empty if the Hub cannot be asked.
 
     Each header is fetched by an HTTP range, once in a process: a commit does not change.
@@ -428,7 +426,7 @@ def explain_conversion(place: str) -> str:
     )
 
 
-def describe_failure(error: Exception, repo: str, revision: str | None) -> SourceError:
+def describe_hub_failure(error: Exception, repo: str, revision: str | None) -> SourceError:
     from huggingface_hub import errors
 
     kinds: dict[type[Exception], str] = {  # the first that fits: some are kinds of others
@@ -443,14 +441,14 @@ def describe_failure(error: Exception, repo: str, revision: str | None) -> Sourc
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
-            return make_error("offline", repo=repo)
+            return make_source_error("offline", repo=repo)
         cause, hub = _find_root_cause(error), _read_endpoint()
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status in (401, 403):
-            return make_error("refused-by-hub", repo=repo, hub=hub, status=status)
+            return make_source_error("refused-by-hub", repo=repo, hub=hub, status=status)
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        return make_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
-    return make_error(name, repo=repo, hub=_read_endpoint(), revision=revision)
+        return make_source_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
+    return make_source_error(name, repo=repo, hub=_read_endpoint(), revision=revision)
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
@@ -478,7 +476,7 @@ def _list_files(repo: str, commit: str) -> dict[str, Any] | None:
     except StopdownError:
         raise
     except Exception as error:
-        failure = describe_failure(error, repo, commit)
+        failure = describe_hub_failure(error, repo, commit)
         if _find_root_cause(error).__class__.__module__.startswith("http"):
             return None  # no connection: what is in the cache may be enough
         raise failure from error

@@ -114,7 +114,7 @@ def is_lora_file(path: Path) -> bool:
     return sum(_ADAPTER.search(name) is not None for name in names) > len(names) / 4
 
 
-def split_name(name: str) -> tuple[str, str] | None:
+def split_lora_name(name: str) -> tuple[str, str] | None:
     """Split a name in a LoRA file into its layer and the role of the tensor; None for any other name."""
     found = _SUFFIX.match(name)
     if found is None:
@@ -128,7 +128,7 @@ def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
 
     Trainers always use the latter.
     """
-    from stopdown.sources.single_file_names import read_layouts, rename
+    from stopdown.sources.single_file_names import read_layouts, rename_tensor
 
     rules = read_layouts()["open_clip"].rules
     for name in names:
@@ -137,7 +137,7 @@ def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
             continue
         for own in _CLIP_LAYERS:
             path = f"text_model.encoder.layers.{found['number']}.{own}"
-            target, _, place = rename(f"{path}.weight", rules, {"last": 0}).partition("@")
+            target, _, place = rename_tensor(f"{path}.weight", rules, {"last": 0}).partition("@")
             yield Layer(
                 component,
                 found["prefix"].removesuffix("model.") + path,

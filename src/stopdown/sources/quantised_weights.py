@@ -81,7 +81,7 @@ MARKS = ("scaled_fp8", "comfy_quant", "weight_format")
 """Last parts of the names of tensors that only say how others are stored."""
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuantisedLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one program names the tensors of a quantised weight: a row of `quantised_layouts.toml`."""
 
     name: str
@@ -135,7 +135,7 @@ def _read_weight(
     name: str, tensors: Mapping[str, StoredTensor], methods: Mapping[str, str]
 ) -> QuantisedWeight | None:
     entry = tensors[name]
-    for layout in read_rows("quantised_layouts", "layout", Layout):
+    for layout in read_rows("quantised_layouts", "layout", QuantisedLayout):
         layer = name.removesuffix(layout.codes).removesuffix(".")
         scale = _join(layer, layout.scale)
         if not name.endswith(layout.codes) or scale not in tensors:

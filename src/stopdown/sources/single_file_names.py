@@ -80,7 +80,7 @@ def find_whole(pipeline_class: str) -> Whole:
     return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
 
-def find_folder(component: str) -> str:
+def find_comfyui_folder(component: str) -> str:
     """Return the folder of ComfyUI's models for a component's file."""
     for prefix, folder in (("text_encoder", "text_encoders"), ("vae", "vae")):
         if component.startswith(prefix):
@@ -116,7 +116,7 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
     numbers = _count(module, names)
     made: dict[str, list[Piece]] = {}
     for name in names:
-        target, _, mark = rename(name, rules, numbers).partition("@")
+        target, _, mark = rename_tensor(name, rules, numbers).partition("@")
         order = int(mark) if mark.isdigit() else 0
         made.setdefault(target, []).append(Piece(order, name, "" if mark.isdigit() else mark))
     return {target: tuple(sorted(pieces)) for target, pieces in made.items()}
@@ -132,7 +132,7 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
     return found
 
 
-def rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
+def rename_tensor(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
     """Return the name of a tensor in a single file, followed by `@` and its change or place, if any."""
     for pattern, replacement in rules:
         name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
@@ -212,7 +212,7 @@ def list_merged(module: torch.nn.Module, table: str = "") -> dict[str, str]:
     return {f"{x}.{end}": f"{name}.{end}" for name, x in merged for end in ("weight", "bias")}
 
 
-def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+def find_arranged_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of `arrange`; empty for a class without a table."""
     if type(module).__name__ not in read_layouts():
         return {}

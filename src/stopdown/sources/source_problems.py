@@ -14,7 +14,7 @@ PICKLED, MISSING = 2, 3
 """Ranks of problems."""
 
 
-class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SourceProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that is wrong with a source; the lowest rank is the worst."""
 
     name: str
@@ -28,21 +28,21 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def _read_problems() -> dict[str, Problem]:
-    return {row.name: row for row in read_rows("source_problems", "problem", Problem)}
+def _read_problems() -> dict[str, SourceProblem]:
+    return {row.name: row for row in read_rows("source_problems", "problem", SourceProblem)}
 
 
-def make_problem(name: str, /, **values: Any) -> Problem:
+def make_problem(name: str, /, **values: Any) -> SourceProblem:
     row = _read_problems()[name]
     texts = (text.format(**values) for text in (row.what, row.expected, row.remedy))
-    return Problem(name, row.rank, *texts)
+    return SourceProblem(name, row.rank, *texts)
 
 
-def make_error(name: str, /, **values: Any) -> SourceError:
+def make_source_error(name: str, /, **values: Any) -> SourceError:
     return make_problem(name, **values).as_error()
 
 
-def refuse_problems(name: str, problems: list[Problem]) -> None:
+def refuse_problems(name: str, problems: list[SourceProblem]) -> None:
     """Raise one SourceError for all problems of a source, worst first; do nothing without any."""
     if not problems:
         return

@@ -33,9 +33,9 @@ from stopdown.number_formats import list_some
 from stopdown.sources import hub
 from stopdown.sources.descriptions import (
     BUILT_IN,
-    find_code,
     find_excess,
     find_kernels,
+    list_custom_code,
     read_description,
     read_table,
 )
@@ -54,9 +54,9 @@ from stopdown.sources.hub import Progress
 from stopdown.sources.source_problems import (
     MISSING,
     PICKLED,
-    Problem,
-    make_error,
+    SourceProblem,
     make_problem,
+    make_source_error,
     refuse_problems,
 )
 
@@ -192,7 +192,7 @@ def resolve_source(
     """
     check_libraries()
     if not isinstance(source, (str, Path)):
-        raise make_error("no-name", kind=type(source).__name__)
+        raise make_source_error("no-name", kind=type(source).__name__)
     refuse_ignored(source, revision, config)
     found = _resolve(source, revision, variant or "", progress, with_weights)
     if found.kind == "file":
@@ -202,7 +202,7 @@ def resolve_source(
     found = replace(found, variant=variant)
     is_here = with_weights or found.kind != "hub"
     if is_here and any(list_weight_files(found).values()) and not _has_variant(found):
-        raise make_error("no-variant", name=text_of(source), variant=variant)
+        raise make_source_error("no-variant", name=text_of(source), variant=variant)
     return found
 
 
@@ -233,7 +233,7 @@ def check_libraries() -> None:
     ]
     if wrong:
         needed = ", ".join(f"{name} {least}" for name, least in NEEDED.items())
-        raise make_error("libraries", found=", ".join(wrong), needed=needed)
+        raise make_source_error("libraries", found=", ".join(wrong), needed=needed)
 
 
 def _resolve(
@@ -248,7 +248,7 @@ def _resolve(
         return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
     path = _find_path(source)
     if os.path.exists(path) and make_printable(str(path.absolute())) != str(path.absolute()):
-        raise make_error("no-text", path=text)
+        raise make_source_error("no-text", path=text)
     if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
         return _read_folder(text, path, "folder")
     if os.path.exists(path):
@@ -291,7 +291,7 @@ def read_remote_headers(source: Source) -> hub.Headers:
     if source.kind != "hub":
         return ()
     names = tuple(name for name, has in _list_folders(source).items() if has)
-    return hub.read_remote_headers(source.name, source.revision, names, source.variant)
+    return hub.fetch_headers(source.name, source.revision, names, source.variant)
 
 
 def _list_folders(source: Source) -> dict[str, bool]:
@@ -356,12 +356,12 @@ def _looks_like_path(text: str) -> bool:
 def _describe_unknown(text: str) -> SourceError:
     text = text_of(text)
     if _looks_like_path(text) or "/" in text or "\\" in text:
-        return make_error("no-path", path=text)
+        return make_source_error("no-path", path=text)
     bundled = list_bundled()
     near = difflib.get_close_matches(text, bundled, n=1)
     remedy = f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder."
     known = ", ".join(bundled) or "none is installed"
-    return make_error("unknown", name=text, known=known, remedy=remedy)
+    return make_source_error("unknown", name=text, known=known, remedy=remedy)
 
 
 def _has_variant(source: Source) -> bool:
@@ -373,7 +373,7 @@ def _read_file(name: str, path: Path) -> Source:
     if path.suffix.lower() in hub.PICKLES:
         raise hub.refuse_pickles("SOURCE", [str(path)])
     if path.suffix.lower() not in WEIGHT_FILES:
-        raise make_error("no-weight-file", path=path)
+        raise make_source_error("no-weight-file", path=path)
     return Source(name, path, "file")
 
 
@@ -384,7 +384,7 @@ def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"
     content = read_description(index)
     for key in filter(lambda key: _is_component(key, content[key]), content):
         if not _NAME.fullmatch(key):
-            raise make_error("component-name", index=index, key=key)
+            raise make_source_error("component-name", index=index, key=key)
     components = {
         key: (str(value[0]), str(value[1]))
         for key, value in content.items()
@@ -413,7 +413,7 @@ def _describe_plain_folder(path: Path) -> SourceError:
         remedy = f"For a single file write {path / files[0]}."
     else:
         remedy = "Save a pipeline there with pipe.save_pretrained(folder), or give another folder."
-    return make_error("plain-folder", path=path, remedy=remedy)
+    return make_source_error("plain-folder", path=path, remedy=remedy)
 
 
 def verify_source(source: Source) -> None:
@@ -433,7 +433,7 @@ def verify_descriptions(source: Source) -> None:
     refuse_problems(source.name, found)
 
 
-def _find_refusals(source: Source) -> Iterator[Problem]:
+def _find_refusals(source: Source) -> Iterator[SourceProblem]:
     """Yield the problems in `model_index.json` alone: foreign code and unknown classes."""
     index = source.path / "model_index.json"
     content = read_description(index)
@@ -510,7 +510,7 @@ def _find_diffusers() -> Path:
     return Path(next(iter(found.submodule_search_locations)))
 
 
-def _find_damages(source: Source) -> Iterator[Problem]:
+def _find_damages(source: Source) -> Iterator[SourceProblem]:
     for name, (_, class_name) in source.components.items():
         folder = source.path / name
         if folder.is_dir():
@@ -535,7 +535,7 @@ def _makes_itself(pipeline_class: str, name: str) -> bool:
     return has_default and name not in kind._optional_components
 
 
-def find_missing(source: Source) -> list[Problem]:
+def find_missing(source: Source) -> list[SourceProblem]:
     """List the problems of missing weights and folders; empty for a folder of configurations alone."""
     if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
         return []
@@ -544,7 +544,7 @@ def find_missing(source: Source) -> list[Problem]:
 
 def _check_configurations(
     source: Source, name: str, folder: Path, *, may_lack: bool = False
-) -> Iterator[Problem]:
+) -> Iterator[SourceProblem]:
     class_name = source.components[name][1]
     yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
@@ -559,7 +559,7 @@ def _check_configurations(
         )
 
 
-def _check_side_files(folder: Path) -> Iterator[Problem]:
+def _check_side_files(folder: Path) -> Iterator[SourceProblem]:
     """Yield problems of vocabularies and templates that are too large or not regular files."""
     for path in sorted(folder.rglob("*")):
         is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
@@ -569,7 +569,7 @@ def _check_side_files(folder: Path) -> Iterator[Problem]:
                 yield make_problem("side-file", path=path, what=what, most=MOST_BYTES)
 
 
-def _check_configuration(path: Path) -> Iterator[Problem]:
+def _check_configuration(path: Path) -> Iterator[SourceProblem]:
     try:
         content = read_table(path)
     except UnreadableError as error:
@@ -577,7 +577,7 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
         return
     if "config" not in path.name:
         return  # vocabularies name tokens, not choices
-    for where in find_code(content):
+    for where in list_custom_code(content):
         yield make_problem("code", what=f"{path} requires classes of its own ({where})")
     for where in find_kernels(content):
         yield make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
@@ -596,7 +596,7 @@ def _name_configuration(class_name: str) -> tuple[str, ...]:
     return _PROCESSOR_FILES
 
 
-def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
+def _check_weights(folder: Path, source: Source) -> Iterator[SourceProblem]:
     _, files = find_weights(folder, source.variant)
     indices = sorted(folder.glob("*.safetensors.index*.json"))
     if not files and not indices:
@@ -607,15 +607,15 @@ def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
         yield from _check_index(index, {path.name for path in files})
 
 
-def _describe_no_weights(folder: Path, source: Source) -> Problem:
+def _describe_no_weights(folder: Path, source: Source) -> SourceProblem:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
     if not pickles:
         return make_problem("no-weights", folder=folder)
     refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
-    return Problem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
+    return SourceProblem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
 
 
-def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
+def _check_weight_file(path: Path, owner: str) -> Iterator[SourceProblem]:
     try:
         _read_tensors(path)
     except (DamagedFileError, OSError) as error:
@@ -631,14 +631,14 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     return read_shapes(path)
 
 
-def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
+def describe_damage(path: Path, error: Exception, owner: str = "the file") -> SourceProblem:
     """Describe a damaged weight file, whose `owner` is part of the message."""
     kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
     said = {"path": path, "error": error, "kind": kind, "owner": owner}
     return make_problem("weights", **said, real_path=os.path.realpath(path))
 
 
-def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
+def _check_index(index: Path, files: set[str]) -> Iterator[SourceProblem]:
     try:
         shards = read_shard_index(index)
     except DamagedFileError as error:

@@ -14,7 +14,7 @@ from torch import nn
 
 from models.bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
 from models.rescaling_models import EXAMPLES
-from stopdown.scaling.bounds.known_values import Operands
+from stopdown.scaling.bounds.known_values import BoundedOperation
 from stopdown.scaling.bounds.propagation import RULES
 from stopdown.scaling.bounds.values import Bound
 
@@ -117,7 +117,7 @@ def test_draws_find_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that promises nine tenths of its bound is found out by a draw."""
     right = RULES["add"]
 
-    def wrong(op: Operands) -> Bound:
+    def wrong(op: BoundedOperation) -> Bound:
         bound = right(op)
         return Bound(bound.peak * 0.9, bound.norm * 0.9, bound.rows, bound.typical)
 

@@ -25,9 +25,9 @@ from stopdown.scaling.bounds import propagation as bounds_module
 from stopdown.scaling.bounds.affine_rows import AffineRow
 from stopdown.scaling.bounds.evaluation import evaluate
 from stopdown.scaling.bounds.intervals import Interval, make_interval
-from stopdown.scaling.bounds.known_values import Operands
+from stopdown.scaling.bounds.known_values import BoundedOperation
 from stopdown.scaling.bounds.propagation import RULES
-from stopdown.scaling.bounds.row_sums import WEIGHT_FLOOR, is_held
+from stopdown.scaling.bounds.row_sums import WEIGHT_FLOOR, is_exact_in_fp16
 from stopdown.scaling.bounds.values import (
     Bound,
     concatenate,
@@ -181,7 +181,7 @@ def test_a_wrong_rule_is_caught(operation: str, monkeypatch: pytest.MonkeyPatch)
     assert row is not None
     right = RULES[row.bound]
 
-    def wrong(op: Operands) -> Bound:
+    def wrong(op: BoundedOperation) -> Bound:
         bound = right(op)
         return Bound(bound.peak * 0.8, bound.norm * 0.8, bound.rows, bound.typical)
 
@@ -742,11 +742,11 @@ def test_weights_that_fp16_holds_have_no_rounding(monkeypatch: pytest.MonkeyPatc
     exact, none = round_weights(held)
     assert not bool(none.any())
     assert bool((exact < 0.7 * stated).all())
-    assert is_held(held)
-    assert is_held(other.half())
-    assert not is_held(other)
-    assert not is_held(torch.full((2, 2), 1 + 2.0**-11))
-    monkeypatch.setattr(evaluation, "is_held", lambda weight: True)
+    assert is_exact_in_fp16(held)
+    assert is_exact_in_fp16(other.half())
+    assert not is_exact_in_fp16(other)
+    assert not is_exact_in_fp16(torch.full((2, 2), 1 + 2.0**-11))
+    monkeypatch.setattr(evaluation, "is_exact_in_fp16", lambda weight: True)
     monkeypatch.setattr(evaluation, "ROUNDING", {torch.float16: 0.0})
     monkeypatch.setattr(evaluation, "FLOOR", 0.0)
     stated, wrong = round_weights(other)

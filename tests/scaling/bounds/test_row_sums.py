@@ -17,7 +17,7 @@ from stopdown.scaling.bounds.intervals import Interval, bound_interval
 from stopdown.scaling.bounds.row_sums import (
     LOOSE_WEIGHT_FLOOR,
     WEIGHT_FLOOR,
-    find_largest,
+    find_largest_magnitude,
     multiply_rows,
     sum_rows,
 )
@@ -79,7 +79,7 @@ def test_a_part_of_a_weight_has_the_room_of_the_whole() -> None:
     scale, peak = 2.0**-11 / float(weight.abs().max()), torch.ones(1).double()
     stored = (part.double() * scale).half().double() / scale
     own = sum_rows(part, peak)
-    right = sum_rows(part, peak, largest=find_largest(weight))
+    right = sum_rows(part, peak, largest=find_largest_magnitude(weight))
     sums = stored.abs().sum(1)
     assert bool((sums <= right.absolute).all())
     assert bool(

@@ -19,7 +19,7 @@ from stopdown import operations
 from stopdown.operations import read_operations
 from stopdown.scaling.bounds.known_values import InputLimits
 from stopdown.scaling.bounds.propagation import bound_call
-from stopdown.scaling.exponents.exponent_rules import Operation, state_equations
+from stopdown.scaling.exponents.exponent_rules import PlacedOperation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.graph.nodes import is_float, is_kind, operation
 
@@ -129,7 +129,7 @@ def find_inexact(sample: Sample, seed: int) -> Iterator[str]:
         if is_float(node):
             around.system.unknown(node)  # also where no rule asks for it
         if node.op == "call_function":
-            state_equations(Operation(node, None, around))  # type: ignore[arg-type]
+            state_equations(PlacedOperation(node, None, around))  # type: ignore[arg-type]
     plain = run(sample, list(sample.tensors))
     for _ in range(DRAWS):
         found = solve(around.system, rng)

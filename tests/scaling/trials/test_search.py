@@ -17,9 +17,9 @@ from stopdown.scaling.exponents import solver
 from stopdown.scaling.exponents.problem import state_problem
 from stopdown.scaling.trials import search
 from stopdown.scaling.trials.search import (
+    Candidate,
     PostponedError,
     Relaxation,
-    Strategy,
     find_scaling,
     take_first,
 )
@@ -35,10 +35,10 @@ def test_the_first_strategy_that_does_is_taken() -> None:
     left: list[CaptureError | ScalingError] = []
     tried: list[int] = []
     strategies = [
-        Strategy(lambda: refuse("too hot")),
-        Strategy(lambda: 3, lambda found: False),
-        Strategy(lambda: 2),
-        Strategy(lambda: tried.append(1) or 1),
+        Candidate(lambda: refuse("too hot")),
+        Candidate(lambda: 3, lambda found: False),
+        Candidate(lambda: 2),
+        Candidate(lambda: tried.append(1) or 1),
     ]
     assert take_first(strategies, left=left) == 2
     assert [x.what for x in left] == ["too hot"]
@@ -47,11 +47,11 @@ def test_the_first_strategy_that_does_is_taken() -> None:
 
 def test_where_none_does_the_cheapest_is_taken() -> None:
     """The first of equals; the last reason where nothing was found."""
-    found = [Strategy(lambda x=x: x, lambda found: False) for x in (5, -3, 3)]
+    found = [Candidate(lambda x=x: x, lambda found: False) for x in (5, -3, 3)]
     assert take_first(found, price=abs) == -3
     assert take_first(found) == 5
     with pytest.raises(ScalingError, match="too cold"):
-        take_first([Strategy(lambda: refuse("too hot")), Strategy(lambda: refuse("too cold"))])
+        take_first([Candidate(lambda: refuse("too hot")), Candidate(lambda: refuse("too cold"))])
 
 
 def postpone() -> int:
@@ -62,15 +62,15 @@ def postpone() -> int:
 def test_what_is_postponed_counts_only_where_nothing_does() -> None:
     """It is not looked for beside one that does; else it is one of those found, in its place."""
     late: list[int] = []
-    waits = Strategy(postpone, lambda found: False, lambda: late.append(7) or 7)
-    other = Strategy(lambda: 7 + len(late), lambda found: False)
-    assert take_first([waits, Strategy(lambda: 2)]) == 2
+    waits = Candidate(postpone, lambda found: False, lambda: late.append(7) or 7)
+    other = Candidate(lambda: 7 + len(late), lambda found: False)
+    assert take_first([waits, Candidate(lambda: 2)]) == 2
     assert not late
     assert take_first([waits, other]) == 7
     assert take_first([other, waits], price=lambda found: -found) == 8
     assert len(late) == 2
     with pytest.raises(ScalingError, match="too late"):
-        take_first([Strategy(postpone, find_late=lambda: refuse("too late"))])
+        take_first([Candidate(postpone, find_late=lambda: refuse("too late"))])
 
 
 class Placed(nn.Module):

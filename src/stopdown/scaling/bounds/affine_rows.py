@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.scaling.bounds.intervals import drop_repeated
-from stopdown.scaling.bounds.known_values import Operands
+from stopdown.scaling.bounds.known_values import BoundedOperation
 from stopdown.scaling.bounds.row_sums import WEIGHT_ROUNDING, Products
 from stopdown.scaling.bounds.rules import find_written_norm
 from stopdown.scaling.bounds.values import AffineRow, AffineRows, Bound, largest_over
@@ -40,7 +40,7 @@ TABLE_ROUNDING = 2.0**-22
 _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
-def follow(op: Operands) -> AffineRows:
+def follow(op: BoundedOperation) -> AffineRows:
     """Return the affine rows of a result before rounding; () if they are not known."""
     node = op.node
     if not op.shape:
@@ -76,7 +76,7 @@ def by_channel(bound: Bound) -> torch.Tensor:
     return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
 
 
-def _begin(op: Operands) -> AffineRows:
+def _begin(op: BoundedOperation) -> AffineRows:
     if len(op.given["normalized_shape"]) != 1:
         return ()
     count = op.shape[-1]
@@ -90,7 +90,7 @@ def _begin(op: Operands) -> AffineRows:
     return (AffineRow(radius, wide, bias.reshape(1, -1), _error_of(op, "bias", bias)),)
 
 
-def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
+def _load(op: BoundedOperation, name: str, count: int) -> torch.Tensor | None:
     """Load a norm's weight or bias, `[d]` float64; zeros without one, None if it is no parameter."""
     if not isinstance(op.given.get(name), Node):
         return torch.zeros(count).double()
@@ -98,13 +98,13 @@ def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
     return None if found is None or found.numel() != count else found.double().reshape(-1)
 
 
-def _error_of(op: Operands, name: str, values: torch.Tensor) -> torch.Tensor:
+def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Tensor:
     given, size = op.given.get(name), values.abs()
     floor = op.known.floor(given) if isinstance(given, Node) else 0.0
     return size * WEIGHT_ROUNDING + floor * size.max()
 
 
-def _begin_written(op: Operands) -> AffineRows:
+def _begin_written(op: BoundedOperation) -> AffineRows:
     """Return the affine row of a norm that is written out; its gain is 1."""
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
@@ -114,7 +114,7 @@ def _begin_written(op: Operands) -> AffineRows:
     return (AffineRow(radius, zeros + 1, zeros.reshape(1, -1), zeros),)
 
 
-def _multiply(op: Operands) -> AffineRows:
+def _multiply(op: BoundedOperation) -> AffineRows:
     for rows, factor in _pairs(op):
         bound = op.find(factor)
         if bound is None:
@@ -134,7 +134,7 @@ def _multiply(op: Operands) -> AffineRows:
     return ()
 
 
-def _add(op: Operands) -> AffineRows:
+def _add(op: BoundedOperation) -> AffineRows:
     for rows, other in _pairs(op):
         bound = op.find(other)
         if bound is None:
@@ -154,7 +154,7 @@ def _add(op: Operands) -> AffineRows:
     return ()
 
 
-def _pairs(op: Operands) -> list[tuple[AffineRows, object]]:
+def _pairs(op: BoundedOperation) -> list[tuple[AffineRows, object]]:
     """Return each operand with known rows, together with the other operand."""
     first, other = op.given["self"], op.given["other"]
     if first is other:
@@ -171,7 +171,7 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
     return size.expand(count) if size.numel() == 1 else size
 
 
-def _read_table(op: Operands, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _read_table(op: BoundedOperation, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the table `[T, d]` of a value that depends on the timestep alone, and its radius `[d]`.
 
     Return None for other values, and for one that differs between rows.
@@ -189,7 +189,7 @@ def _read_table(op: Operands, value: object) -> tuple[torch.Tensor, torch.Tensor
     return rows[:, 0].expand(-1, count), _spread(radius, count)
 
 
-def _join(op: Operands) -> AffineRows:
+def _join(op: BoundedOperation) -> AffineRows:
     parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
     if int(op.given.get("dim", 0)) % len(op.shape) == len(op.shape) - 1:
         return ()

@@ -25,7 +25,7 @@ from stopdown.scaling.bounds.intervals import (
     measure_rows,
 )
 from stopdown.scaling.bounds.known_values import KnownValues
-from stopdown.scaling.bounds.row_sums import is_held, multiply_rows
+from stopdown.scaling.bounds.row_sums import is_exact_in_fp16, multiply_rows
 from stopdown.scaling.bounds.singular_values import count_work, measure_sigma
 from stopdown.scaling.graph.nodes import (
     arguments,
@@ -330,7 +330,7 @@ def _bound_errors(
     found = multiply_rows(weight, magnitudes=columns, squares=ones, floor=floor)
     sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
     size = torch.zeros(1).double() if bias is None else bias.double().abs()
-    held = rounding == ROUNDING[torch.float16] and is_held(weight)
+    held = rounding == ROUNDING[torch.float16] and is_exact_in_fp16(weight)
     products = 1 if weight.numel() <= SMALL_WEIGHT else 2  # the model's in fp32, and ours
     own = ((0.0 if held else rounding) + products * found.plain_error) * sums
     own = own + (rounding + 2.0**-23) * size

@@ -265,7 +265,7 @@ class UnboundedError(Exception):
 
 
 @dataclass
-class Operands:
+class BoundedOperation:
     """One operation whose result is to be bounded.
 
     Attributes:
@@ -319,5 +319,5 @@ class Operands:
         return make_bound(peak, self.shape, typical=typical, **more)
 
 
-Rule = Callable[[Operands], Bound]
+Rule = Callable[[BoundedOperation], Bound]
 """Raises `UnboundedError` where the result has no bound."""

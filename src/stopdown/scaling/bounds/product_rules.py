@@ -15,12 +15,12 @@ import torch
 from torch.fx import Node
 
 from stopdown.scaling.bounds.affine_rows import AffineRow, Image
-from stopdown.scaling.bounds.known_values import Operands, UnboundedError
+from stopdown.scaling.bounds.known_values import BoundedOperation, UnboundedError
 from stopdown.scaling.bounds.row_sums import (
     WEIGHT_ROUNDING,
     RowSums,
     choose_scale,
-    find_largest,
+    find_largest_magnitude,
     multiply_rows,
     read_sums,
     split_rows,
@@ -34,21 +34,21 @@ SUM_ROUNDING = 2.0**-23
 """Relative error of one addition in fp32, doubled for that of the product."""
 
 
-def _bias(op: Operands) -> torch.Tensor:
+def _bias(op: BoundedOperation) -> torch.Tensor:
     if (found := op.load("bias")) is None:
         return torch.zeros(1).double()
     size = found.double().abs()
     return size * (1 + WEIGHT_ROUNDING) + op.known.floor(op.given["bias"]) * float(size.max())
 
 
-def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:
+def _load_weight(op: BoundedOperation) -> tuple[torch.Tensor, float]:
     """Load the weight, and return it with the room for its subnormals in fp16."""
     if (values := op.load("weight")) is None:
         raise UnboundedError
     return values, op.known.floor(op.given["weight"])
 
 
-def bound_linear(op: Operands) -> Bound:
+def bound_linear(op: BoundedOperation) -> Bound:
     """Bound a linear: `|w.x| <= min(sum |w| peak, norm(w) norm(x))`, plus its bias."""
     bound, last = op.source, len(op.shape) - 1
     values, floor = _load_weight(op)
@@ -116,7 +116,11 @@ def _is_worth_its_length(weight: torch.Tensor) -> bool:
 
 
 def _bound_length(
-    op: Operands, weight: torch.Tensor, rows: RowSums, norm: torch.Tensor, error: torch.Tensor
+    op: BoundedOperation,
+    weight: torch.Tensor,
+    rows: RowSums,
+    norm: torch.Tensor,
+    error: torch.Tensor,
 ) -> torch.Tensor:
     """Bound the length of a row: `norm(W x + b) <= sigma(W) norm(x) + norm(b)`.
 
@@ -147,7 +151,7 @@ def _bound_affine_length(
     return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
 
 
-def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
+def _compose_heads(op: BoundedOperation, outer: torch.Tensor) -> torch.Tensor | None:
     """Bound a linear after attention by the product of value and output weights of each head, `[out]`.
 
     Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
@@ -190,7 +194,7 @@ def _sum_heads(
     found = multiply_rows(
         outer, plain=shift.double(), magnitudes=columns, squares=columns[:, 1:], floor=floor
     )
-    within = floor * find_largest(inner) * norm * math.sqrt(inner.shape[1])
+    within = floor * find_largest_magnitude(inner) * norm * math.sqrt(inner.shape[1])
     error = found.magnitudes @ torch.tensor([1.0, within]).double()
     error += 2 * found.slack * float(peak.sum())
     moved = found.plain.abs() + found.plain_error * found.squares.sqrt() * shift.double().norm()
@@ -203,7 +207,7 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
     The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
     places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
     """
-    width, scale = outer.shape[1] // heads, choose_scale(find_largest(outer))
+    width, scale = outer.shape[1] // heads, choose_scale(find_largest_magnitude(outer))
     device = outer.device
     loss = (width + 4) * 2.0**-24
     roots, sizes = _factor_heads(inner, heads)
@@ -287,7 +291,7 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
     )
 
 
-def bound_convolve(op: Operands) -> Bound:
+def bound_convolve(op: BoundedOperation) -> Bound:
     """Bound a convolution as `bound_linear` does, over the channels and places of its kernel."""
     bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
     values, floor = _load_weight(op)
@@ -295,7 +299,9 @@ def bound_convolve(op: Operands) -> Bound:
     flat = values.reshape(values.shape[0], -1)
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
-    largest = find_largest(flat) if groups > 1 else None  # of one group, `sum_rows` finds it
+    largest = (
+        find_largest_magnitude(flat) if groups > 1 else None
+    )  # of one group, `sum_rows` finds it
     rows = [
         sum_rows(part, _spread_channels(peak, group, values.shape[1], places), floor, largest)
         for group, part in enumerate(flat.chunk(groups))
@@ -327,7 +333,7 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
     return min(whole, single)
 
 
-def bound_transposed(op: Operands) -> Bound:
+def bound_transposed(op: BoundedOperation) -> Bound:
     """Bound a transposed convolution as `bound_convolve` does, by magnitudes alone.
 
     Each result is a sum over some of the kernel's entries.
@@ -343,7 +349,7 @@ def bound_transposed(op: Operands) -> Bound:
     return op.made(_spread_dim(size, channel, len(op.shape)), typical)
 
 
-def bound_matmul(op: Operands) -> Bound:
+def bound_matmul(op: BoundedOperation) -> Bound:
     """Bound a product of matrices: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
 
     After a softmax the product is a mean of the rows of `b`.
@@ -351,7 +357,7 @@ def bound_matmul(op: Operands) -> Bound:
     return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
 
 
-def bound_matmul_added(op: Operands) -> Bound:
+def bound_matmul_added(op: BoundedOperation) -> Bound:
     """Bound the sum of a product of matrices and another value, each times a number (`addmm`)."""
     first = op.given.get("mat1", op.given.get("batch1"))
     product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
@@ -361,7 +367,7 @@ def bound_matmul_added(op: Operands) -> Bound:
     return op.made(alpha * product.peak + beta * added.peak, typical)
 
 
-def _bound_matrices(op: Operands, first: Any, other: Any) -> Bound:
+def _bound_matrices(op: BoundedOperation, first: Any, other: Any) -> Bound:
     a, b = op.bound(first), op.bound(other)
     shapes = shape_of(first), shape_of(other)
     if min(map(len, shapes)) < 2:
@@ -381,7 +387,7 @@ def _is_last(node: Node) -> bool:
     return int(arguments(node)["dim"]) % rank == rank - 1
 
 
-def bound_einsum(op: Operands) -> Bound:
+def bound_einsum(op: BoundedOperation) -> Bound:
     """Bound an einsum by the product of the largest magnitudes, times the number of summed terms."""
     operands = op.given["tensors"]
     bounds = [op.bound(x) for x in operands]
@@ -397,12 +403,12 @@ def bound_einsum(op: Operands) -> Bound:
     return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)
 
 
-def bound_outer(op: Operands) -> Bound:
+def bound_outer(op: BoundedOperation) -> Bound:
     first, other = op.source, op.bound(op.given["vec2"])
     return uniform(first.largest * other.largest, op.shape, first.typical * other.typical)
 
 
-def bound_attention(op: Operands) -> Bound:
+def bound_attention(op: BoundedOperation) -> Bound:
     """Bound attention by its values: each token is a mean of them.
 
     The weights of the mean are not negative and sum to one.
@@ -420,7 +426,7 @@ def bound_attention(op: Operands) -> Bound:
     return op.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
 
 
-def limit_scores(op: Operands) -> float:
+def limit_scores(op: BoundedOperation) -> float:
     """Bound the products of queries and keys before the softmax; return inf if either has no bound.
 
     The bound holds for every part of the sum, with the scale taken before or after it.

@@ -29,11 +29,11 @@ from stopdown.scaling.bounds.affine_rows import by_channel, follow, rounded
 from stopdown.scaling.bounds.evaluation import FLOOR, evaluate, writes_in_place
 from stopdown.scaling.bounds.intervals import Interval, bound_interval, make_interval
 from stopdown.scaling.bounds.known_values import (
+    BoundedOperation,
     Bounds,
     InputLimits,
     KnownValues,
     Load,
-    Operands,
     Rule,
     UnboundedError,
 )
@@ -243,7 +243,7 @@ class Propagation(KnownValues):
         return same[key]
 
     def _apply_rule(self, node: Node) -> None:
-        found, op = find_operation(operation(node)), Operands(node, self)
+        found, op = find_operation(operation(node)), BoundedOperation(node, self)
         if found is None or not found.bound:
             self._miss(node)
             return
@@ -267,7 +267,7 @@ class Propagation(KnownValues):
         if is_sized and not writes_in_place(node):
             self._follow(op, bound)
 
-    def _follow(self, op: Operands, bound: Bound) -> None:
+    def _follow(self, op: BoundedOperation, bound: Bound) -> None:
         """Keep the affine rows of a value behind a norm."""
         rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
@@ -396,7 +396,9 @@ class _Update(Propagation):
         known = any(x.name in self.before.rowed for x in sources)
         is_product = is_float(node) and is_kind(node, "multiply", "divide")  # not one of sizes
         if is_product and not known:
-            return [] if rules.find_written_norm(Operands(node, self)) is not None else sources
+            return (
+                [] if rules.find_written_norm(BoundedOperation(node, self)) is not None else sources
+            )
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
@@ -423,7 +425,7 @@ class _Update(Propagation):
         return source.name in self.before.exact and (as_exact or known)
 
 
-def _bound_unsized(name: str, op: Operands) -> Bound:
+def _bound_unsized(name: str, op: BoundedOperation) -> Bound:
     """Bound a result where a size depends on values, which rules read as 0.
 
     Raises:

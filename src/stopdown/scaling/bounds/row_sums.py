@@ -80,7 +80,7 @@ def multiply_rows(
     tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
     shares = [(x / top).T.to(wide).contiguous() for x, top in zip(columns, tops, strict=True)]
     narrow = [x.to(weight.device) for x in shares]
-    largest = find_largest(weight) if largest is None else largest
+    largest = find_largest_magnitude(weight) if largest is None else largest
     scale = choose_scale(largest)
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
     parts = split_rows(weight)
@@ -107,12 +107,12 @@ def split_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return weight.split(max(1, entries // max(weight.shape[1], 1)))
 
 
-def find_largest(weight: torch.Tensor) -> float:
+def find_largest_magnitude(weight: torch.Tensor) -> float:
     """Return the largest magnitude of a weight; 0 if it has no values."""
     return max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
 
 
-def is_held(weight: torch.Tensor) -> bool:
+def is_exact_in_fp16(weight: torch.Tensor) -> bool:
     """Return whether fp16 holds each value of a weight, subnormals aside: it has at most 11 digits."""
     if weight.dtype in HALVES:
         return True

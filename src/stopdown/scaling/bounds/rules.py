@@ -1,6 +1,6 @@
 """How large the result of each operation can be, given bounds of its inputs: one rule per operation.
 
-A rule gets an `Operands` and returns the bound of the exact result on the inputs that the operation
+A rule gets an `BoundedOperation` and returns the bound of the exact result on the inputs that the operation
 really gets; rounding is added by `propagation`. If there is no bound, it raises `UnboundedError`.
 `docs/certificates.md` has a proof of two lines for each.
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stopdown.scaling.bounds.known_values import Operands, UnboundedError
+from stopdown.scaling.bounds.known_values import BoundedOperation, UnboundedError
 from stopdown.scaling.bounds.row_sums import WEIGHT_ROUNDING
 from stopdown.scaling.bounds.values import (
     Bound,
@@ -49,7 +49,7 @@ from stopdown.scaling.graph.nodes import (
 # norms: a row of unit mean square is no longer than the root of its length, whatever went into it
 
 
-def bound_normalise(op: Operands) -> Bound:
+def bound_normalise(op: BoundedOperation) -> Bound:
     """Bound a layer or RMS norm: a row of unit mean square is no longer than the root of its length."""
     inner, rank = list(op.given["normalized_shape"]), len(op.shape)
     dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
@@ -60,7 +60,7 @@ def bound_normalise(op: Operands) -> Bound:
     return op.made(longest * gain + shift, typical, norm=norm, rows=dims)
 
 
-def bound_normalise_groups(op: Operands) -> Bound:
+def bound_normalise_groups(op: BoundedOperation) -> Bound:
     """Bound a group norm as `bound_normalise` does, over the channels and places of a group.
 
     The places are as many as the captured call has.
@@ -75,7 +75,7 @@ def bound_normalise_groups(op: Operands) -> Bound:
     return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=range(1, rank))
 
 
-def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
+def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tensor:
     """Return the magnitudes of a norm's weight or bias, in `shape` or as one number of that rank.
 
     They are inf if unknown. Without a weight they are 1, without a bias 0.
@@ -92,7 +92,7 @@ def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
     return size.reshape(shape if size.numel() > 1 else [1] * len(shape))
 
 
-def find_written_norm(op: Operands) -> Bound | None:
+def find_written_norm(op: BoundedOperation) -> Bound | None:
     """Bound a norm that is written out, `x * rsqrt(mean(x**2) + eps)`; return None for anything else.
 
     No row has a larger norm than the root of its length.
@@ -167,7 +167,7 @@ def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
 # each element by itself
 
 
-def bound_add(op: Operands) -> Bound:
+def bound_add(op: BoundedOperation) -> Bound:
     """Bound a sum: `|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     factor = abs(float(op.given.get("alpha", 1) or 1))
@@ -178,7 +178,7 @@ def bound_add(op: Operands) -> Bound:
     return op.made(peak, typical, norm=norm, rows=dims)
 
 
-def bound_multiply(op: Operands) -> Bound:
+def bound_multiply(op: BoundedOperation) -> Bound:
     """Bound a product: elements by both bounds, rows by the norm of one times the largest of the other."""
     if (normed := find_written_norm(op)) is not None:
         return normed
@@ -192,7 +192,7 @@ def bound_multiply(op: Operands) -> Bound:
     return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
 
 
-def bound_divide(op: Operands) -> Bound:
+def bound_divide(op: BoundedOperation) -> Bound:
     """Bound a division by a number, by a value clamped from below, by a norm, or by a mask's sum."""
     divisor = op.given["other"]
     if isinstance(divisor, Node):
@@ -214,7 +214,7 @@ def _find_least(node: Node) -> float | None:
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
-def _bound_masked_mean(op: Operands) -> Bound | None:
+def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
     """Bound `sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values.
 
     Return None for other divisions.
@@ -239,7 +239,7 @@ def _bound_masked_mean(op: Operands) -> Bound | None:
     return summed if shape_of(top) == op.shape else None
 
 
-def _is_mask(op: Operands, node: Node) -> bool:
+def _is_mask(op: BoundedOperation, node: Node) -> bool:
     """Return whether a value is a mask: booleans, or integers with a bound."""
     while is_kind(node, "reshape", "expansion", "cast"):
         node = node.args[0]  # type: ignore[assignment]
@@ -248,18 +248,18 @@ def _is_mask(op: Operands, node: Node) -> bool:
     return not floating and op.find(node) is not None
 
 
-def bound_shrink(op: Operands) -> Bound:
+def bound_shrink(op: BoundedOperation) -> Bound:
     """Bound a function with `|f(x)| <= min(|x|, 1)`."""
     bound = op.find(op.node.args[0])
     return bound_saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
 
 
-def bound_saturate(op: Operands) -> Bound:
+def bound_saturate(op: BoundedOperation) -> Bound:
     """Bound a function with `|f(x)| <= 1` for every input."""
     return uniform(1.0, op.shape, 0.5)
 
 
-def bound_softmax(op: Operands) -> Bound:
+def bound_softmax(op: BoundedOperation) -> Bound:
     """Bound a softmax: no weight of a mean is above 1, and neither is their norm."""
     if not op.shape:
         return uniform(1.0, op.shape, 1.0)
@@ -268,31 +268,31 @@ def bound_softmax(op: Operands) -> Bound:
     return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
 
 
-def bound_power(op: Operands) -> Bound:
+def bound_power(op: BoundedOperation) -> Bound:
     exponent = op.given["exponent"]
     if not isinstance(exponent, (int, float)) or exponent < 0:
         raise UnboundedError
     return op.made(op.source.peak**exponent, op.source.typical**exponent)
 
 
-def bound_root(op: Operands) -> Bound:
+def bound_root(op: BoundedOperation) -> Bound:
     return op.made(op.source.peak.sqrt(), op.source.typical**0.5)
 
 
-def bound_exponential(op: Operands) -> Bound:
+def bound_exponential(op: BoundedOperation) -> Bound:
     if op.source.largest > 700:
         raise UnboundedError
     return op.made(op.source.peak.exp(), 1.0)
 
 
-def bound_subtract_from(op: Operands) -> Bound:
+def bound_subtract_from(op: BoundedOperation) -> Bound:
     number = op.given["other"]
     if not isinstance(number, (int, float)):
         raise UnboundedError
     return op.made(op.source.peak + abs(number), math.hypot(op.source.typical, number))
 
 
-def bound_clamp(op: Operands) -> Bound:
+def bound_clamp(op: BoundedOperation) -> Bound:
     """Bound a clamp: nothing exceeds the larger of two limits; one at fp16's maximum has no effect."""
     if is_range_clamp(op.node):
         return op.source
@@ -309,17 +309,17 @@ def bound_clamp(op: Operands) -> Bound:
     return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 
 
-def bound_total(op: Operands) -> Bound:
+def bound_total(op: BoundedOperation) -> Bound:
     """Bound a sum over dimensions by the sum of the peaks."""
     return _reduce(op, mean=False)
 
 
-def bound_mean(op: Operands) -> Bound:
+def bound_mean(op: BoundedOperation) -> Bound:
     """Bound a mean over dimensions by the mean of the peaks."""
     return _reduce(op, mean=True)
 
 
-def _reduce(op: Operands, *, mean: bool) -> Bound:
+def _reduce(op: BoundedOperation, *, mean: bool) -> Bound:
     bound, before = op.source, op.before
     if not before:
         return bound
@@ -337,54 +337,54 @@ def _reduce(op: Operands, *, mean: bool) -> Bound:
     return reshape(made, tuple(kept), op.shape)
 
 
-def bound_polar(op: Operands) -> Bound:
+def bound_polar(op: BoundedOperation) -> Bound:
     return op.spread(op.given["abs"])
 
 
-def bound_zeros(op: Operands) -> Bound:
+def bound_zeros(op: BoundedOperation) -> Bound:
     return uniform(0.0, op.shape)
 
 
-def bound_fill(op: Operands) -> Bound:
+def bound_fill(op: BoundedOperation) -> Bound:
     return op.spread(op.given.get("fill_value", op.given.get("value", 1.0)))
 
 
-def bound_ones(op: Operands) -> Bound:
+def bound_ones(op: BoundedOperation) -> Bound:
     return uniform(1.0, op.shape)
 
 
 # what only moves values about: views, slices, concatenations, choices, tables
 
 
-def bound_same(op: Operands) -> Bound:
+def bound_same(op: BoundedOperation) -> Bound:
     """Return the first input's bound, for a result of its shape that is no larger element by element."""
     return op.bound(op.node.all_input_nodes[0])
 
 
-def bound_copied(op: Operands) -> Bound:
+def bound_copied(op: BoundedOperation) -> Bound:
     """Bound a value that is overwritten by the bound of its new content."""
     return op.spread(op.node.args[1])
 
 
-def bound_reshape(op: Operands) -> Bound:
+def bound_reshape(op: BoundedOperation) -> Bound:
     return reshape(op.source, op.before, op.shape)
 
 
-def bound_permute(op: Operands) -> Bound:
+def bound_permute(op: BoundedOperation) -> Bound:
     return permute(op.source, read_order(op.node)) if op.shape else op.source
 
 
-def bound_expand(op: Operands) -> Bound:
+def bound_expand(op: BoundedOperation) -> Bound:
     return broadcast(op.source, op.before, op.shape)
 
 
-def bound_any(op: Operands) -> Bound:
+def bound_any(op: BoundedOperation) -> Bound:
     """Bound a result whose elements are elements of the input, averages of some, or 0."""
     bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 
 
-def bound_places(op: Operands) -> Bound:
+def bound_places(op: BoundedOperation) -> Bound:
     """Bound pooling and upsampling of `[N, C, ...]` as `bound_any` does, channel by channel."""
     if op.given.get("divisor_override"):
         raise UnboundedError
@@ -393,7 +393,7 @@ def bound_places(op: Operands) -> Bound:
     return op.made(largest_over(op.source.peak, list_mixed(op.node)), op.source.typical)
 
 
-def bound_tokens(op: Operands) -> Bound:
+def bound_tokens(op: BoundedOperation) -> Bound:
     """Bound a result as `bound_any` does, but by channel where the last dimension is not touched."""
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
@@ -407,7 +407,7 @@ def bound_tokens(op: Operands) -> Bound:
     return op.made(peak, bound.typical, norm=norm, rows=(len(ones),))
 
 
-def bound_repeat(op: Operands) -> Bound:
+def bound_repeat(op: BoundedOperation) -> Bound:
     """Bound `repeat` and its kin: a repeated element is no larger, wherever it is."""
     added = len(op.shape) - len(op.before)
     if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
@@ -418,7 +418,7 @@ def bound_repeat(op: Operands) -> Bound:
     return op.made(largest_over(bound.peak, changed), bound.typical)
 
 
-def bound_part(op: Operands) -> Bound:
+def bound_part(op: BoundedOperation) -> Bound:
     """Bound a slice, a select, or one result of a chunk, split or unbind.
 
     A slice that lies within one part of a concatenation has that part's bound.
@@ -436,7 +436,9 @@ def bound_part(op: Operands) -> Bound:
     return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
-def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
+def _find_joined(
+    source: Any, dim: int, start: int, stop: int, op: BoundedOperation
+) -> Bound | None:
     if not is_kind(source, "join") or any(operation(user).endswith("_") for user in source.users):
         return None
     joined, places = list_joined(source)
@@ -448,13 +450,13 @@ def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> 
     return None
 
 
-def bound_cat(op: Operands) -> Bound:
+def bound_cat(op: BoundedOperation) -> Bound:
     parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     return concatenate([op.bound(x) for x in parts], [shape_of(x) for x in parts], op.shape, dim)
 
 
-def bound_stack(op: Operands) -> Bound:
+def bound_stack(op: BoundedOperation) -> Bound:
     parts = list(op.given["tensors"])
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     kept = (*op.shape[:dim], 1, *op.shape[dim + 1 :])
@@ -462,14 +464,14 @@ def bound_stack(op: Operands) -> Bound:
     return concatenate(unsqueezed, [kept] * len(parts), op.shape, dim)
 
 
-def bound_choose(op: Operands) -> Bound:
+def bound_choose(op: BoundedOperation) -> Bound:
     """Bound `where` and `masked_fill` by both of their choices, the sentinels of a mask aside."""
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
     return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
 
 
-def bound_pad(op: Operands) -> Bound:
+def bound_pad(op: BoundedOperation) -> Bound:
     bound, changed, value = op.source, list_mixed(op.node), op.given.get("value") or 0.0
     peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
     if op.given.get("mode", "constant") != "constant" or value:
@@ -478,20 +480,20 @@ def bound_pad(op: Operands) -> Bound:
     return op.made(peak, bound.typical, norm=norm, rows=bound.rows)
 
 
-def bound_embedding(op: Operands) -> Bound:
+def bound_embedding(op: BoundedOperation) -> Bound:
     """Bound an embedding by the rows of its table."""
     table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
     peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
     return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
 
 
-def bound_complex(op: Operands) -> Bound:
+def bound_complex(op: BoundedOperation) -> Bound:
     """Bound the modulus of a complex number by the norm of its pair."""
     peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
     return op.made(peak, op.source.typical * 2**0.5)
 
 
-def bound_real(op: Operands) -> Bound:
+def bound_real(op: BoundedOperation) -> Bound:
     """Bound the pair of a complex number: neither part, nor its norm, is larger than the modulus."""
     peak = op.source.peak.unsqueeze(-1)
     return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from stopdown.scaling.bounds.row_sums import choose_scale, find_largest
+from stopdown.scaling.bounds.row_sums import choose_scale, find_largest_magnitude
 
 SMALL = 1 << 27
 """`out * in * min(out, in)` up to which a Gram matrix is made in float64."""
@@ -60,7 +60,7 @@ def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     decompositions of squares of `MOST_COLUMNS`.
     """
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    largest = find_largest(weight) if largest is None else largest
+    largest = find_largest_magnitude(weight) if largest is None else largest
     scale = choose_scale(largest)  # squares stay in range
     if count_work(weight) <= SMALL:
         return math.sqrt(_bound_small_gram(tall.cpu().double() * scale)) / scale * MARGIN
@@ -76,7 +76,7 @@ def bound_parts(weight: torch.Tensor) -> list[float]:
     """
     count = math.ceil(weight.shape[1] / MOST_COLUMNS)
     cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
-    scale, room = choose_scale(find_largest(weight)), _Room(weight.device)
+    scale, room = choose_scale(find_largest_magnitude(weight)), _Room(weight.device)
     parts = (weight[:, start:stop] for start, stop in itertools.pairwise(cuts))
     return [_bound_gram(part, scale, room) / scale**2 for part in parts]
 

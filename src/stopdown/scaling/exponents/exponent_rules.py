@@ -1,7 +1,7 @@
 """What each operation demands of the exponents of its inputs and outputs: one rule per operation.
 
-A rule gets a `Operation` and states equations. Three kinds cover most of ATen: *homogeneous* (a factor
-on the inputs comes out unchanged), *product* (factors multiply), *pinned* (only the values
+A rule gets a `PlacedOperation` and states equations. Three kinds cover most of ATen: *homogeneous* (a
+factor on the inputs comes out unchanged), *product* (factors multiply), *pinned* (only the values
 themselves will do: exp, softmax, gelu, comparisons with a number). Norms, powers, attention and
 clamps have rules of their own. An operation without a rule is pinned and reported, never guessed.
 
@@ -54,7 +54,7 @@ class CallUnknowns(Protocol):
 
 
 @dataclass
-class Operation:
+class PlacedOperation:
     """One operation at one place, for one block of its output."""
 
     node: Node
@@ -89,10 +89,10 @@ class Operation:
             self.system.pin(self.out)
 
 
-Rule = Callable[[Operation], None]
+Rule = Callable[[PlacedOperation], None]
 
 
-def keep_first(op: Operation) -> None:
+def keep_first(op: PlacedOperation) -> None:
     """Give the result the exponent of the first float input."""
     floats = op.floats()
     if is_float(op.node) and floats:
@@ -101,7 +101,7 @@ def keep_first(op: Operation) -> None:
         op.pin()
 
 
-def length(op: Operation) -> None:
+def length(op: PlacedOperation) -> None:
     """Give a norm the exponent of its input; pin orders that count values or whose powers are rounded."""
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
@@ -110,18 +110,18 @@ def length(op: Operation) -> None:
         op.pin()
 
 
-def parts(op: Operation) -> None:
+def parts(op: PlacedOperation) -> None:
     """Give a single result the exponent of the first float input; `pick` does so for each of several."""
     if is_float(op.node):
         keep_first(op)
 
 
-def keep_all(op: Operation) -> None:
+def keep_all(op: PlacedOperation) -> None:
     """Give the result and every float input the same exponent."""
     op.system.equate(op.out, *(op.of(x) for x in op.floats()))
 
 
-def scatter(op: Operation) -> None:
+def scatter(op: PlacedOperation) -> None:
     """Apply `keep_all` to a scatter; pin it if it writes a number other than 0 or multiplies."""
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
@@ -129,11 +129,11 @@ def scatter(op: Operation) -> None:
         keep_all(op)
 
 
-def free(op: Operation) -> None:
+def free(op: PlacedOperation) -> None:
     """Demand nothing: the result is no float, or only zeros."""
 
 
-def pinned_source(op: Operation) -> None:
+def pinned_source(op: PlacedOperation) -> None:
     """Pin a value that is made here from numbers at exponent 0."""
     if is_float(op.node):
         op.system.pin(op.out)
@@ -144,7 +144,7 @@ def product(*words: str) -> Rule:
     named = {sign: [x.lstrip("+!") for x in words if x[0] == sign] for sign in "+!"}
     factors = [x for x in words if x[0] not in named]
 
-    def rule(op: Operation) -> None:
+    def rule(op: PlacedOperation) -> None:
         if is_float(op.node):
             op.system.relate((op.out, -1), *((op.of(op.given[name]), 1) for name in factors))
             op.system.equate(op.out, *op.tensors(*named["+"]))
@@ -153,12 +153,12 @@ def product(*words: str) -> Rule:
     return rule
 
 
-def multiply_all(op: Operation) -> None:
+def multiply_all(op: PlacedOperation) -> None:
     """Add the exponents of all inputs (einsum)."""
     op.system.relate((op.out, -1), *((op.of(x), 1) for x in op.given["tensors"]))
 
 
-def quotient(op: Operation) -> None:
+def quotient(op: PlacedOperation) -> None:
     """Subtract the exponent of the divisor; pin a division with a rounding mode."""
     if op.given.get("rounding_mode") is not None:
         return op.pin()
@@ -166,7 +166,7 @@ def quotient(op: Operation) -> None:
     return op.system.relate((op.out, -1), *terms)
 
 
-def add(op: Operation) -> None:
+def add(op: PlacedOperation) -> None:
     """Give a sum and its terms the same exponent; an added number scales as an eps, or pins the sum."""
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
@@ -179,7 +179,7 @@ def add(op: Operation) -> None:
         _add_number(op, first, other)
 
 
-def _add_number(op: Operation, first: Any, number: Any) -> None:
+def _add_number(op: PlacedOperation, first: Any, number: Any) -> None:
     eps = op.around.eps_unknown(op.node, number) if isinstance(number, float) else None
     if eps is None:
         op.pin()
@@ -187,7 +187,7 @@ def _add_number(op: Operation, first: Any, number: Any) -> None:
         op.system.equate(op.out, op.of(first), eps)
 
 
-def subtract_from(op: Operation) -> None:
+def subtract_from(op: PlacedOperation) -> None:
     """Pin `number - x`, unless the number is 0."""
     if op.given["other"] == 0:
         op.system.equate(op.out, op.of(op.given["self"]))
@@ -195,7 +195,7 @@ def subtract_from(op: Operation) -> None:
         op.pin()
 
 
-def power(op: Operation) -> None:
+def power(op: PlacedOperation) -> None:
     """Give `x ** n` n times the exponent of `x`, which must be even for half-integer n."""
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
@@ -210,7 +210,7 @@ def fixed_power(halves: str) -> Rule:
     """Make the rule of `x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
     twice = int(halves)
 
-    def rule(op: Operation) -> None:
+    def rule(op: PlacedOperation) -> None:
         if twice < 0:
             op.around.keep_from_zero(op.given["self"])
         op.system.relate((op.of(op.given["self"]), twice), (op.out, -2))
@@ -218,7 +218,7 @@ def fixed_power(halves: str) -> Rule:
     return rule
 
 
-def norm(op: Operation) -> None:
+def norm(op: PlacedOperation) -> None:
     """Leave the input of a layer, group or RMS norm free if its eps scales by the square; else pin it."""
     source = op.of(op.given["input"])
     eps = op.around.eps_unknown(op.node, op.given.get("eps"))
@@ -229,7 +229,7 @@ def norm(op: Operation) -> None:
     _affine(op)
 
 
-def batch_norm(op: Operation) -> None:
+def batch_norm(op: PlacedOperation) -> None:
     """Scale the stored statistics of a batch norm with its input."""
     if op.given.get("training") or op.given.get("running_mean") is None:
         return norm(op)
@@ -239,14 +239,14 @@ def batch_norm(op: Operation) -> None:
     return op.system.relate((op.of(op.given["running_var"]), -1), (source, 2))
 
 
-def _affine(op: Operation) -> None:
+def _affine(op: PlacedOperation) -> None:
     weight, bias = op.given.get("weight"), op.given.get("bias")
     op.system.equate(op.out, ZERO if weight is None else op.of(weight))
     if bias is not None:
         op.system.equate(op.out, op.of(bias))
 
 
-def attention(op: Operation) -> None:
+def attention(op: PlacedOperation) -> None:
     """Cancel the exponents of query and key, as scores must not be scaled; the result has the value's."""
     query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
     op.system.relate((query, 1), (key, 1))
@@ -255,7 +255,7 @@ def attention(op: Operation) -> None:
         op.system.pin(op.of(op.given["attn_mask"]))
 
 
-def attend_by_kernel(op: Operation) -> None:
+def attend_by_kernel(op: PlacedOperation) -> None:
     """Treat an attention kernel as attention: query, key, value come first; other results are statistics.
 
     Other inputs, such as those of the function that changes a score, are pinned.
@@ -268,7 +268,7 @@ def attend_by_kernel(op: Operation) -> None:
         op.system.equate(op.out, value)
 
 
-def cast(op: Operation) -> None:
+def cast(op: PlacedOperation) -> None:
     """Keep the exponent in a cast between floats; pin a cast to or from integers."""
     source = op.given["self"]
     if is_float(op.node) and is_float(source):
@@ -277,7 +277,7 @@ def cast(op: Operation) -> None:
         op.pin()
 
 
-def choose(op: Operation) -> None:
+def align_choice(op: PlacedOperation) -> None:
     """Give all parts of `where` and `masked_fill` the same exponent; a number must be 0 or infinite."""
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
@@ -288,7 +288,7 @@ def choose(op: Operation) -> None:
         op.pin()
 
 
-def compare(op: Operation) -> None:
+def align_comparison(op: PlacedOperation) -> None:
     """Give both sides of a comparison the same exponent; 0 demands nothing, another number pins."""
     other = op.given.get("other")
     if isinstance(other, Node):
@@ -297,7 +297,7 @@ def compare(op: Operation) -> None:
         op.pin()
 
 
-def clamp(op: Operation) -> None:
+def clamp(op: PlacedOperation) -> None:
     """Keep the exponent of a clamp at fp16's maximum, which must not clip, or at 0; scale or pin others."""
     bounds = [op.given.get(name) for name in ("min", "max")]
     source = op.given["self"]
@@ -311,7 +311,7 @@ def clamp(op: Operation) -> None:
         op.pin()
 
 
-def clamp_infinities(op: Operation) -> None:
+def clamp_infinities(op: PlacedOperation) -> None:
     """Treat `nan_to_num` at fp16's maximum as a clamp; with other numbers pin it."""
     if is_range_clamp(op.node):
         clamp(op)
@@ -319,7 +319,7 @@ def clamp_infinities(op: Operation) -> None:
         op.pin()
 
 
-def _clamp_below(op: Operation, source: Node, bound: float) -> None:
+def _clamp_below(op: PlacedOperation, source: Node, bound: float) -> None:
     """Scale the number in `max(norm, eps)` with the norm, or pin the norm."""
     if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
@@ -327,11 +327,11 @@ def _clamp_below(op: Operation, source: Node, bound: float) -> None:
         op.system.equate(op.out, op.of(source), eps)
 
 
-def _equate_with(op: Operation, source: Node) -> None:
+def _equate_with(op: PlacedOperation, source: Node) -> None:
     op.system.equate(op.out, op.of(source))
 
 
-def pad(op: Operation) -> None:
+def pad(op: PlacedOperation) -> None:
     """Keep the exponent if the padding is zeros or the value's own edge; else pin it."""
     own_edge = op.given.get("mode", "constant") != "constant"
     if own_edge or not op.given.get("value"):
@@ -340,7 +340,7 @@ def pad(op: Operation) -> None:
         op.pin()
 
 
-def pad_all(op: Operation) -> None:
+def pad_all(op: PlacedOperation) -> None:
     """Give sequences that are padded with zeros to one length the same exponent."""
     if op.given.get("padding_value"):
         op.pin()
@@ -348,14 +348,14 @@ def pad_all(op: Operation) -> None:
         keep_all(op)
 
 
-def fill(op: Operation) -> None:
+def fill(op: PlacedOperation) -> None:
     """Leave the exponent of a fill with zero free; pin a fill with another value."""
     value = op.given.get("value", op.given.get("fill_value"))
     if is_float(op.node) and (isinstance(value, Node) or value != 0):
         op.system.pin(op.out)
 
 
-def pick(op: Operation) -> None:
+def pick(op: PlacedOperation) -> None:
     """State the exponent of one result of an operation with several."""
     parent = op.node.args[0]
     assert isinstance(parent, Node)
@@ -383,12 +383,12 @@ def pick(op: Operation) -> None:
         op.system.pin(op.out, *(op.of(x) for x in sources))
 
 
-def pin(op: Operation) -> None:
+def pin(op: PlacedOperation) -> None:
     """Pin the inputs and the result: only unscaled values are right."""
     op.pin()
 
 
-def extremum(op: Operation) -> None:
+def extremum(op: PlacedOperation) -> None:
     """Give `max(x)` the exponent of `x`; `max(x, other)` demands the same one of both."""
     if is_float(op.node):
         keep_all(op)
@@ -418,8 +418,8 @@ RULES: dict[str, Rule] = {
     "attention": attention,
     "kernel_attention": attend_by_kernel,
     "cast": cast,
-    "choose": choose,
-    "compare": compare,
+    "choose": align_choice,
+    "compare": align_comparison,
     "clamp": clamp,
     "clamp_infinities": clamp_infinities,
     "pad": pad,
@@ -465,7 +465,7 @@ def _tells_no_value(target: Any) -> bool:
     return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags
 
 
-def state_equations(op: Operation) -> bool:
+def state_equations(op: PlacedOperation) -> bool:
     """Put an operation's demands into the system; False when it has no rule and was pinned."""
     rule, in_place = find_rule(op.node)
     (rule or pin)(op)

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
-from stopdown.fold_names import name_block, name_clamp, split_name
+from stopdown.fold_names import name_block, name_clamp, split_fold_name
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.operations import PRODUCTS, keeps_clamps
-from stopdown.scaling.exponents.exponent_rules import Operation, state_equations
+from stopdown.scaling.exponents.exponent_rules import PlacedOperation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.scaling.graph.capture import Capture, call_key, module_classes, module_path
@@ -211,7 +211,7 @@ def state_problem(
         _free_ends(problem, calls[0])
     for index, call in enumerate(calls):
         CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
-    work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
+    work = sum(count_node_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
     problem.flops = {path: size / work for path, size in problem.flops.items()}
     _unite_blocks(problem)
     return problem
@@ -276,9 +276,9 @@ def _unite_blocks(problem: Problem) -> None:
     """Give one exponent to a parameter that calls split differently, or that only some of them split."""
     named: dict[str, list[str]] = {}
     for fold in problem.parameters:
-        named.setdefault(split_name(fold)[0], []).append(fold)
+        named.setdefault(split_fold_name(fold)[0], []).append(fold)
     for name, folds in named.items():
-        places = [split_name(fold)[1] for fold in folds]
+        places = [split_fold_name(fold)[1] for fold in folds]
         ends = sorted((x[-1].start, x[-1].stop) for x in places if x)
         is_whole = all(stop == start for (_, stop), (start, _) in itertools.pairwise(ends))
         if len(folds) > 1 and not (is_whole and len({*map(len, places)}) == 1):
@@ -466,7 +466,7 @@ class CallStatement:
             return self._state_joint(node)
         split = self._find_split(node)
         for block in range(len(split)) if split else (None,):
-            stated = Operation(node, block, self)
+            stated = PlacedOperation(node, block, self)
             if state_equations(stated):
                 self._note_layer(stated)
             else:
@@ -488,7 +488,7 @@ class CallStatement:
         is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
         return split if split is not None and split.dim == 1 and is_read_so else None
 
-    def _note_layer(self, stated: Operation) -> None:
+    def _note_layer(self, stated: PlacedOperation) -> None:
         """Note the exponents of the input and output of a product with a parameter of the module."""
         node, weight = stated.node, stated.given.get("weight")
         if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
@@ -592,7 +592,7 @@ class CallStatement:
 
     def _add_flops(self) -> None:
         for node in self.graph.nodes:
-            if size := count_flops(node):
+            if size := count_node_flops(node):
                 for path in list_running(node):
                     self.problem.flops[path] = self.problem.flops.get(path, 0.0) + size
 
@@ -672,7 +672,7 @@ def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:
     return not mutated and node not in call.blocks and path in call.capture.single_outputs
 
 
-def count_flops(node: Node) -> float:
+def count_node_flops(node: Node) -> float:
     """Count the FLOPs of a matrix product or convolution; 0 for anything else."""
     if not is_kind(node, *PRODUCTS):
         return 0.0

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from stopdown.fold_names import split_name
+from stopdown.fold_names import split_fold_name
 from stopdown.scaling.exponents.problem import Problem
 
 
@@ -57,7 +57,7 @@ def tie_columns(problem: Problem) -> Problem | None:
     """Return a problem where columns of a weight share one exponent; None if no weight has several."""
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
-        bare, place = split_name(name)
+        bare, place = split_fold_name(name)
         if len(place) > 1:
             groups.setdefault(bare, []).append(unknown)
     if not groups:

@@ -75,7 +75,7 @@ def list_adapter_names(layer: Any) -> set[str]:
     return {name for kind in kinds for name in getattr(layer, kind, {})}
 
 
-def list_parts(layer: Any, name: str) -> dict[str, torch.Tensor]:
+def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
     """Map the roles in one adapter of a layer to its tensors."""
     found: dict[str, torch.Tensor] = {}
     for kind in layer.adapter_layer_names:
@@ -209,7 +209,7 @@ class _FollowedLayer(SameInCopies):
         for name in self._done.keys() - names:
             del self._done[name]
         for name in names:
-            parts = list_parts(layer, name)
+            parts = find_role_tensors(layer, name)
             is_merged = is_merging or name in layer.merged_adapters
             state = (is_merged, *map(id, parts.values()))
             held = self._done.get(name)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
-from stopdown.fold_names import Place, list_folds, read_clamp, split_name
+from stopdown.fold_names import Place, list_folds, read_clamp, split_fold_name
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
 from stopdown.interception.code_homes import is_own
@@ -223,7 +223,7 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
     kept |= set() if scaling.stream is None else {*scaling.stream.kept}
     kept |= {*scaling.operands.fp32_parameters}
     for name, exponent in scaling.exponents.items():
-        bare, place = split_name(name)
+        bare, place = split_fold_name(name)
         if bare not in named or not _has_place(named[bare], place):
             yield f"it has no floating {name}"
         else:
@@ -464,7 +464,7 @@ def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.n
     """List the parts of a module, itself among them, that hold tensors with exponents."""
     paths = {""}
     for name in scaling.exponents:
-        path = split_name(name)[0].rpartition(".")[0]
+        path = split_fold_name(name)[0].rpartition(".")[0]
         while path:
             paths.add(path)
             path = path.rpartition(".")[0]
@@ -543,13 +543,13 @@ def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         output, dtype = call(), _UNMEASURED.dtype
         if dtype is None:
             return output
-        return _narrow_tensors(_UNMEASURED.wide, partial(narrow, dtype), output)
+        return _narrow_tensors(_UNMEASURED.wide, partial(narrow_if_exact, dtype), output)
     finally:
         vars(_UNMEASURED).clear()
         vars(_UNMEASURED).update(before)
 
 
-def narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+def narrow_if_exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     """Return an fp32 tensor in a dtype if that holds each of its values, else as it is.
 
     Cost: a host read.
@@ -589,7 +589,7 @@ def _narrow_what_fits(
     """
     if is_traced():
         return _narrow_outputs(wide, dtype, module, args, output)
-    return _narrow_tensors(wide, partial(narrow, dtype), output)
+    return _narrow_tensors(wide, partial(narrow_if_exact, dtype), output)
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
@@ -618,7 +618,7 @@ def locate_folds(
     located = []
     for name, folds in list_folds(exponents).items():
         if name not in named or not all(_has_place(named[name], place) for place, _ in folds):
-            missing = next(x for x in exponents if split_name(x)[0] == name)
+            missing = next(x for x in exponents if split_fold_name(x)[0] == name)
             weight = dict(module.named_parameters()).get(name)
             if weight is not None and weight.is_complex():
                 raise ScalingError(

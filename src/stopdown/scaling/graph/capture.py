@@ -45,12 +45,12 @@ from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings, take_first_line
-from stopdown.interception.module_paths import ModulePaths, list_parts
+from stopdown.interception.module_paths import ModulePaths, list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
-from stopdown.module_calls.call_signatures import Sizes, list_sizes, sign_call
+from stopdown.module_calls.call_signatures import Sizes, list_argument_sizes, sign_call
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
@@ -58,7 +58,7 @@ from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.readings import Readings
-from stopdown.scaling.graph.repeated_modules import Note, Repeats, Watch
+from stopdown.scaling.graph.repeated_modules import CallObserver, Note, Repeats
 from stopdown.scaling_records import Operands
 
 _PREFIX = "component"
@@ -92,7 +92,7 @@ class Capture:
         replaceable: buffers and parameters that the code does without at another size: it computes others.
         operands: what was cast, or kept in fp32, because the code mixes dtypes.
         signature: of the call, as `sign_call` writes it.
-        sizes: of the call, as `list_sizes` has them.
+        sizes: of the call, as `list_argument_sizes` has them.
         keeps_clamps: the code clamps at fp16's maximum in fp32 as well.
     """
 
@@ -697,7 +697,7 @@ class _ShadowCall:
             replaceable=replaceable,
             operands=self._attempt.operands or NO_OPERANDS,
             signature=add_answers(sign_call(*self._named), self._attempt.answers or ()),
-            sizes=list_sizes(*self._named),
+            sizes=list_argument_sizes(*self._named),
         )
 
     def _trace(self, notes: list[Note]) -> Any:
@@ -731,7 +731,7 @@ def _watch_outputs(shadow: torch.nn.Module, notes: list[Note]) -> None:
     patches = Patches()  # never undone: the shadow is thrown away with its hooks
     for path, module in shadow.named_modules():
         if names[id(module)] == 1:
-            hook = Watch(path, "output", is_single, notes)
+            hook = CallObserver(path, "output", is_single, notes)
             patches.defer(module.register_forward_hook(hook).remove)
 
 
@@ -769,7 +769,7 @@ def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str], notes: list[Not
     for path, module in shadow.named_modules():
         names = [name for name, _ in _list_tables(module)]
         if any(f"{path}.{name}".strip(".") not in kept for name in names):
-            hook = Watch(path, "table", shape, notes)
+            hook = CallObserver(path, "table", shape, notes)
             patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
@@ -890,7 +890,7 @@ def casts_weights(module: torch.nn.Module) -> bool:
 
     Such a module computes in the dtype of its arguments, so its weights stay as they are stored.
     """
-    return any(getattr(part, "comfy_cast_weights", False) for part in list_parts(module))
+    return any(getattr(part, "comfy_cast_weights", False) for part in list_modules(module))
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:

@@ -53,12 +53,12 @@ compared where no code reads it."""
 _READ = ("num_calls", "module_stack", "submodule_paths", "enable_attr_proxy", "tensor_tracker")
 """What is read of PyTorch's tracer; where one of them is missing nothing is copied."""
 
-Note = tuple["Watch", Any]
+Note = tuple["CallObserver", Any]
 """Whose hook noted something of a call, and what."""
 
 
 @dataclass(eq=False)
-class Watch:
+class CallObserver:
     """A hook that notes something of each call of a module, also of a call that is copied.
 
     Attributes:
@@ -127,7 +127,7 @@ class Repeats:
             (hook.path, hook.kind): hook
             for part in self._paths
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-            if isinstance(hook, Watch)
+            if isinstance(hook, CallObserver)
         }
         self._numbers = {
             part: vars(part)[_NUMBER]
@@ -488,7 +488,7 @@ class _Description:
         told: list[Any] = []
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             for number, hook in vars(part)[name].items():
-                if isinstance(hook, Watch):
+                if isinstance(hook, CallObserver):
                     continue
                 if type(hook) is not partial or not hook.func.__module__.startswith("stopdown."):
                     return None

@@ -31,7 +31,7 @@ from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.interception.patches import Patches
 from stopdown.operations import CONVOLUTIONS, NORMS, find_operation
-from stopdown.scaling.exponents.problem import count_flops
+from stopdown.scaling.exponents.problem import count_node_flops
 from stopdown.scaling.folding.folds import put_stream
 from stopdown.scaling.graph.capture import (
     Capture,
@@ -160,7 +160,7 @@ def demand_agreement(plain: Capture, streamed: Capture) -> None:
 
 def measure_wide_flops(capture: Capture) -> float:
     """Share of a call's matmul FLOPs whose operands are fp32 or wider; 0 when there are none."""
-    flops = {node: count_flops(node) for node in capture.graph.graph.nodes}
+    flops = {node: count_node_flops(node) for node in capture.graph.graph.nodes}
     wide = sum(
         size
         for node, size in flops.items()
@@ -235,7 +235,7 @@ class _Reader:
         """Return whether an operation is a product of two values in the narrow dtype."""
         if node in self.weighted or not is_float(node):
             return False
-        is_product = count_flops(node) > 0 or is_kind(node, "einsum")
+        is_product = count_node_flops(node) > 0 or is_kind(node, "einsum")
         return is_product and node.meta["val"].dtype == self.capture.dtype
 
     def _is_writer(self, node: Node) -> bool:
@@ -278,7 +278,7 @@ def _find_bare_readers(readers: Sequence[_Reader]) -> set[str]:
     """Find layers that read the stream itself, the least work first, up to `MOST_WIDE_FLOPS` in a call."""
     found: set[str] = set()
     for reader in readers:
-        flops = {node: count_flops(node) for node in reader.nodes}
+        flops = {node: count_node_flops(node) for node in reader.nodes}
         bare = defaultdict[str, float](float)
         for node in reader.weighted:
             if is_kind(node, "linear", *CONVOLUTIONS) and _is_bare(node):

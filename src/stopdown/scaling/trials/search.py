@@ -119,7 +119,7 @@ Find = Callable[[torch.nn.Module, Sequence[MeasuredCall]], Scaling]
 
 
 @dataclass(frozen=True)
-class Strategy(Generic[Found]):
+class Candidate(Generic[Found]):
     """Something to try.
 
     Attributes:
@@ -137,7 +137,7 @@ class PostponedError(Exception):
 
 
 def take_first(
-    strategies: Iterable[Strategy[Found]],
+    strategies: Iterable[Candidate[Found]],
     *,
     price: Callable[[Found], Any] = lambda found: 0,
     left: list[StopReason] | None = None,
@@ -276,7 +276,7 @@ def find_scaling(
         return scaling
 
     relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
-    found = take_first(Strategy(partial(find, x)) for x in relaxations)
+    found = take_first(Candidate(partial(find, x)) for x in relaxations)
     shapes: dict[str, dict[Sizes, None]] = {}
     for call in calls:
         shapes.setdefault(call.capture.signature, {})[call.capture.sizes] = None
@@ -373,7 +373,7 @@ def scale_by_bounds(
         def does(found: Scaling) -> bool:
             return found.bounded > best.bounded and accepts(found, best, stated)
 
-        measured = Strategy(lambda: best, lambda found: False)
+        measured = Candidate(lambda: best, lambda found: False)
         return take_first(itertools.chain([measured], _list_bounds(module, bounded, narrow, does)))
 
     bounded, found = _give_room(partial(bound_kinds, module, kinds, None), search)
@@ -445,14 +445,14 @@ def _list_bounds(
     find: Find,
     does: Callable[[Scaling], bool],
     find_late: Find | None = None,
-) -> Iterator[Strategy[Scaling]]:
+) -> Iterator[Candidate[Scaling]]:
     before = None
     for bits in LOOSEST_BITS:
         calls = bounded.mix(bits)
         ranges = [call.ranges for call in calls]
         if ranges != before:  # no bound is as loose as that
             late = partial(_find_wide, find_late or find, module, calls)
-            yield Strategy(partial(_find_wide, find, module, calls), does, late)
+            yield Candidate(partial(_find_wide, find, module, calls), does, late)
         before = ranges
 
 
@@ -602,16 +602,16 @@ class _CallSearch:
     captures: Captures = field(default_factory=Captures)
     unsolved: ScalingError | None = None
 
-    def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
+    def list_strategies(self, residual: str) -> Iterator[Candidate[Scaling]]:
         """Yield the strategies that the failures before them leave a chance."""
         if residual == "fp32":
-            yield Strategy(self._find_streamed)
+            yield Candidate(self._find_streamed)
         if not self._failed(CaptureError):
-            yield Strategy(self._find_native)
+            yield Candidate(self._find_native)
         if residual != "fp32" and self._failed(TrialError):
-            yield Strategy(self._find_streamed)
+            yield Candidate(self._find_streamed)
         if self._failed(CaptureError, TrialError) or self.unsolved is not None:
-            yield Strategy(self._find_by_hooks)
+            yield Candidate(self._find_by_hooks)
 
     def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
         return [x for x in self.left if isinstance(x, kinds)]
@@ -649,8 +649,8 @@ class _CallSearch:
             check_underflow(self.module, kinds, stream)
         whole = self._solve(kinds, stream)
         strategies = [
-            Strategy(lambda: whole, lambda found: not found.fp32_modules),
-            Strategy(
+            Candidate(lambda: whole, lambda found: not found.fp32_modules),
+            Candidate(
                 partial(self._open, kinds, stream, whole),
                 lambda found: found.fp32_flops < whole.fp32_flops,
             ),
@@ -711,6 +711,6 @@ def plan_stream(
     left: list[StopReason] = []
     ways = itertools.product((True, False), (False, True))
     try:
-        return take_first((Strategy(partial(find, *way)) for way in ways), left=left)
+        return take_first((Candidate(partial(find, *way)) for way in ways), left=left)
     except (CaptureError, ScalingError) as error:
         raise ScalingError(left[0].what) from error

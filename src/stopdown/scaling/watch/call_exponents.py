@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.fold_names import Folds, list_folds, split_name, spread_columns, spread_rows
+from stopdown.fold_names import Folds, list_folds, split_fold_name, spread_columns, spread_rows
 from stopdown.interception.patches import Place
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.exponents.problem import (
@@ -104,11 +104,11 @@ def _fix_all(
     """Give everything that is folded its exponent; False where a part of it has no place in the call."""
     folds, named = list_folds(scaling.exponents), name_parameters(module)
     for name, unknown in problem.parameters.items():
-        bare, place = split_name(name)
+        bare, place = split_fold_name(name)
         exponent = _read_exponent(folds.get(bare, ()), place, tuple(named[bare].shape))
         if exponent is None or not found.fix(unknown, exponent):
             return False
-    stated = {split_name(name)[0] for name in problem.parameters}
+    stated = {split_fold_name(name)[0] for name in problem.parameters}
     if any(folds.get(name) for name in _list_read(capture) if name not in stated):
         return False  # a table that another size does without
     for key, unknown in problem.eps.items():

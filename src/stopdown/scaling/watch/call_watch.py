@@ -43,7 +43,7 @@ from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.call import (
     ComponentCall,
     HeldContainers,
-    is_held,
+    stays_finite,
 )
 from stopdown.module_calls.call_interception import (
     PartCall,
@@ -55,7 +55,7 @@ from stopdown.module_calls.call_interception import (
     put_layer,
     show_parts,
 )
-from stopdown.module_calls.call_signatures import list_sizes, sign_call
+from stopdown.module_calls.call_signatures import list_argument_sizes, sign_call
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
 from stopdown.module_calls.entrances import BeyondError
 from stopdown.module_calls.outermost_calls import is_plain, listen
@@ -69,7 +69,7 @@ from stopdown.numerics import (
 from stopdown.scaling.folding.folds import (
     call_unmeasured,
     find_folded_parts,
-    narrow,
+    narrow_if_exact,
     widen_outputs,
 )
 from stopdown.scaling.graph.capture import (
@@ -284,7 +284,10 @@ class CallWatch(SameInCopies):
         """
         if not any(has_values(x) for x in copied.parameters()):
             return
-        key = sign_call(copied, method, args, kwargs), list_sizes(copied, method, args, kwargs)
+        key = (
+            sign_call(copied, method, args, kwargs),
+            list_argument_sizes(copied, method, args, kwargs),
+        )
         if not self.known.holds_for_copy(key, method, args, kwargs):
             what = self.known.describe_difference(key, method)
             raise ScalingError(
@@ -434,7 +437,9 @@ class CallWatch(SameInCopies):
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
         signature = f"{path}:{sign_call(*given)}".removeprefix(":")
-        sizes = list_sizes(*given) if is_plain() else ()  # those of transformed code are no numbers
+        sizes = (
+            list_argument_sizes(*given) if is_plain() else ()
+        )  # those of transformed code are no numbers
         if not others:
             return signature, sizes
         start, _, rest = signature.removesuffix(")").partition("(")
@@ -599,8 +604,11 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     for number, exponent in ends.inputs.items():
         given = leaves[places[number]]
-        scaled, is_beyond = given * 2.0**exponent, narrows and not is_held(given, torch.float16)
-        leaves[places[number]] = narrow(torch.float16, scaled) if is_beyond else scaled
+        scaled, is_beyond = (
+            given * 2.0**exponent,
+            narrows and not stays_finite(given, torch.float16),
+        )
+        leaves[places[number]] = narrow_if_exact(torch.float16, scaled) if is_beyond else scaled
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return replace(call, args=args, kwargs=kwargs)
 

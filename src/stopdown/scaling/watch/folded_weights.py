@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import ScalingError
-from stopdown.fold_names import split_name
+from stopdown.fold_names import split_fold_name
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.outermost_calls import is_in_training, is_plain
 from stopdown.number_formats import list_some, name_dtype
@@ -133,7 +133,7 @@ def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], s
 
 
 def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
-    names = {split_name(name)[0] for name in scaling.exponents}
+    names = {split_fold_name(name)[0] for name in scaling.exponents}
     for path, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.fold_names import split_name
+from stopdown.fold_names import split_fold_name
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.call_signatures import Sizes, resize_call
@@ -175,7 +175,7 @@ class KnownCalls:
         self.settings.set_on(skeleton)
         part = skeleton.get_submodule(path)
         function = part if method == "forward" else getattr(skeleton, method)
-        blocked = {bare for bare, place in map(split_name, self._scaling.exponents) if place}
+        blocked = {bare for bare, place in map(split_fold_name, self._scaling.exponents) if place}
         own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
 
         def read(args: Any, kwargs: Any) -> frozenset[int] | None:
