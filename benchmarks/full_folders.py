@@ -17,7 +17,7 @@ import transformers
 from full_size_configs import T5_XXL
 
 from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_tokenizer
-from stopdown.scaling.graph.capture import build_fake
+from stopdown.scaling.graph.fake_modules import build_fake
 
 Parts = dict[str, Any]
 

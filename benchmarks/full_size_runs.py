@@ -508,7 +508,7 @@ class Calls:
 
 def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Load as the stage says, sample, and compare with what fp32 gave."""
-    from stopdown.devices.environment import choose_device
+    from stopdown.devices.device_choice import choose_device
     from stopdown.memory.offloader import make_offloader, predict_run
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
@@ -516,7 +516,8 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.plans.planned_loader import load_plan
     from stopdown.plans.precision import PLAIN_FP16
     from stopdown.records import MemoryPlan
-    from stopdown.sources.sources import resolve_source, verify_source
+    from stopdown.sources.source_checks import verify_source
+    from stopdown.sources.sources import resolve_source
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
     source = resolve_source(folder / "model")
@@ -609,7 +610,7 @@ def describe(kept: dict[str, Any]) -> dict[str, Any]:
 
 def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Make a plan by measuring or from the weights alone."""
-    from stopdown.devices.environment import choose_device
+    from stopdown.devices.device_choice import choose_device
     from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.plan_choice import find_or_certify

@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from device.simulated_device import KIND, load_device  # noqa: E402 (the path is set above)
 from models.pipeline_calls import CALLS  # noqa: E402
+from stopdown.devices.device_choice import choose_device  # noqa: E402
 from stopdown.devices.device_memory import free_memory, peak_memory  # noqa: E402
-from stopdown.devices.environment import choose_device, describe_machine  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.memory.offloader import Offloader, predict_run  # noqa: E402
 from stopdown.testing import make_pipeline  # noqa: E402
 

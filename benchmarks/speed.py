@@ -32,7 +32,8 @@ from models.rescaling_models import (  # noqa: E402
     measure_call,
     run_calls,
 )
-from stopdown.devices.environment import choose_device, describe_machine  # noqa: E402
+from stopdown.devices.device_choice import choose_device  # noqa: E402
+from stopdown.devices.environment import describe_machine  # noqa: E402
 from stopdown.memory.speed import time_runs  # noqa: E402
 from stopdown.scaling.folding.folds import cast_, fold_scaling  # noqa: E402
 from stopdown.scaling.trials.search import find_scaling  # noqa: E402

@@ -167,26 +167,28 @@ def put_processor() -> Iterator[UsesProcessor]:
     The fixture itself puts another one in its place: `this` is the machine's own.
     """
     from stopdown.devices import device_profiles as profiles
-    from stopdown.devices import environment
-    from stopdown.devices.environment import Device, Timing, Verdict
+    from stopdown.devices import format_support, maker_formats
+    from stopdown.devices.device_choice import Device
+    from stopdown.devices.format_support import Timing
+    from stopdown.devices.maker_formats import Verdict
 
-    judge, times = environment.judge_device, environment._time_formats
+    judge, times = format_support.judge_device, format_support._time_formats
 
     def put(patch: pytest.MonkeyPatch, name: str) -> None:
         def say(device: Device) -> dict[str, Verdict]:
             if name == "this" or device.type != "cpu":
                 return judge(device)
-            return environment.judge_cpu(PROCESSORS[name][0])
+            return maker_formats.judge_cpu(PROCESSORS[name][0])
 
         def measure(device: Device) -> dict[str, Timing]:
             if name == "this" or device.type != "cpu":
                 return times(device)
             return {key: Timing(value, value) for key, value in PROCESSORS[name][1].items()}
 
-        patch.setattr(environment, "judge_device", say)
+        patch.setattr(format_support, "judge_device", say)
         patch.setattr(profiles, "judge_device", say)
-        patch.setattr(environment, "_time_formats", measure)
-        environment._probe_once.cache_clear()
+        patch.setattr(format_support, "_time_formats", measure)
+        format_support._probe_once.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         put(patch, "bf16")
@@ -198,12 +200,12 @@ def processor(
     request: pytest.FixtureRequest, put_processor: UsesProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """A processor of the kind that a test names by `parametrize(..., indirect=True)`; else its own."""
-    from stopdown.devices import environment
+    from stopdown.devices import format_support
 
     name = getattr(request, "param", "this")
     put_processor(monkeypatch, name)
     yield name
-    environment._probe_once.cache_clear()
+    format_support._probe_once.cache_clear()
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from stopdown import doctor as health_module
 from stopdown.app import cli, doctor_command
 from stopdown.app.doctor_command import word_ratio
 from stopdown.devices.backend_rules import list_attention
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_profiles import (
     find_profile,
     format_profile,
     parse_profile,
     read_profiles,
 )
-from stopdown.devices.environment import Device, choose_device
 from stopdown.doctor import (
     examine,
     foresee,

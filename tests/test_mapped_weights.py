@@ -14,7 +14,7 @@ import torch
 
 from stopdown import mapped_weights
 from stopdown.component_calls.components import find_components
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OutputError, StopdownWarning
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
@@ -34,8 +34,9 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import MemoryPlan, Plan
-from stopdown.scaling.graph.capture import name_parameters
-from stopdown.sources.sources import Source, resolve_source
+from stopdown.scaling.graph.fake_modules import name_parameters
+from stopdown.sources.source import Source
+from stopdown.sources.sources import resolve_source
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix", reason="a file that is mapped stays where it is"

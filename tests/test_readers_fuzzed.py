@@ -37,7 +37,7 @@ from stopdown import testing
 from stopdown.app.compare_command import read_prompts
 from stopdown.app.report_command import report
 from stopdown.devices.device_profiles import find_profile
-from stopdown.diagnosis import explain_file
+from stopdown.diagnosis.subjects import explain_file
 from stopdown.errors import StopdownError
 from stopdown.files.json_files import UnreadableError
 from stopdown.frames.media import iterate_frames, read_image, write_media
@@ -59,7 +59,8 @@ from stopdown.sources.headers import (
     read_header,
     read_shard_index,
 )
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 
 OURS = (StopdownError, UnreadableError, DamagedFileError, PackingError)
 """What a reader may raise; the last three become sentences where they are caught."""

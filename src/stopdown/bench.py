@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from stopdown.component_calls.components import cast_component_, find_components
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import free_memory, peak_memory
-from stopdown.devices.environment import Device, describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.doctor import try_attention
 from stopdown.errors import take_one_line
 from stopdown.memory.offloader import predict_run
@@ -40,7 +41,7 @@ from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 WAYS = ("fp32", "bf16", "fp16-plain", "fp16", "fp16, guarded")
 """As `--precision` names them: what others are compared with first."""

@@ -17,23 +17,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stopdown.devices.backend_rules import list_attention, list_version_faults
+from stopdown.devices.device_choice import Device, find_missing_mps, list_devices
 from stopdown.devices.device_profiles import (
     Profile,
     describe_device,
     find_device_target,
     is_profile,
 )
-from stopdown.devices.environment import (
-    Device,
-    Support,
-    describe_machine,
-    find_missing_mps,
-    forget_timings,
-    list_devices,
-    probe_formats,
-    read_numeric_variables,
-    read_version,
-)
+from stopdown.devices.environment import describe_machine, read_numeric_variables, read_version
+from stopdown.devices.format_support import Support, forget_timings, probe_formats
 from stopdown.errors import ignoring_warnings
 from stopdown.files.toml_files import read_rows, read_rules
 from stopdown.number_formats import FORMATS, PRECISIONS

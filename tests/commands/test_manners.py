@@ -30,7 +30,8 @@ from stopdown.app.flags import CommandOptions
 from stopdown.app.generate_command import GenerateOptions, list_run_options
 from stopdown.app.progress import Bars, Lines
 from stopdown.app.registration import reword
-from stopdown.devices.environment import Device, token_in_use
+from stopdown.devices.device_choice import Device
+from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, OutputError, StopdownError
 
 SaveTiny = Callable[..., Path]
@@ -471,7 +472,8 @@ def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any)
     """It is taken where a component has it, and refused where none has."""
     import shutil
 
-    from stopdown.sources.sources import list_weight_files, resolve_source
+    from stopdown.sources.source import list_weight_files
+    from stopdown.sources.sources import resolve_source
 
     folder = tmp_path / "model"
     shutil.copytree(save_tiny("cogvideox"), folder)

@@ -92,20 +92,20 @@ class Simulated:
 
         A probe finds both 16-bit formats twice as fast as fp32, wherever the tests run.
         """
-        from stopdown.devices import environment
+        from stopdown.devices import device_choice, format_support
 
-        timed = environment._time_formats
+        timed = format_support._time_formats
 
-        def time_formats(device: environment.Device) -> dict[str, environment.Timing]:
+        def time_formats(device: device_choice.Device) -> dict[str, format_support.Timing]:
             if device.type != KIND:
                 return timed(device)
             seconds = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5}
-            return {name: environment.Timing(value, value) for name, value in seconds.items()}
+            return {name: format_support.Timing(value, value) for name, value in seconds.items()}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(environment, "KINDS", (*environment.KINDS, KIND))
-            patch.setattr(environment, "_time_formats", time_formats)
-            environment._probe_once.cache_clear()
+            patch.setattr(device_choice, "KINDS", (*device_choice.KINDS, KIND))
+            patch.setattr(format_support, "_time_formats", time_formats)
+            format_support._probe_once.cache_clear()
             gc.collect()  # what other tests left on the device
             ops.set_present(True)
             try:
@@ -115,7 +115,7 @@ class Simulated:
                 self.act_as()
                 self.fail_after(0)
                 ops.set_present(False)
-                environment._probe_once.cache_clear()
+                format_support._probe_once.cache_clear()
 
     def act_as(
         self,

@@ -13,7 +13,7 @@ import torch
 
 from device.simulated_device import KIND, Simulated
 from stopdown.bench import WAYS, BenchRow, Report, hide_paths, list_subjects, measure_models, render
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.doctor import quote_measured
 from stopdown.pipelines.requests import Request
 from stopdown.sources.sources import resolve_source

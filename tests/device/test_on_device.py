@@ -19,8 +19,8 @@ from models.pipeline_calls import CALLS, call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import mapped_weights, testing
 from stopdown.component_calls.components import find_components
+from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_memory import peak_memory
-from stopdown.devices.environment import choose_device
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from device.simulated_device import KIND, Simulated
+from stopdown.devices.device_choice import choose_device, list_devices, synchronise
 from stopdown.devices.device_memory import peak_memory
-from stopdown.devices.environment import choose_device, list_devices, synchronise
 
 
 def test_it_is_found_while_it_is_present(simulated: Simulated) -> None:

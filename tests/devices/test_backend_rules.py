@@ -33,7 +33,7 @@ from stopdown.devices.backend_rules import (
     read_backend_rules,
 )
 from stopdown.devices.device_profiles import read_profiles
-from stopdown.devices.environment import read_onednn_formats
+from stopdown.devices.maker_formats import read_onednn_formats
 from stopdown.files.toml_files import read_rows
 from stopdown.number_formats import FORMATS
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_profiles import (
     Profile,
     describe_device,
@@ -18,7 +19,7 @@ from stopdown.devices.device_profiles import (
     parse_profile,
     read_profiles,
 )
-from stopdown.devices.environment import Device, judge_accelerator, judge_cpu
+from stopdown.devices.maker_formats import judge_accelerator, judge_cpu
 from stopdown.errors import OptionError
 from stopdown.number_formats import PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan

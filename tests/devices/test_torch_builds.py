@@ -11,10 +11,10 @@ import torch
 
 from stopdown import doctor
 from stopdown.app import cli
-from stopdown.devices import environment
-from stopdown.devices.environment import choose_device, list_devices, select_device
+from stopdown.devices import device_choice
+from stopdown.devices.device_choice import choose_device, list_devices, select_device
 from stopdown.devices.torch_builds import Build, find_missing_kernels, find_missing_system
-from stopdown.diagnosis import explain
+from stopdown.diagnosis.subjects import explain
 from stopdown.errors import OptionError
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_37", "sm_90"]
@@ -201,7 +201,7 @@ def test_the_cpu_may_be_chosen(card: Any) -> None:
 def test_of_two_cards_the_one_with_kernels_is_taken(card: Any) -> None:
     """A V100 beside a newer card: auto takes the newer one and says why; `cuda:0` is refused."""
     old, cpu = list_devices()
-    new = environment.Device("cuda", 1, "NVIDIA A100", (8, 0), 2**36)
+    new = device_choice.Device("cuda", 1, "NVIDIA A100", (8, 0), 2**36)
     chosen = select_device("auto", [old, new, cpu])
     assert chosen.torch_name == "cuda:1"
     assert (
@@ -223,7 +223,7 @@ def test_a_mac_without_the_system_is_told(
     assert known.expected == f"It needs macOS {least} or newer."
     assert find_missing_system(torch_version, (26, 1)) is None
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
-    monkeypatch.setattr(environment, "read_macos", lambda: macos)
+    monkeypatch.setattr(device_choice, "read_macos", lambda: macos)
     monkeypatch.setattr(torch, "__version__", torch_version)
     with pytest.raises(OptionError, match=f"It needs macOS {least} or newer"):
         choose_device("mps")

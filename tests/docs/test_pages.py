@@ -223,10 +223,10 @@ def test_decisions_are_short_and_whole() -> None:
 def test_the_card_is_explained() -> None:
     """The page on the card has each stage that a run has, that on memory each placement of weights."""
     from stopdown.memory.strategies import PLACEMENTS
-    from stopdown.records import _STAGES
+    from stopdown.records import STAGES
 
     card = (ROOT / "docs" / "card.md").read_text(encoding="utf-8")
-    assert [name for name in _STAGES if f"| {name} |" not in card] == []
+    assert [name for name in STAGES if f"| {name} |" not in card] == []
     memory = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     assert [name for name in PLACEMENTS if f"| {name} |" not in memory] == []
 

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from stopdown.devices.environment import judge_accelerator
+from stopdown.devices.maker_formats import judge_accelerator
 from stopdown.devices.model_needs import Need, read_needs
 from stopdown.dtype_rules.findings import SEVERITIES, is_fault, make_finding, read_kinds
 from stopdown.files.toml_files import parse_rows, read_folder, read_rules

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from stopdown.devices.environment import Device, choose_device
+from stopdown.devices.device_choice import Device, choose_device
 
 
 @pytest.fixture

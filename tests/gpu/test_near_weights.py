@@ -11,7 +11,7 @@ import torch
 
 from device.simulated_device import KIND
 from models.wide_models import check_bounds, make_encoder, make_transformer
-from stopdown.devices.environment import Device
+from stopdown.devices.device_choice import Device
 from stopdown.plans import near_weights
 from stopdown.scaling.bounds.row_sums import sum_rows
 from stopdown.scaling.bounds.singular_values import measure_sigma

@@ -14,9 +14,9 @@ from models.pipeline_calls import CALLS, call_pipeline, quiet
 from models.snapshots import assert_untouched
 from stopdown import testing
 from stopdown.component_calls.components import find_components
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.device_profiles import describe_device
-from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy

@@ -18,7 +18,7 @@ import pytest
 import stopdown
 from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from stopdown import testing
-from stopdown.devices.environment import Device
+from stopdown.devices.device_choice import Device
 from stopdown.interception.randomness import same_noise
 
 pytestmark = [

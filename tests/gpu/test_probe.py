@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_memory import peak_memory
-from stopdown.devices.environment import choose_device, judge_device, probe_formats
+from stopdown.devices.format_support import judge_device, probe_formats
 
 pytestmark = [
     pytest.mark.gpu,

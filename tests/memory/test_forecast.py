@@ -28,8 +28,8 @@ from stopdown.component_calls.components import (
     is_autoencoder,
     list_block_paths,
 )
+from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_profiles import find_profile
-from stopdown.devices.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, offloader, smaller_calls, speed
@@ -64,7 +64,7 @@ from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
-from stopdown.scaling.graph.capture import build_fake
+from stopdown.scaling.graph.fake_modules import build_fake
 from stopdown.scaling.trials.trial import WideProducts
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import PIPELINE_NAMES, make_pipeline, save_pipeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_profiles import find_profile
-from stopdown.devices.environment import Device, choose_device
 from stopdown.memory import speed as speeds
 from stopdown.memory.speed import DISK_BYTES_PER_S, Speed, find_speed, measure_speed
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.devices.environment import choose_device, probe_formats
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import OutputError, StopdownWarning
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import Strategy

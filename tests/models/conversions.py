@@ -20,7 +20,8 @@ from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion, Plan
-from stopdown.sources.sources import Source, fingerprint, resolve_source
+from stopdown.sources.source import Source
+from stopdown.sources.sources import fingerprint, resolve_source
 from stopdown.testing import make_pipeline
 
 SMALLEST = 2.0**-9

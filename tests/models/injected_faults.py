@@ -18,7 +18,7 @@ from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.runtime.fault_texts import name_axes
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 
 
 @contextmanager

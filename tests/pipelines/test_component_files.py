@@ -22,7 +22,9 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.call_recorder import read_call_file
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Plan
-from stopdown.sources.sources import Source, resolve_source, verify_source
+from stopdown.sources.source import Source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import save_pipeline
 
 pytestmark = pytest.mark.thorough

@@ -14,7 +14,8 @@ import stopdown
 from models.other_pipelines import make_allegro
 from stopdown.numerics import relative_l2
 from stopdown.plans.certified import list_planned
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]
 

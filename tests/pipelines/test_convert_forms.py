@@ -28,7 +28,8 @@ from stopdown.records import Conversion, Plan, Scaling, read_record
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.sources.headers import read_rescaled
 from stopdown.sources.single_file_names import arrange, find_whole
-from stopdown.sources.sources import Source, resolve_source
+from stopdown.sources.source import Source
+from stopdown.sources.sources import resolve_source
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline

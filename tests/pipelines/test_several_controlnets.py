@@ -12,7 +12,8 @@ import stopdown
 from models.pipeline_calls import PICTURE
 from stopdown.errors import SourceError, StopdownWarning
 from stopdown.numerics import relative_l2
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 from stopdown.testing import make_pipeline
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("module_cache")]

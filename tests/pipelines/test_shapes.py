@@ -114,7 +114,8 @@ def test_the_output_of_wo_goes_beyond_fp16(load_plain: Callable[[torch.dtype], A
 
 def test_the_folder_is_small_and_stored_in_bf16() -> None:
     """The whole folder takes 25 MB at most, and every weight is stored in bf16."""
-    from stopdown.sources.sources import read_stored_dtypes, resolve_source, verify_source
+    from stopdown.sources.source_checks import verify_source
+    from stopdown.sources.sources import read_stored_dtypes, resolve_source
 
     files = [path for path in SHAPES.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 25_000_000

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from models.single_file_layout import save_single_file
 from stopdown import testing
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.plans import planned_loader
 from stopdown.plans.applier import load_entry
 from stopdown.plans.certified import certify_plan
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 
 CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 """Where Diffusers takes the configuration of such a file from."""

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
-from stopdown.scaling.graph.capture import build_fake, capture_call, find_mode
+from stopdown.scaling.graph.capture import capture_call
+from stopdown.scaling.graph.fake_modules import build_fake, find_mode
 from stopdown.sources.sources import resolve_source
 
 SaveTiny = Callable[..., Path]

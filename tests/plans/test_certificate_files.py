@@ -29,7 +29,7 @@ from stopdown.plans.certificate_files import export_calls, write_certificate
 from stopdown.plans.certified import Scope, TracedCalls, certify_plan
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling.bounds.values import uniform
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import shape_of
 from stopdown.scaling.trials import measurement
 from stopdown.scaling.trials.measurement import Captures

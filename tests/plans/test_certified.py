@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from models.rescaling_models import make_example
 from models.wide_models import make_call
 from stopdown.app.commands import app
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, SourceError
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
@@ -36,9 +36,12 @@ from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import leave_components
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling.bounds.input_limits import is_encoded
-from stopdown.scaling.graph import capture
-from stopdown.scaling.graph.capture import name_parameters
-from stopdown.sources.sources import Source, resolve_source
+from stopdown.scaling.graph import (
+    capture,
+)
+from stopdown.scaling.graph.fake_modules import name_parameters
+from stopdown.sources.source import Source
+from stopdown.sources.sources import resolve_source
 
 SaveTiny = Callable[..., Path]
 

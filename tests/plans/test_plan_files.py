@@ -15,7 +15,8 @@ from torch import nn
 
 from stopdown.checkpoints import file_exponents
 from stopdown.devices import environment
-from stopdown.devices.environment import Device, Support
+from stopdown.devices.device_choice import Device
+from stopdown.devices.format_support import Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
@@ -38,7 +39,7 @@ from stopdown.records import (
     Scaling,
 )
 from stopdown.scaling.folding.folds import list_misfits
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 ENTRY = ComponentPlan(
     component="transformer",

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stopdown.devices.environment import (
-    Support,
-    Timing,
-    judge_accelerator,
-    judge_cpu,
-    weigh_support,
-)
+from stopdown.devices.format_support import Support, Timing, weigh_support
+from stopdown.devices.maker_formats import judge_accelerator, judge_cpu
 from stopdown.errors import OptionError
 from stopdown.plans.precision import (
     ComponentFacts,

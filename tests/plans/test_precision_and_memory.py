@@ -16,7 +16,7 @@ from stopdown.app.fit_command import FitOptions, fit, print_fit
 from stopdown.app.forecasts import _explain
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_profiles import find_profile
-from stopdown.devices.environment import Support
+from stopdown.devices.format_support import Support
 from stopdown.memory import caching_allocator
 from stopdown.memory.caching_allocator import WORKSPACE_BYTES
 from stopdown.memory.forecast import Fit

@@ -30,7 +30,8 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import measure_plan
 from stopdown.sources.single_file_names import arrange, find_whole
-from stopdown.sources.sources import Source, resolve_source
+from stopdown.sources.source import Source
+from stopdown.sources.sources import resolve_source
 
 RUNS = {
     "exact": ("before", "float32"),

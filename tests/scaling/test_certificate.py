@@ -35,7 +35,8 @@ from stopdown.scaling.certificate import (
     state_bounds,
 )
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem
-from stopdown.scaling.graph.capture import capture_call, name_parameters
+from stopdown.scaling.graph.capture import capture_call
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.range_measurement import Range
 from stopdown.scaling.trials import search

@@ -12,7 +12,8 @@ from torch import nn
 
 import stopdown_verify
 from stopdown.scaling.certificate_graphs import export_graphs
-from stopdown.scaling.graph.capture import capture_call, name_parameters
+from stopdown.scaling.graph.capture import capture_call
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling_records import Scaling
 
 

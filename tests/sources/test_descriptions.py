@@ -17,13 +17,8 @@ from stopdown import testing
 from stopdown.errors import InputError
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.sources.descriptions import find_excess, find_kernels, list_custom_code
-from stopdown.sources.sources import (
-    fingerprint,
-    read_stored_dtypes,
-    resolve_source,
-    verify_descriptions,
-    verify_source,
-)
+from stopdown.sources.source_checks import verify_descriptions, verify_source
+from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
 
 FILES = (
     "model_index.json",

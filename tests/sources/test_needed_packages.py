@@ -14,7 +14,7 @@ from transformers.utils.import_utils import DummyObject
 
 from stopdown.errors import SourceError
 from stopdown.sources.needed_packages import list_missing, refuse_missing_packages
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 SOURCE = """
 from diffusers.utils import is_{name}_available

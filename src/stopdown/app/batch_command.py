@@ -43,12 +43,8 @@ from stopdown.batch.output_folder import (
 )
 from stopdown.batch.prompts import Item, digest_request, naming_line, read_items
 from stopdown.batch.records import TRIES, BatchRecord, ItemResult
-from stopdown.devices.environment import (
-    choose_device,
-    describe_machine,
-    has_moving_cursor,
-    list_devices,
-)
+from stopdown.devices.device_choice import choose_device, list_devices
+from stopdown.devices.environment import describe_machine, has_moving_cursor
 from stopdown.errors import InputError, OptionError
 from stopdown.files.outputs import find_record_path
 from stopdown.number_formats import format_about

@@ -11,9 +11,10 @@ import typer
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import DeviceOption, SizeOptions
 from stopdown.app.request_options import refuse_unknown_device
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.pipelines.requests import Request, check_values
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 
 
 @dataclass(frozen=True)

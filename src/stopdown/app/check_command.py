@@ -29,16 +29,10 @@ from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
 from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
+from stopdown.sources.source import Source
+from stopdown.sources.source_checks import describe_damage, find_missing, verify_source
 from stopdown.sources.source_problems import refuse_problems
-from stopdown.sources.sources import (
-    Source,
-    describe_damage,
-    find_kind,
-    find_missing,
-    refuse_ignored,
-    resolve_source,
-    verify_source,
-)
+from stopdown.sources.sources import find_kind, refuse_ignored, resolve_source
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,7 +26,8 @@ from stopdown.pipelines.requests import (
     list_needed_fields,
 )
 from stopdown.records import MemoryForecast, Plan, Reduction
-from stopdown.sources.sources import Source, count_download
+from stopdown.sources.source import Source
+from stopdown.sources.sources import count_download
 
 if TYPE_CHECKING:
     from stopdown.memory.forecast import Fit

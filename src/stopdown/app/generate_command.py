@@ -37,7 +37,8 @@ from stopdown.app.request_options import (
     read_request,
 )
 from stopdown.app.size_limits import refuse_too_large
-from stopdown.devices.environment import Device, choose_device, count_launched
+from stopdown.devices.device_choice import Device, choose_device
+from stopdown.devices.environment import count_launched
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
@@ -45,7 +46,8 @@ from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_p
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import MemoryForecast, Plan, RunRecord, describe_no_run
-from stopdown.sources.sources import Source, find_kind, fingerprint, is_complete
+from stopdown.sources.source import Source
+from stopdown.sources.sources import find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
     from stopdown.runtime.journal import Journal

@@ -8,8 +8,8 @@ from typing import Any
 
 from stopdown.app.call_arguments import read_arguments
 from stopdown.app.display import Display
+from stopdown.devices.device_choice import is_device_name
 from stopdown.devices.device_profiles import find_profile, is_profile
-from stopdown.devices.environment import is_device_name
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.number_formats import parse_bytes
@@ -18,7 +18,8 @@ from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, check_values
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
-from stopdown.sources.sources import Source, refuse_ignored
+from stopdown.sources.source import Source
+from stopdown.sources.sources import refuse_ignored
 
 
 def read_request(

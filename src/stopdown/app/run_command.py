@@ -20,7 +20,8 @@ from stopdown.app.flags import CommandOptions, KeepRepairsOption
 from stopdown.app.main_module import as_main, execute, find_start, wait_for_threads
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.streams import CheckedStdout
-from stopdown.devices.environment import choose_device, require_package
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.environment import require_package
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target
 from stopdown.number_formats import find_format

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.forecasts import fit_source
 from stopdown.app.request_options import read_limit
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
-from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.pipelines.allowed_sizes import find_grid, read_configs
@@ -36,7 +36,8 @@ from stopdown.pipelines.requests import (
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import MemoryForecast, group_components
-from stopdown.sources.sources import Source, read_stored_dtypes
+from stopdown.sources.source import Source
+from stopdown.sources.sources import read_stored_dtypes
 
 if TYPE_CHECKING:
     from stopdown.memory.forecast import Fit

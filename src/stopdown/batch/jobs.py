@@ -14,7 +14,7 @@ import numpy as np
 
 from stopdown.batch.prompts import Item, naming_line
 from stopdown.batch.records import BatchRecord
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import choose_class, prepare_check, select_pipeline
@@ -30,7 +30,8 @@ from stopdown.sources.descriptions import read_description
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.needed_packages import refuse_missing_packages
-from stopdown.sources.sources import Source, fingerprint
+from stopdown.sources.source import Source
+from stopdown.sources.sources import fingerprint
 
 
 @dataclass(frozen=True)

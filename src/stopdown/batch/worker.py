@@ -19,7 +19,7 @@ from typing import Any
 from stopdown.batch.jobs import Job, Task, describe_request
 from stopdown.batch.output_folder import find_batch_folder, list_item_names
 from stopdown.batch.records import ItemResult, Status
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import InputError, OutputError, SourceError, describe_error
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import SUFFIXES, draw_preview

@@ -50,7 +50,8 @@ from stopdown.checkpoints.file_exponents import (
 from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.component_call_names import QUANT_METHOD
 from stopdown.component_calls.components import find_components, find_kept_fp32, is_autoencoder
-from stopdown.devices.environment import choose_device, read_version
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.files.outputs import written_beside
 from stopdown.fold_names import (
@@ -93,13 +94,9 @@ from stopdown.sources.single_file_names import (
     lay_out,
     list_merged,
 )
-from stopdown.sources.sources import (
-    Source,
-    list_weight_files,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
-)
+from stopdown.sources.source import Source, list_weight_files
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import read_stored_dtypes, resolve_source
 
 
 @dataclass

@@ -56,7 +56,8 @@ from stopdown.sources.lora_names import (
     list_layers,
     split_lora_name,
 )
-from stopdown.sources.sources import Source, list_weight_files, resolve_source
+from stopdown.sources.source import Source, list_weight_files
+from stopdown.sources.sources import resolve_source
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -16,7 +16,7 @@ from stopdown.number_formats import list_some
 from stopdown.records import Conversion, read_record
 from stopdown.sources.headers import WEIGHT_FILES, DamagedFileError
 from stopdown.sources.single_file_names import find_whole
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 from stopdown.sources.weight_files import open_weight_file
 
 RECORD_NAME = "stopdown.json"

@@ -54,13 +54,14 @@ from stopdown.plans.exponents import describe_unscaled, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling import ComponentCall, capture_call
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials.search import scale_unmeasured
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import download_component
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source, is_hub_id
+from stopdown.sources.source import Source
+from stopdown.sources.sources import is_hub_id
 
 _ENCODERS = {
     "T5ForConditionalGeneration": "T5EncoderModel",

@@ -24,8 +24,8 @@ from stopdown.comparison.measures import Frames, clean_frames, find_headroom, re
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell, Sheet
 from stopdown.comparison.subjects import OpenSubject, Run
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import PeakMemory, peak_memory
-from stopdown.devices.environment import Device
 from stopdown.errors import InputError, describe_error, ignoring_warnings, take_first_line
 from stopdown.files.outputs import written_beside
 from stopdown.frames.frame_faults import find_frame_findings

@@ -52,7 +52,8 @@ from stopdown.comparison.verdicts import (
     recommend,
 )
 from stopdown.component_calls.components import explain_run
-from stopdown.devices.environment import describe_machine, name_device, require_package
+from stopdown.devices.device_choice import name_device
+from stopdown.devices.environment import describe_machine, require_package
 from stopdown.errors import InputError, describe_error
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import written_beside

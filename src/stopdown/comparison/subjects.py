@@ -28,8 +28,9 @@ from stopdown.component_calls.components import (
     put_precision,
     refuse_run,
 )
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
-from stopdown.devices.environment import Device, choose_device, probe_formats
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import OptionError, StopdownError
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
@@ -47,10 +48,12 @@ from stopdown.plans.precision_and_memory import build_way, list_ways, read_forma
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
 from stopdown.scaling import put_cast
-from stopdown.scaling.graph.capture import detach_derived
+from stopdown.scaling.graph.fake_modules import detach_derived
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source, fingerprint, resolve_source, verify_source
+from stopdown.sources.source import Source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import fingerprint, resolve_source
 
 Run = Callable[[], Any]
 """Runs a program once: pictures, arrays or tensors."""

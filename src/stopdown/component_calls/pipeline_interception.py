@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-from stopdown.devices.environment import list_devices, require_kernels
+from stopdown.devices.device_choice import list_devices, require_kernels
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.module_calls.call_interception import Layer, put_layer
 from stopdown.module_calls.callee import Callee

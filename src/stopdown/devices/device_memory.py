@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stopdown.devices.environment import Device
+from stopdown.devices.device_choice import Device
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.out_of_memory import is_out_of_memory
 

@@ -22,19 +22,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from stopdown.devices.environment import (
-    SLOW,
+from stopdown.devices.device_choice import (
     Device,
-    Support,
-    Verdict,
-    find_onednn_formats,
     is_device_name,
-    judge_device,
     list_devices,
-    read_cpu_flags,
-    read_onednn_formats,
     require_kernels,
     select_device,
+)
+from stopdown.devices.format_support import SLOW, Support, judge_device
+from stopdown.devices.maker_formats import (
+    Verdict,
+    find_onednn_formats,
+    read_cpu_flags,
+    read_onednn_formats,
 )
 from stopdown.errors import OptionError
 from stopdown.files.json_files import UnreadableError, read_small_file

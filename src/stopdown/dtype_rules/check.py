@@ -35,8 +35,9 @@ from stopdown.component_calls.components import (
     runs_by_call,
 )
 from stopdown.devices.backend_rules import Place
+from stopdown.devices.device_choice import name_device
 from stopdown.devices.device_profiles import Profile, find_device_target
-from stopdown.devices.environment import name_device, read_version
+from stopdown.devices.environment import read_version
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
 from stopdown.dtype_rules.inspection import Examination, examine_program, observe_skeleton
@@ -63,10 +64,10 @@ from stopdown.plans.precision import (
     write_request,
 )
 from stopdown.records import Finding, Plan
-from stopdown.sources import hub, sources
+from stopdown.sources import hub, source_checks, sources
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.headers import read_rescaled
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source, list_weight_files
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _load_wide(source: Source) -> Any:
         config=source.config,
         variant=source.variant or None,
     )
-    sources.verify_source(whole)
+    source_checks.verify_source(whole)
     pipe = load_pipeline(whole, torch_dtypes=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return move_program(pipe, find_device_target()[0])
@@ -206,7 +207,7 @@ def find_weightless_source(named: str | Path | Source) -> Source:
         named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)
     )
     if source.kind != "file":
-        sources.verify_descriptions(source)
+        source_checks.verify_descriptions(source)
         return source
     return complete_source(source)
 
@@ -465,7 +466,7 @@ def list_files(source: Source) -> dict[str, list[Path]]:
 
     A single file has the one entry `checkpoint`; a Hub id has none.
     """
-    return sources.list_weight_files(source) if source.kind != "hub" else {}
+    return list_weight_files(source) if source.kind != "hub" else {}
 
 
 def _add_whole(precisions: dict[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import find_components, read_precisions
-from stopdown.devices.environment import name_device
+from stopdown.devices.device_choice import name_device
 from stopdown.dtype_rules.check import CheckResult, inspect_pipeline, validate_call
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening

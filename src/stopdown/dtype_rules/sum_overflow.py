@@ -27,8 +27,8 @@ from stopdown.component_calls.components import (
     find_kept_fp32,
     put_precision,
 )
+from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_profiles import DeviceFault, Profile
-from stopdown.devices.environment import choose_device
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.errors import ignoring_warnings
 from stopdown.interception.accumulation import GROUP, ROUNDING, Sum, find_sums

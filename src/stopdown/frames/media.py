@@ -17,7 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.devices.environment import has_avx512, require_package
+from stopdown.devices.environment import require_package
+from stopdown.devices.maker_formats import has_avx512
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.files.outputs import check_target, refuse_nameless, write_numbered, written_beside
 from stopdown.frames.frame_faults import name_frames, require_clip

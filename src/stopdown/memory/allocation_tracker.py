@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stopdown.devices.environment import read_cpu_flags
+from stopdown.devices.maker_formats import read_cpu_flags
 from stopdown.numerics import count_attention_on_cpu
 
 Event = tuple[int | str, int]

@@ -34,7 +34,8 @@ from stopdown.module_calls.call import sign_arguments
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.graph.capture import describe_failure, name_parameters
+from stopdown.scaling.graph.capture_failures import describe_failure
+from stopdown.scaling.graph.fake_modules import name_parameters
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""

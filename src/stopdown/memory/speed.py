@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from stopdown.devices.device_choice import Device, synchronise
 from stopdown.devices.device_profiles import Profile
-from stopdown.devices.environment import Device, synchronise
 from stopdown.number_formats import FORMATS
 from stopdown.out_of_memory import is_out_of_memory
 

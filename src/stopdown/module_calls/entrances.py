@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stopdown.diagnosis import REFUSALS, is_refusal
+from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import ScalingError, take_first_line
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches

@@ -13,7 +13,7 @@ from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.needed_packages import refuse_missing_packages
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
 """What a request holds, to pairs of classes that have the same weights and are in no table of Diffusers."""

@@ -31,7 +31,7 @@ from stopdown.sources.component_classes import (
 )
 from stopdown.sources.lora_names import split_prefix
 from stopdown.sources.single_file_names import find_arranged_shapes, take_apart
-from stopdown.sources.sources import Part, Source
+from stopdown.sources.source import Part, Source
 from stopdown.sources.weight_files import read_shapes
 
 _WHOLE = (

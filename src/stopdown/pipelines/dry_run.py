@@ -36,7 +36,7 @@ from stopdown.pipelines.requests import PROMPTS, list_needed_arguments
 from stopdown.pipelines.skeletons import copy_empty_module
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
-from stopdown.scaling.graph.capture import find_mode
+from stopdown.scaling.graph.fake_modules import find_mode
 from stopdown.sources.library_messages import quiet_libraries
 
 _SIDE = 256

@@ -40,15 +40,15 @@ from stopdown.component_calls.components import (
     load_held,
     turn_on_tiling,
 )
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import describing_out_of_memory
-from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines.component_files import find_file_components, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources import hub
 from stopdown.sources.component_classes import (
     describe_misfit,
@@ -60,13 +60,10 @@ from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, find_weights, read_header
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
+from stopdown.sources.source import Source, list_weight_files
+from stopdown.sources.source_checks import verify_descriptions
 from stopdown.sources.source_problems import make_source_error
-from stopdown.sources.sources import (
-    Source,
-    list_weight_files,
-    resolve_source,
-    verify_descriptions,
-)
+from stopdown.sources.sources import resolve_source
 from stopdown.sources.weight_files import load_weights, open_weight_file, read_shapes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None

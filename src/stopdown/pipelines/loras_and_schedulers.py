@@ -18,14 +18,10 @@ from stopdown.errors import OptionError, SourceError, take_one_line
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import read_header, read_rescaled, refusing_damage
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import (
-    Source,
-    list_library_classes,
-    list_weight_files,
-    resolve_source,
-    verify_descriptions,
-    verify_source,
-)
+from stopdown.sources.library_classes import list_library_classes
+from stopdown.sources.source import Source, list_weight_files
+from stopdown.sources.source_checks import verify_descriptions, verify_source
+from stopdown.sources.sources import resolve_source
 
 
 def resolve_whole(

@@ -27,9 +27,9 @@ from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.component_files import load_parts
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources.headers import StoredTensor, encode_header, read_header_bytes
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 from stopdown.sources.weight_files import read_shapes
 
 MOST_ROWS = 2**24

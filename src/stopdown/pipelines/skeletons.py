@@ -32,7 +32,7 @@ from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import bared, copy_layers
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import Rank
-from stopdown.scaling.graph.capture import (
+from stopdown.scaling.graph.fake_modules import (
     build_fake,
     find_mode,
     mark_as_parameter,
@@ -42,7 +42,7 @@ from stopdown.scaling.graph.capture import (
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 """Files of which a tokenizer that knows words has one."""

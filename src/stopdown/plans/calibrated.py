@@ -29,7 +29,8 @@ from stopdown.component_calls.components import (
     read_precisions,
     runs_by_call,
 )
-from stopdown.devices.environment import Device, choose_device, name_device, probe_formats
+from stopdown.devices.device_choice import Device, choose_device, name_device
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_requests import choose_size
@@ -67,13 +68,9 @@ from stopdown.scaling.folding.folds import describe_trial
 from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.rescale import check_residual
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import (
-    Source,
-    fingerprint,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
-)
+from stopdown.sources.source import Source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
 
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""

@@ -27,7 +27,7 @@ from stopdown.scaling import Capture
 from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source, list_weight_files
+from stopdown.sources.source import Source, list_weight_files
 
 KIND = "certificate"
 

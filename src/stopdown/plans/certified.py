@@ -35,8 +35,8 @@ from stopdown.component_calls.components import (
     find_components,
     runs_by_call,
 )
+from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
-from stopdown.devices.environment import Device, choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.call_interception import bared
@@ -83,22 +83,17 @@ from stopdown.scaling.bounds.known_values import Load, bring_home
 from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.folding.folds import PLANNED
 from stopdown.scaling.folding.weight_checks import find_quantised
-from stopdown.scaling.graph.capture import name_parameters, sign_capture
+from stopdown.scaling.graph.capture import sign_capture
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.trials.measurement import Captures
 from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import StoredTensor, read_header
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import (
-    Source,
-    fingerprint,
-    list_weight_files,
-    narrow_source,
-    read_stored_dtypes,
-    resolve_source,
-    verify_source,
-)
+from stopdown.sources.source import Source, list_weight_files, narrow_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import fingerprint, read_stored_dtypes, resolve_source
 
 _UNTRIED = Trial(note="Computed from the weights alone; the model was not run.")
 

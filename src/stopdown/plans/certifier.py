@@ -21,7 +21,7 @@ import torch
 from stopdown.devices.device_memory import find_host_bytes
 from stopdown.devices.environment import copy_variables
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 PROGRAM = "stopdown.plans.certifier_process"
 

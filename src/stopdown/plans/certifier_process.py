@@ -14,7 +14,8 @@ import torch
 
 from stopdown.plans.certified import Scope, certify_plan
 from stopdown.plans.dry_calls import list_source_calls
-from stopdown.sources.sources import is_complete, narrow_source, resolve_source
+from stopdown.sources.source import narrow_source
+from stopdown.sources.sources import is_complete, resolve_source
 
 PATIENCE_S = 0.5
 """How often files are looked for that are still downloaded."""

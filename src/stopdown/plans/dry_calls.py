@@ -33,7 +33,7 @@ from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.scaling import ComponentCall, put_cast
 from stopdown.scaling.bounds.input_limits import find_largest_step
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}
 """Sizes of a drawn call: eps matter as much in a small picture."""

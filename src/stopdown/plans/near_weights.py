@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from stopdown.devices.environment import Device, list_devices
+from stopdown.devices.device_choice import Device, list_devices
 from stopdown.scaling.bounds.known_values import Load
 from stopdown.scaling.bounds.singular_values import SMALL, count_work
 

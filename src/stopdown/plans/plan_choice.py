@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from stopdown.devices.environment import Device, probe_formats
+from stopdown.devices.device_choice import Device
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import PlanError, warn_user
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.requests import Request
@@ -45,7 +46,8 @@ from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.scaling import ComponentCall
 from stopdown.sources.hub import PLAN_BESIDE, Progress
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source, count_download, fingerprint, narrow_source
+from stopdown.sources.source import Source, narrow_source
+from stopdown.sources.sources import count_download, fingerprint
 
 
 def choose_plan(

@@ -18,7 +18,8 @@ from stopdown.component_calls.components import (
     find_kept_fp32,
     list_call_names,
 )
-from stopdown.devices.environment import Device, Support
+from stopdown.devices.device_choice import Device
+from stopdown.devices.format_support import Support
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import put_, wait_
 from stopdown.number_formats import FORMATS, PRECISIONS
@@ -43,10 +44,11 @@ from stopdown.plans.precision import (
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
-from stopdown.scaling.graph.capture import detach_derived
+from stopdown.scaling.graph.fake_modules import detach_derived
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source, read_stored_dtypes
+from stopdown.sources.source import Source
+from stopdown.sources.sources import read_stored_dtypes
 
 
 def gather_facts(source: Source) -> list[ComponentFacts]:

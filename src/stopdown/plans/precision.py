@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.component_call_names import split_call
-from stopdown.devices.environment import Support
+from stopdown.devices.format_support import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, list_all, parse_precision
 from stopdown.records import ComponentPlan

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stopdown.component_call_names import name_component
-from stopdown.devices.environment import Support
+from stopdown.devices.format_support import Support
 from stopdown.memory.forecast import (
     Fit,
     choose_prediction,
@@ -35,7 +35,7 @@ from stopdown.plans.planned_loader import (
 )
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import ComponentPlan, MemoryRow, Plan, Scaling
-from stopdown.sources.sources import Source, list_weight_files
+from stopdown.sources.source import Source, list_weight_files
 
 
 def find_ways(

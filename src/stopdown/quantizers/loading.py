@@ -27,7 +27,7 @@ from stopdown.component_calls.components import (
     is_of_transformers,
     list_component_calls,
 )
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
 from stopdown.fold_names import Folds
 from stopdown.interception.patches import Patches, SameInCopies
@@ -49,9 +49,10 @@ from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import StoredWeight, put_cast
 from stopdown.scaling.folding.folds import locate_folds
-from stopdown.scaling.graph.capture import name_parameters
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import note_weights
-from stopdown.sources.sources import Source, resolve_source
+from stopdown.sources.source import Source
+from stopdown.sources.sources import resolve_source
 
 _Samples = tuple[tuple[int, ...], torch.Tensor | None]
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from stopdown.component_call_names import QUANT_METHOD
 from stopdown.component_calls.components import find_components, holds_models
-from stopdown.devices.environment import choose_device, probe_formats
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import StopdownError, take_first_line, warn_user
 from stopdown.interception.patches import Patches
 from stopdown.plans.applier import check_source
@@ -35,7 +36,9 @@ from stopdown.records import ComponentPlan, Plan
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import Source, resolve_source, verify_source
+from stopdown.sources.source import Source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.components import read_precisions
-from stopdown.diagnosis import REFUSALS
+from stopdown.diagnosis.texts import REFUSALS
 from stopdown.errors import take_first_line
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.randomness import save_random

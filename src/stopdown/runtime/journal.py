@@ -33,7 +33,8 @@ import torch
 
 from stopdown.component_call_names import name_module_path
 from stopdown.component_calls.components import find_callees, find_components, read_precisions
-from stopdown.devices.environment import choose_device, describe_machine
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.environment import describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.files.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.files.outputs import LOCK, held_folder

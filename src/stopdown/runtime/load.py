@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.argument_types import check_type
-from stopdown.devices.environment import Device, choose_device, name_device
+from stopdown.devices.device_choice import Device, choose_device, name_device
 from stopdown.errors import OptionError, warn_user
 from stopdown.number_formats import parse_bytes
 from stopdown.pipelines.drawn_inputs import complete_request
@@ -23,13 +23,9 @@ from stopdown.records import MemoryPlan, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.memory_limits import ask_memory, fit_run
 from stopdown.sources.library_messages import quiet_libraries
-from stopdown.sources.sources import (
-    OPTIONAL_COMPONENTS,
-    Source,
-    is_complete,
-    resolve_source,
-    verify_source,
-)
+from stopdown.sources.source import OPTIONAL_COMPONENTS, Source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import is_complete, resolve_source
 
 if TYPE_CHECKING:
     import torch

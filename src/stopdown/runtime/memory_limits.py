@@ -12,9 +12,9 @@ from typing import Any
 
 from stopdown.component_call_names import split_call
 from stopdown.component_calls.components import find_components
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import HOST_SHARE, find_host_bytes
 from stopdown.devices.device_profiles import describe_device
-from stopdown.devices.environment import Device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
 from stopdown.memory.caching_allocator import find_workspace

@@ -17,7 +17,7 @@ from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.rescale import explain_call
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 if TYPE_CHECKING:
     pass

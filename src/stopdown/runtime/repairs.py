@@ -30,7 +30,8 @@ import torch
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.stated_dtypes import state_dtypes
-from stopdown.devices.environment import choose_device, probe_formats
+from stopdown.devices.device_choice import choose_device
+from stopdown.devices.format_support import probe_formats
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.interception.component_locks import find_lock

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from stopdown.devices.device_choice import Device
 from stopdown.devices.device_memory import PeakMemory, describing_out_of_memory, peak_memory
-from stopdown.devices.environment import Device, describe_machine
+from stopdown.devices.environment import describe_machine
 from stopdown.errors import InputError, StopdownError, warn_user
 from stopdown.files.outputs import find_record_path, written_beside
 from stopdown.frames.frame_faults import find_frame_findings
@@ -48,7 +49,8 @@ from stopdown.records import (
 from stopdown.runtime.guard import Announce, Guard, GuardOptions
 from stopdown.runtime.memory_limits import fit_run
 from stopdown.sources.hub import Progress
-from stopdown.sources.sources import Source, fingerprint
+from stopdown.sources.source import Source
+from stopdown.sources.sources import fingerprint
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from stopdown.scaling.bounds.known_values import Bounds, Load, bring_home
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
-from stopdown.scaling.graph.capture import Capture, name_parameters
+from stopdown.scaling.graph.capture import Capture
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.mixed_dtypes import merge_operands
 from stopdown.scaling.graph.nodes import is_float
 from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of

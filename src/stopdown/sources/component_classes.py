@@ -14,9 +14,9 @@ import torch
 from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.interception.patches import Patches
 from stopdown.sources.headers import StoredTensor
+from stopdown.sources.library_classes import list_modules_with
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source_problems import make_source_error
-from stopdown.sources.sources import list_modules_with
 
 MOST_PARTS = 200_000
 """Modules and parameters that a component is built of; the largest published have some thousand."""

@@ -22,7 +22,7 @@ from typing import Any
 from stopdown.errors import SourceError
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.descriptions import read_description
-from stopdown.sources.sources import Source
+from stopdown.sources.source import Source
 
 _ASKS = re.compile(r"is_(\w+)_available")
 _PACKAGES = {"opencv": "opencv-python"}

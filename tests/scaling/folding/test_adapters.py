@@ -16,7 +16,7 @@ pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapter
 
 from models.snapshots import assert_untouched
 from stopdown.component_calls.components import find_components
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.parameters import check_rescaled
 from stopdown.errors import PlanError, StopdownWarning

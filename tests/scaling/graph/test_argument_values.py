@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from stopdown.errors import CaptureError
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
-from stopdown.scaling.graph.capture import build_fake, capture_call, note_answers
+from stopdown.scaling.graph.capture import capture_call, note_answers
+from stopdown.scaling.graph.fake_modules import build_fake
 
 
 class Reading(nn.Module):

@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from stopdown.scaling.folding.folds import cast_
-from stopdown.scaling.graph import capture, range_measurement
+from stopdown.scaling.graph import (
+    capture,
+    range_measurement,
+)
 from stopdown.scaling.rescale import rescale_
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -15,7 +15,9 @@ from stopdown.errors import CaptureError
 from stopdown.numerics import relative_l2
 from stopdown.records import Operands, Scaling, from_json, to_json
 from stopdown.scaling.graph import capture as capturing
-from stopdown.scaling.graph import mixed_dtypes
+from stopdown.scaling.graph import (
+    mixed_dtypes,
+)
 from stopdown.scaling.graph.capture import capture_call
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 

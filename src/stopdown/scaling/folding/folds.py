@@ -39,12 +39,8 @@ from stopdown.numerics import (
 from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_name
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
-from stopdown.scaling.graph.capture import (
-    casts_weights,
-    find_kept_buffers,
-    name_aliases,
-    name_parameters,
-)
+from stopdown.scaling.graph.capture import casts_weights, find_kept_buffers, name_aliases
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.mixed_dtypes import cast_operands
 from stopdown.scaling_records import ResidualStream, Scaling, Trial
 

@@ -21,30 +21,27 @@ import contextlib
 import functools
 import gc
 import hashlib
-import inspect
 import io
 import linecache
 import logging
-import re
 import sys
 import threading
-import traceback
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node, graph_module
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx._symbolic_trace import _Patcher
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
-from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings, take_first_line
+from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings
 from stopdown.interception.module_paths import ModulePaths, list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
@@ -52,22 +49,27 @@ from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
 from stopdown.module_calls.call_signatures import Sizes, list_argument_sizes, sign_call
 from stopdown.numerics import has_values, iterate_tensors
-from stopdown.operations import CONVOLUTIONS, NORMS, read_calls
+from stopdown.operations import read_calls
+from stopdown.scaling.graph.answers import OF_TEST, add_answers
 from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
+from stopdown.scaling.graph.capture_failures import describe_failure, name_class
+from stopdown.scaling.graph.captured_regions import inline_regions
+from stopdown.scaling.graph.fake_modules import (
+    find_mode,
+    make_like,
+    mark_as_parameter,
+    name_parameters,
+    renew_fakes,
+)
 from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
+from stopdown.scaling.graph.mixed_operands import find_mixed_norms, find_mixed_operands
 from stopdown.scaling.graph.module_copies import copy_module
-from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.readings import Readings
 from stopdown.scaling.graph.repeated_modules import CallObserver, Note, Repeats
 from stopdown.scaling_records import Operands
 
-_PREFIX = "component"
+PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-_REGIONS = ("wrap", "tag_activation_checkpoint", "strict_mode")
-"""How the names of operators begin that run their one body as it is, on the arguments behind it."""
-
-_ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
 Answers = tuple[tuple[str, Any], ...]
 """Questions that code asked of tensors, in order, each with the answer: `("item", 7)`."""
@@ -213,34 +215,6 @@ def noting_answers(found: list[tuple[str, Any]]) -> Iterator[None]:
     found += notes.found
 
 
-def add_answers(signature: str, answers: Iterable[tuple[str, Any]]) -> str:
-    """Add the answers to a call's questions to its signature: `forward(x[2d], reads 4)`.
-
-    Long answers are hashed. Answers to tests for NaN and Inf are left out.
-    """
-    words = " ".join(str(x) for question, x in answers if not question.endswith(_OF_TEST))
-    if not words:
-        return signature
-    words = words if len(words) <= _MOST_WORDS else hashlib.sha256(words.encode()).hexdigest()[:16]
-    start, _, rest = signature.removesuffix(")").partition("(")
-    return f"{start}({', '.join(filter(None, (rest, f'reads {words}')))})"
-
-
-def strip_answers(signature: str) -> str:
-    """Remove the answers that `add_answers` added to a signature."""
-    return _READS.sub(")", signature)
-
-
-def reads_values(signature: str) -> bool:
-    """Return whether the code asked tensors for values in calls of a signature."""
-    return strip_answers(signature) != signature
-
-
-_OF_TEST = " of a test"
-_MOST_WORDS = 60
-_READS = re.compile(r"(, |(?<=\())reads [^,\]]*\)$")
-
-
 def note_answers(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Answers:
@@ -281,42 +255,6 @@ def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
     return owner
 
 
-def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """Build a module in `dtype` from the start, without memory for its weights.
-
-    Code that reads values of tables while it builds (rates of dropped paths) has them on the host.
-    """
-    before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
-    torch.set_default_dtype(dtype)
-    try:
-        with mode:
-            return factory().eval()
-    except DataDependentOutputException:
-        with torch.device("meta"):
-            return _make_fake(factory().eval(), mode)
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """Replace the tensors of a module, which no other code holds, with fake ones on the host."""
-    made: dict[int, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, own in part.named_parameters(recurse=False):
-            if id(own) not in made:
-                made[id(own)] = torch.nn.Parameter(_fake_like(own, mode), own.requires_grad)
-            part.register_parameter(name, made[id(own)])
-        for name, buffer in part.named_buffers(recurse=False):
-            is_stored = name not in part._non_persistent_buffers_set
-            part.register_buffer(name, _fake_like(buffer, mode), persistent=is_stored)
-    return module
-
-
-def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among a call's arguments: positional ones first, then keywords by name."""
     leaves, _ = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
@@ -341,81 +279,19 @@ def module_path(node: Node) -> str:
     """Return the dotted path of the innermost module whose code made a value; "" for the component."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
-    return path.removeprefix(_PREFIX).removeprefix(".")
+    return path.removeprefix(PREFIX).removeprefix(".")
 
 
 def module_classes(node: Node) -> list[str]:
     """Return the class names of the modules around a value, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [_class_name(entry[1]) for entry in stack.values()]
+    return [name_class(entry[1]) for entry in stack.values()]
 
 
 def call_key(node: Node) -> str:
     """Return the key of the module call that made a value; calls of the same module differ in it."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""
-
-
-def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by name; a tied one is under its first name only."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    named.update(module.named_buffers())
-    return named
-
-
-def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a parameter; a fake one is marked in place, so nothing else may hold it."""
-    if not isinstance(tensor, FakeTensor):
-        return torch.nn.Parameter(tensor, requires_grad=False)
-    tensor._is_param = True
-    return tensor
-
-
-def find_mode(module: torch.nn.Module) -> FakeTensorMode:
-    """Return the fake mode of a module's parameters and buffers; a new one if none is fake."""
-    for tensor in name_parameters(module).values():
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a module, with tensors computed from its parameters detached.
-
-    `torch.nn.utils.weight_norm` leaves such a tensor as an attribute, and PyTorch refuses to copy it with
-    its gradient history.
-    """
-    held = (x for part in module.modules() for x in vars(part).values())
-    return {id(x): x.detach() for x in held if isinstance(x, torch.Tensor) and not x.is_leaf}
-
-
-def renew_fakes(
-    module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
-) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a module, with its fake tensors renewed in `mode`.
-
-    `deepcopy` must copy neither them nor their mode (torch 2.13.0, 2026-11-21). A mode knows storages by
-    their addresses and frees each when it dies; a copy of it frees the same ones again, and code that runs
-    much later meets freed memory. Empty tables (of hooks, a dozen per module) are in the memo because
-    copying them takes a third of the time.
-
-    Args:
-        known: ids of tensors to leave out of the memo.
-    """
-    tables = [vars(part) for part in module.modules()]
-    held = pytree.tree_leaves(tables)
-    memo: dict[int, Any] = {
-        id(x): type(x)()
-        for table in tables
-        for x in table.values()
-        if type(x) in (OrderedDict, dict) and not x
-    }
-    memo |= detach_derived(module)
-    for tensor in (x for x in held if isinstance(x, FakeTensor)):
-        memo[id(tensor.fake_mode)] = mode
-        if id(tensor) not in known:
-            memo[id(tensor)] = _make_like(tensor, tensor.dtype, mode, real=False)
-    return memo
 
 
 @dataclass(frozen=True)
@@ -486,7 +362,7 @@ class _Notes(TorchFunctionMode):
         return result
 
     def _name(self, question: str, args: tuple[Any, ...]) -> str:
-        return f"{question}{_OF_TEST}" if id(args[0]) in self._tests else question
+        return f"{question}{OF_TEST}" if id(args[0]) in self._tests else question
 
     def _answer(self, asked: str, args: tuple[Any, ...]) -> Any:
         assert self._left is not None
@@ -570,7 +446,7 @@ def _export(attempt: _Attempt) -> Capture:
     """Capture a call; if its code mixes dtypes, capture it again with the casts that this needs."""
     try:
         capture = _ShadowCall(attempt).export()
-        mixed = find_mixed_operands(capture.graph) or _find_mixed_norms(capture.graph)
+        mixed = find_mixed_operands(capture.graph) or find_mixed_norms(capture.graph)
         failure = None
     except CaptureError as error:
         capture, mixed, failure = None, [], error
@@ -602,7 +478,7 @@ class _ShadowCall:
         self._shadow, self._kept = _make_shadow(attempt, self._mode)
         leaves, spec = pytree.tree_flatten((attempt.args, dict(sorted(attempt.kwargs.items()))))
         self._given = tuple(
-            _make_like(x, attempt.dtype if x.dtype == own else x.dtype, self._mode, attempt.is_real)
+            make_like(x, attempt.dtype if x.dtype == own else x.dtype, self._mode, attempt.is_real)
             for x in leaves
             if isinstance(x, torch.Tensor)
         )
@@ -871,7 +747,7 @@ def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Modu
     for name, tensor in named.items():
         wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
         wanted = torch.float32 if name in wide else wanted
-        made = _make_like(tensor, wanted, mode, attempt.is_real)
+        made = make_like(tensor, wanted, mode, attempt.is_real)
         if isinstance(tensor, torch.nn.Parameter):
             made = mark_as_parameter(made)
         memo[id(tensor)] = made
@@ -907,18 +783,6 @@ def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
     )
 
 
-def _make_like(
-    tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode, real: bool
-) -> torch.Tensor:
-    if real:
-        return tensor.detach().to(dtype)
-    if isinstance(tensor, FakeTensor) and tensor.dtype == dtype and tensor.fake_mode is mode:
-        return tensor.detach()
-    device = "cpu" if tensor.is_meta else tensor.device
-    with mode:
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device)
-
-
 def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
     """Return the dtype of a module's first floating parameter; None if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
@@ -938,7 +802,7 @@ def _read_program(
     inputs: list[str] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            name = spec.target.removeprefix(f"{_PREFIX}.")
+            name = spec.target.removeprefix(f"{PREFIX}.")
             parameters[spec.arg.name] = names.get(name, name)
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
             constants[spec.arg.name] = program.constants[spec.target]
@@ -972,10 +836,10 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
 
     @functools.cache
     def complete(path: str) -> str:
-        if not path or is_inside(path, _PREFIX):
+        if not path or is_inside(path, PREFIX):
             return path
         found = [known for known in paths if f".{known}".endswith(f".{path}")]
-        return f"{_PREFIX}.{found[0]}" if len(found) == 1 else path
+        return f"{PREFIX}.{found[0]}" if len(found) == 1 else path
 
     for node in graph.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
@@ -983,36 +847,6 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
             node.meta["nn_module_stack"] = {
                 key: (complete(path), kind) for key, (path, kind) in stack.items()
             }
-
-
-def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
-    """Find operations whose floating operands differ in dtype.
-
-    Tracing does not refuse them (measured for linear, 2026-11-21), a real run does.
-
-    Args:
-        kinds: kinds of operations to look at; by default matrix products and convolutions.
-    """
-    return [
-        node
-        for node in graph.graph.nodes
-        if is_kind(node, *(kinds or _ONE_DTYPE)) and len(set(_float_dtypes(node))) > 1
-    ]
-
-
-def _find_mixed_norms(graph: GraphModule) -> list[Node]:
-    """Find norms of an input in a wider dtype than their weights, which some kernels refuse."""
-    return [
-        node
-        for node in graph.graph.nodes
-        if is_kind(node, *NORMS) and len(_float_dtypes(node)) > 1
-        if _float_dtypes(node)[0].itemsize > min(x.itemsize for x in _float_dtypes(node)[1:])
-    ]
-
-
-def _float_dtypes(node: Node) -> list[torch.dtype]:
-    values = [x.meta.get("val") for x in node.all_input_nodes]
-    return [x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 def name_aliases(module: torch.nn.Module) -> dict[str, str]:
@@ -1025,100 +859,6 @@ def name_aliases(module: torch.nn.Module) -> dict[str, str]:
     for name, tensor in everything:
         first.setdefault(id(tensor), name)
     return {name: first[id(tensor)] for name, tensor in everything}
-
-
-def inline_regions(graph: GraphModule) -> GraphModule:
-    """Return a graph with autocast and no-grad regions replaced by their bodies.
-
-    Bodies of other operators (the score function of `flex_attention`) stay separate.
-    """
-    if not any(map(_is_region, graph.graph.nodes)):
-        return graph
-    flat = torch.fx.Graph(owning_module=graph)
-    flat.output(_copy_nodes(graph, flat, {}))
-    return _make_graph_module(graph, flat)
-
-
-def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
-    """Copy a graph's nodes to the end of `flat`, and return the values of its output node."""
-    for node in source.graph.nodes:
-        if node in env or (_is_region_body(node) and all(map(_is_region, node.users))):
-            continue
-        if node.op == "output":
-            return pytree.tree_map_only(Node, lambda x: env[x], node.args[0])
-        if _is_region(node):
-            env[node] = _copy_region(node, source, flat, env)
-        elif _picks_from_region(node, env):
-            env[node] = env[node.args[0]][node.args[1]]
-        elif _is_region_body(node):
-            name = f"body_{len(flat.nodes)}"
-            assert flat.owning_module is not None  # `inline_regions` names it
-            flat.owning_module.add_module(name, source.get_submodule(str(node.target)))
-            env[node] = flat.get_attr(name)
-        else:
-            env[node] = flat.node_copy(node, lambda x: env[x])
-    return None
-
-
-def _copy_region(
-    node: Node, source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]
-) -> Any:
-    position = next(i for i, arg in enumerate(node.args) if _is_region_body(arg))
-    body = source.get_submodule(str(node.args[position].target))  # type: ignore[union-attr]
-    assert isinstance(body, GraphModule)
-    operands = [env[x] if isinstance(x, Node) else x for x in node.args[position + 1 :]]
-    holders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    return _copy_nodes(body, flat, dict(zip(holders, operands, strict=True)))
-
-
-def _is_region(node: Node) -> bool:
-    is_higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-    if not is_higher or not node.target.name().startswith(_REGIONS):  # type: ignore[union-attr]
-        return False
-    return any(_is_region_body(arg) for arg in node.args)
-
-
-def _is_region_body(value: Any) -> bool:
-    if not isinstance(value, Node) or value.op != "get_attr":
-        return False
-    owner = value.graph.owning_module
-    return isinstance(getattr(owner, str(value.target), None), GraphModule)
-
-
-def _picks_from_region(node: Node, env: dict[Node, Any]) -> bool:
-    if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem":
-        return False
-    return isinstance(env.get(node.args[0]), (tuple, list))  # type: ignore[arg-type]
-
-
-def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
-    """Describe why a module's code did not run on fake tensors, with the line that stopped it."""
-    reason = take_first_line(error)
-    return CaptureError(
-        f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
-        expected="Capturing needs code whose control flow does not depend on the values of tensors.",
-        remedy="Run it in bf16 or fp32, or keep the module at fault outside the captured call.",
-    )
-
-
-def _blame(error: BaseException) -> str:
-    """Return the last line of model code in an error's traceback, as file, line and text."""
-    frames = list(_frames(error))
-    ours = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
-    frame = (ours or frames)[-1] if frames else None
-    if frame is None:
-        return "no line is known"
-    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
-
-
-def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
-    while error is not None:
-        yield from traceback.extract_tb(error.__traceback__)
-        error = error.__cause__
-
-
-def _class_name(kind: Any) -> str:
-    return kind.__name__ if inspect.isclass(kind) else str(kind).rpartition(".")[2]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 from stopdown.scaling.graph.blocks import Blocks
-from stopdown.scaling.graph.capture import Capture, flatten_call, module_path, name_parameters
+from stopdown.scaling.graph.capture import Capture, flatten_call, module_path
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import (
     arguments,
     has_trait,

@@ -33,7 +33,8 @@ from stopdown.numerics import (
     measure_amax,
 )
 from stopdown.scaling.exponents.solver import ASKED_BITS
-from stopdown.scaling.graph.capture import find_kept_buffers, name_parameters
+from stopdown.scaling.graph.capture import find_kept_buffers
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials.trial import Reference, count_layer_flops, run_call, try_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 

@@ -29,7 +29,8 @@ from stopdown.scaling.exponents.problem import (
     split_values,
     state_problem,
 )
-from stopdown.scaling.graph.capture import Capture, name_parameters
+from stopdown.scaling.graph.capture import Capture
+from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling_records import Scaling
 
 

@@ -72,10 +72,8 @@ from stopdown.scaling.folding.folds import (
     narrow_if_exact,
     widen_outputs,
 )
-from stopdown.scaling.graph.capture import (
-    add_answers,
-    noting_answers,
-)
+from stopdown.scaling.graph.answers import add_answers
+from stopdown.scaling.graph.capture import noting_answers
 from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.folded_weights import FoldedWeights
 from stopdown.scaling.watch.known_calls import PLAIN, Key, KnownCalls, cast_arguments, find_path

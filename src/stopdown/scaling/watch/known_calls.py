@@ -26,13 +26,9 @@ from stopdown.module_calls.module_settings import ModuleSettings
 from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import list_some
 from stopdown.scaling.folding.folds import restrict_scaling
-from stopdown.scaling.graph.capture import (
-    Answers,
-    detach_derived,
-    name_parameters,
-    read_call,
-    strip_answers,
-)
+from stopdown.scaling.graph.answers import strip_answers
+from stopdown.scaling.graph.capture import Answers, read_call
+from stopdown.scaling.graph.fake_modules import detach_derived, name_parameters
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.trials.measurement import Captures, capture_answered, cut_sizes
 from stopdown.scaling.watch.call_exponents import CallEnds

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.run_records import RECORD
 from stopdown import records
 from stopdown.errors import InputError
 from stopdown.records import (
-    ComponentPlan,
     Finding,
     RunRecord,
     from_json,
@@ -33,25 +33,6 @@ PLAIN = st.recursive(
     max_leaves=5,
 )
 SIMPLE = {str: st.text(), int: INTEGERS, float: FLOATS, bool: st.booleans(), Any: PLAIN}
-
-RECORD = RunRecord(
-    source="shapes",
-    fingerprint="",
-    pipeline="CogVideoXPipeline",
-    request={"prompt": "a red circle"},
-    device="cpu (a CPU)",
-    device_reason="cpu was requested.",
-    machine={},
-    decisions=(ComponentPlan("transformer", precision="bf16", reasons=("Requested.",)),),
-    calls=(),
-    stages_s={"load": 1.5},
-    peak_bytes=1,
-    peak_source="measured",
-    own_s=0.0,
-    findings=(Finding("black-frames", "output", "All 9 frames.", "Use fp32."),),
-    output="clip.mp4",
-    elapsed_s=2.0,
-)
 
 
 def draw_value(hint: Any) -> st.SearchStrategy[Any]:

@@ -1,0 +1,321 @@
+"""Explain the text of a message, a traceback or a log: its cause, evidence and remedy."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from stopdown.diagnosis.knowledge import (
+    LONGEST_DESCRIPTION,
+    UNKNOWN,
+    Cause,
+    Knowledge,
+    Sign,
+    read_knowledge,
+)
+from stopdown.errors import make_printable
+from stopdown.records import (
+    Alternative,
+    Clue,
+    Diagnosis,
+)
+
+MOST_CHARACTERS = 200_000
+"""Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
+
+LONGEST_LINE = 1_000
+"""Characters of a line that are searched; a message is at its beginning."""
+
+MOST_BYTES = 8_000_000
+"""Of a longer text, file or stream the first and the last half of this are read."""
+
+ALTERNATIVES = 8
+
+
+def explain_text(text: str) -> Diagnosis:
+    """Explain the text of a message, a traceback or a log, as `explain` does."""
+    half = MOST_BYTES // 2
+    ends = [text] if len(text) <= MOST_BYTES else [text[:half], text[-half:]]
+    return explain_ends(ends)
+
+
+REFUSALS = (RuntimeError, TypeError, ValueError)
+"""What torch, and kernels that are called in its place, raise at operands of two dtypes."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error says that the operands of one operation have different dtypes."""
+    return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
+
+
+def decode_log(head: bytes, tail: bytes) -> list[str]:
+    """Decode the beginning and end of a text; as one part where nothing was skipped between them."""
+    is_whole = len(tail) < MOST_BYTES // 2
+    parts = [head + tail] if is_whole else [head, tail]
+    coding = find_coding(head)
+    return [part.decode(coding, errors="replace") for part in parts]
+
+
+def find_coding(head: bytes) -> str:
+    """Return the encoding of a text: UTF-8, or the UTF-16 of PowerShell's logs."""
+    if b"\0" not in head:
+        return "utf-8"
+    return {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(
+        head[:2], "utf-8"
+    )
+
+
+def explain_ends(ends: Iterable[str]) -> Diagnosis:
+    known = read_knowledge()
+    text, numbers = condense(*ends)
+    text = _blank(known.advice, text)
+    telling = _blank(known.routine, text)
+    signs = [
+        (sign, hits)
+        for sign in known.signs
+        if (hits := _find_all(sign.match, telling)) and not _find_first(sign.unless, telling)
+    ]
+    is_told = len(text) <= LONGEST_DESCRIPTION and bool(_find_first(known.beside, telling))
+    weighed = [
+        found
+        for cause in known.causes
+        if (found := _weigh(cause, text, telling, signs, is_told=is_told))
+    ]
+    weighed.sort(key=lambda found: -found.points)
+    if not weighed:
+        return _describe_unknown(text, numbers)
+    return _describe_known(text, numbers, weighed, signs, known)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    cause: Cause
+    points: int
+    match: re.Match[str]
+    need: re.Match[str] | None
+
+
+_Signs = list[tuple[Sign, list[re.Match[str]]]]
+
+
+def _blank(patterns: Iterable[re.Pattern[str]], text: str) -> str:
+    """Replace the matches of patterns by blanks; all other characters keep their position."""
+    for pattern in patterns:
+        text = pattern.sub(lambda found: " " * len(found[0]), text)
+    return text
+
+
+def _weigh(
+    cause: Cause, text: str, telling: str, signs: _Signs, *, is_told: bool
+) -> _Candidate | None:
+    """Weigh the evidence for a cause; return None when its message, or a sign it needs, is missing.
+
+    Args:
+        is_told: it may be a person's description, in which loose words count.
+    """
+    match = _find_first(cause.messages, text) or _find_first(
+        cause.loose if is_told else (), telling
+    )
+    need = _find_first(cause.needs, telling)
+    if match is None or (cause.needs and need is None) or not _counts(cause, match):
+        return None
+    favoured = sum(sign.points for sign, _ in signs if cause.fault in sign.favours)
+    return _Candidate(cause, cause.points + favoured + 2 * (need is not None), match, need)
+
+
+def _counts(cause: Cause, match: re.Match[str]) -> bool:
+    """Return whether a message's share of bad values, all or some, is that of the cause."""
+    if not cause.counts:
+        return True
+    total = math.prod(map(int, re.findall(r"\d{1,9}", match["shape"])))
+    return (int(match["invalid"]) >= total) is (cause.counts == "all")
+
+
+def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str] | None:
+    """Return the match of the first pattern that has one; patterns are in order of significance."""
+    return next((match for pattern in patterns if (match := pattern.search(text))), None)
+
+
+def _find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Match[str]]:
+    """Return a match of every pattern, or an empty list."""
+    matches = [pattern.search(text) for pattern in patterns]
+    return [match for match in matches if match] if all(matches) else []
+
+
+def condense(text: str, end: str = "") -> tuple[str, list[int]]:
+    """Return a text with each line once, and the original number of each line, from 1.
+
+    Lines that differ in their digits only, such as those of a progress bar, count as one. Control
+    sequences are removed, white space in a line becomes one blank, long lines are cut, and the middle
+    of a text that is still long is left out: no pattern sees a long line, or two blanks or line ends
+    side by side.
+
+    Args:
+        text: all of it, or its beginning.
+        end: its end, where the middle was not read; its lines have the number 0.
+    """
+    lines: dict[str, tuple[int, str]] = {}
+    seen: set[str] = set()
+    numbered = [*enumerate(text.splitlines(), 1), *((0, line) for line in end.splitlines())]
+    for number, line in numbered:
+        cut = line[:LONGEST_LINE]
+        if cut not in seen:
+            seen.add(cut)
+            clean = " ".join(make_printable(cut).split())
+            lines.setdefault(_DIGITS.sub("0", clean), (number, clean))
+    kept = _drop_middle(list(lines.values()))
+    return "\n".join(line for _, line in kept), [number for number, _ in kept]
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _drop_middle(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    ends: list[list[tuple[int, str]]] = []
+    rest = lines
+    for direction in (1, -1):
+        room, end = MOST_CHARACTERS // 2, []
+        for entry in rest[::direction]:
+            room -= len(entry[1]) + 1
+            if room < 0:
+                break
+            end.append(entry)
+        ends.append(end)
+        rest = rest[len(end) :]
+    return [*ends[0], *ends[1][::-1]]
+
+
+def _describe_known(
+    text: str, numbers: list[int], weighed: list[_Candidate], signs: _Signs, known: Knowledge
+) -> Diagnosis:
+    best = weighed[0]
+    found = {name: value for name, value in best.match.groupdict().items() if value}
+    values = {k: v if k == "operation" else name_operand(v) for k, v in found.items()}
+    shown = [(best.match, "the message")]
+    shown += [(best.need, "the context")] if best.need else []
+    shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
+    clues = []
+    for match, says in shown:
+        row = text.count("\n", 0, match.start())
+        clues.append(Clue(numbers[row], text.split("\n")[row].strip()[:300], says))
+    run = read_run(known, text)
+    return Diagnosis(
+        fault=best.cause.fault,
+        meaning=known.faults[best.cause.fault],
+        cause=best.cause.name,
+        title=_fill(best.cause, values),
+        why=best.cause.why,
+        evidence=tuple(dict.fromkeys(clues)),
+        frame=_find_frame(text),
+        run=tuple(f"PyTorch {x}" if what == "PyTorch" else x for what, x in run.items()),
+        remedy=_choose_remedies(known, best.cause, run.get("card", "")),
+        run_next=best.cause.next,
+        reports=best.cause.reports,
+        alternatives=tuple(_list_alternatives(weighed, known)),
+    )
+
+
+def read_run(known: Knowledge, text: str) -> dict[str, str]:
+    """Read the facts of a run that a log names: all its options, and the first match of other facts."""
+    found = {}
+    text = _blank(known.demands, text)
+    for fact in known.facts:
+        if fact.what == "options":
+            values = [x["value"] for pattern in fact.lines for x in pattern.finditer(text)]
+            value = ", ".join(dict.fromkeys(values))
+        else:
+            match = _find_first(fact.lines, text)
+            value = match["value"] if match else ""
+        if value:
+            found[fact.what] = value.replace(" version:", "").strip()
+    return found
+
+
+def _choose_remedies(known: Knowledge, cause: Cause, card: str) -> tuple[str, ...]:
+    """Return a cause's remedies, those for the named card first, without those for other cards."""
+    own = [x.named for x in known.generations if card and x.cards.search(card)]
+    others = [x.named for x in known.generations if card and not x.cards.search(card)]
+
+    def names(cards: list[re.Pattern[str]], remedy: str) -> bool:
+        head = re.match(r"(?:On|For|With)\b[^,:]{0,80}", remedy)
+        return head is not None and any(x.search(head[0]) for x in cards)
+
+    meant = [x for x in cause.remedy if names(own, x)]
+    open_to_all = [x for x in cause.remedy if x not in meant and not (own and names(others, x))]
+    return tuple(meant + open_to_all) or cause.remedy
+
+
+def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:
+    """List the other faults once each, likeliest first."""
+    seen = {weighed[0].cause.fault}
+    for other in weighed[1:]:
+        fault = other.cause.fault
+        if fault not in seen and len(seen) <= ALTERNATIVES:
+            seen.add(fault)
+            yield Alternative(fault, known.faults[fault], other.cause.next[0])
+
+
+_DTYPES = (
+    (r"bfloat16", "bf16"),
+    (r"float8_?e4m3", "fp8-e4m3"),
+    (r"float8_?e5m2", "fp8-e5m2"),
+    (r"half|float16", "fp16"),
+    (r"double|float64", "fp64"),
+    (r"float", "fp32"),
+)
+
+
+def name_operand(text: str) -> str:
+    """Return our name of a dtype in a message: `fp16` for `struct c10::Half` or `torch.cuda.HalfTensor`."""
+    for pattern, name in _DTYPES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return name
+    return text.strip()
+
+
+def _fill(cause: Cause, values: dict[str, str]) -> str:
+    """Fill the title with the values of the message; return the plain title when a value is missing."""
+    wanted = set(re.findall(r"\{(\w+)\}", cause.title))
+    return cause.title.format(**values) if wanted <= set(values) else cause.plain or cause.title
+
+
+_FRAME = re.compile(r'^File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)', re.MULTILINE)
+_MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipelines)/)")
+
+
+def _find_frame(text: str) -> str:
+    """Return the deepest frame of a traceback in a model's code; "" when there is none."""
+    frames = [
+        f"{parts[-1]}:{frame[2]} in {frame[3]}"
+        for frame in _FRAME.finditer(text)
+        if len(parts := _MODEL_FILE.split(frame[1])) > 1
+    ]
+    return frames[-1] if frames else ""
+
+
+def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
+    rows = [(n, line) for n, line in zip(numbers, text.split("\n"), strict=False) if line.strip()]
+    last = [Clue(number, line.strip()[:300], "the last line") for number, line in rows[-1:]]
+    return Diagnosis(
+        fault=UNKNOWN,
+        meaning="no message of precision that is known here",
+        title="Nothing in this text is a known failure of precision.",
+        why="It may be something else (memory, a missing file, a size), or new. A log that begins "
+        "earlier may hold the message that counts: the first warning, not the last line.",
+        evidence=tuple(last),
+        frame=_find_frame(text),
+        remedy=(
+            "Give it more text: the whole log or traceback, with the model, the device and the dtype.",
+        ),
+        run_next=(
+            RUN_AGAIN.format("fp32"),
+            RUN_AGAIN.format("fp16"),
+        ),
+    )
+
+
+RUN_AGAIN = "stopdown generate SOURCE PROMPT --precision {}"
+_COMPARE = "stopdown compare SOURCE --prompt PROMPT -o report.html"

@@ -1,0 +1,121 @@
+"""Modules of fake tensors: built, found and renewed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """Build a module in `dtype` from the start, without memory for its weights.
+
+    Code that reads values of tables while it builds (rates of dropped paths) has them on the host.
+    """
+    before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
+    torch.set_default_dtype(dtype)
+    try:
+        with mode:
+            return factory().eval()
+    except DataDependentOutputException:
+        with torch.device("meta"):
+            return make_fake(factory().eval(), mode)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """Replace the tensors of a module, which no other code holds, with fake ones on the host."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, own in part.named_parameters(recurse=False):
+            if id(own) not in made:
+                made[id(own)] = torch.nn.Parameter(fake_like(own, mode), own.requires_grad)
+            part.register_parameter(name, made[id(own)])
+        for name, buffer in part.named_buffers(recurse=False):
+            is_stored = name not in part._non_persistent_buffers_set
+            part.register_buffer(name, fake_like(buffer, mode), persistent=is_stored)
+    return module
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name; a tied one is under its first name only."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    named.update(module.named_buffers())
+    return named
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a parameter; a fake one is marked in place, so nothing else may hold it."""
+    if not isinstance(tensor, FakeTensor):
+        return torch.nn.Parameter(tensor, requires_grad=False)
+    tensor._is_param = True
+    return tensor
+
+
+def find_mode(module: torch.nn.Module) -> FakeTensorMode:
+    """Return the fake mode of a module's parameters and buffers; a new one if none is fake."""
+    for tensor in name_parameters(module).values():
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def detach_derived(module: torch.nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` of a module, with tensors computed from its parameters detached.
+
+    `torch.nn.utils.weight_norm` leaves such a tensor as an attribute, and PyTorch refuses to copy it with
+    its gradient history.
+    """
+    held = (x for part in module.modules() for x in vars(part).values())
+    return {id(x): x.detach() for x in held if isinstance(x, torch.Tensor) and not x.is_leaf}
+
+
+def renew_fakes(
+    module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
+) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` of a module, with its fake tensors renewed in `mode`.
+
+    `deepcopy` must copy neither them nor their mode (torch 2.13.0, 2026-11-21). A mode knows storages by
+    their addresses and frees each when it dies; a copy of it frees the same ones again, and code that runs
+    much later meets freed memory. Empty tables (of hooks, a dozen per module) are in the memo because
+    copying them takes a third of the time.
+
+    Args:
+        known: ids of tensors to leave out of the memo.
+    """
+    tables = [vars(part) for part in module.modules()]
+    held = pytree.tree_leaves(tables)
+    memo: dict[int, Any] = {
+        id(x): type(x)()
+        for table in tables
+        for x in table.values()
+        if type(x) in (OrderedDict, dict) and not x
+    }
+    memo |= detach_derived(module)
+    for tensor in (x for x in held if isinstance(x, FakeTensor)):
+        memo[id(tensor.fake_mode)] = mode
+        if id(tensor) not in known:
+            memo[id(tensor)] = make_like(tensor, tensor.dtype, mode, real=False)
+    return memo
+
+
+def make_like(
+    tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode, real: bool
+) -> torch.Tensor:
+    if real:
+        return tensor.detach().to(dtype)
+    if isinstance(tensor, FakeTensor) and tensor.dtype == dtype and tensor.fake_mode is mode:
+        return tensor.detach()
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device)

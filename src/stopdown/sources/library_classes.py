@@ -1,0 +1,72 @@
+"""Classes of Diffusers and Transformers, listed without importing them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from stopdown.errors import SourceError
+
+
+def list_pipeline_classes() -> tuple[str, ...]:
+    """List the names of the pipeline classes of the installed Diffusers without importing it."""
+    return list_library_classes(r"Pipeline\w*")
+
+
+@functools.cache
+def list_library_classes(ending: str) -> tuple[str, ...]:
+    """List the classes of the installed Diffusers with this ending, a pattern, without importing it."""
+    text = (find_diffusers() / "__init__.py").read_text(encoding="utf-8")
+    names = set(re.findall(rf'"([A-Z]\w*{ending})"', text))
+    return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
+
+
+@functools.cache
+def list_pipeline_modules() -> frozenset[str]:
+    folder = find_diffusers() / "pipelines"
+    return frozenset(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def list_modules_with(class_name: str) -> list[str]:
+    """List the pipeline modules of Diffusers that define or import a class, judged by their texts."""
+    return [
+        name
+        for name in sorted(list_pipeline_modules())
+        if (path := find_diffusers() / "pipelines" / name / "__init__.py").is_file()
+        and re.search(rf"\b{re.escape(class_name)}\b", path.read_text(encoding="utf-8"))
+    ]
+
+
+@functools.cache
+def is_deprecated(class_name: str) -> bool:
+    """Return whether Diffusers has a class in deprecated pipelines alone: it loads none from there."""
+    folder = find_diffusers() / "pipelines" / "deprecated"
+    texts = (path.read_text(encoding="utf-8") for path in folder.glob("*/__init__.py"))
+    found = any(re.search(rf'"{re.escape(class_name)}"', text) for text in texts)
+    return (
+        found and not list_modules_with(class_name) and class_name not in list_library_classes("")
+    )
+
+
+def find_diffusers() -> Path:
+    found = importlib.util.find_spec("diffusers")
+    if found is None or not found.submodule_search_locations:
+        raise SourceError("Diffusers is not installed.", remedy="Type: pip install diffusers")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def makes_itself(pipeline_class: str, name: str) -> bool:
+    """Return whether a pipeline makes a component itself, as LongCat does its scheduler.
+
+    Its index names the component, and `save_pretrained` writes no folder for it.
+    """
+    import diffusers
+
+    kind: Any = getattr(diffusers, pipeline_class, None)
+    argument = inspect.signature(kind.__init__).parameters.get(name) if kind else None
+    has_default = argument is not None and argument.default is not inspect.Parameter.empty
+    return has_default and name not in kind._optional_components

@@ -1,0 +1,225 @@
+"""Sources checked before anything is loaded: descriptions, side files, and headers of weights."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stopdown.files.json_files import MOST_BYTES, UnreadableError
+from stopdown.number_formats import list_some
+from stopdown.sources import hub
+from stopdown.sources.descriptions import (
+    BUILT_IN,
+    find_excess,
+    find_kernels,
+    list_custom_code,
+    read_description,
+    read_table,
+)
+from stopdown.sources.headers import (
+    DamagedFileError,
+    StoredTensor,
+    find_missing_shards,
+    find_weights,
+    read_header,
+    read_shard_index,
+)
+from stopdown.sources.library_classes import (
+    is_deprecated,
+    list_pipeline_classes,
+    list_pipeline_modules,
+    makes_itself,
+)
+from stopdown.sources.source import (
+    OPTIONAL_COMPONENTS,
+    PROCESSOR_FILES,
+    PYTHON_NAME,
+    TOKENIZER_FILES,
+    Source,
+    list_weight_files,
+)
+from stopdown.sources.source_problems import (
+    MISSING,
+    PICKLED,
+    SourceProblem,
+    make_problem,
+    refuse_problems,
+)
+
+
+def verify_source(source: Source) -> None:
+    """Check a whole source before loading any of it."""
+    if source.kind == "file":
+        problems = list(check_weight_file(source.path, "the file"))
+    else:
+        problems = [*find_refusals(source), *find_damages(source)]
+    refuse_problems(source.name, problems)
+
+
+def verify_descriptions(source: Source) -> None:
+    """Check the JSON files of a source; weights and folders may be missing."""
+    found = list(find_refusals(source)) if source.kind != "component" else []
+    for name in source.components:
+        found += _check_configurations(source, name, source.path / name, may_lack=True)
+    refuse_problems(source.name, found)
+
+
+def find_refusals(source: Source) -> Iterator[SourceProblem]:
+    """Yield the problems in `model_index.json` alone: foreign code and unknown classes."""
+    index = source.path / "model_index.json"
+    content = read_description(index)
+    if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
+        yield make_problem("code", what=f"{index} requires a pipeline class of its own")
+    elif source.pipeline_class not in list_pipeline_classes():
+        known = list_pipeline_classes()
+        near = difflib.get_close_matches(source.pipeline_class, known, n=1, cutoff=0.0)
+        nearest, class_name = near[0] if near else "none", source.pipeline_class
+        yield make_problem("unknown-class", index=index, class_name=class_name, nearest=nearest)
+    for name, (library, class_name) in source.components.items():
+        said = {"index": index, "name": name, "library": library, "class_name": class_name}
+        beside = (folder / f"{library}.py" for folder in (source.path / name, source.path))
+        if not PYTHON_NAME.fullmatch(class_name):
+            yield make_problem("class-name", **said)
+        elif class_name.endswith("Pipeline"):
+            yield make_problem("pipeline-inside", **said)
+        elif is_deprecated(class_name):
+            yield make_problem("deprecated-class", class_name=class_name)
+        elif library in ("diffusers", "transformers") or library in list_pipeline_modules():
+            if class_name.startswith(("Flax", "Onnx")):
+                yield make_problem("foreign-library", **said)
+        elif len(library) < 100 and any(path.exists() for path in beside):
+            what = f"{index} asks for the component {name} from {library}.py"
+            yield make_problem("code", what=what)
+        else:
+            yield make_problem("foreign-library", **said)
+
+
+def find_damages(source: Source) -> Iterator[SourceProblem]:
+    for name, (_, class_name) in source.components.items():
+        folder = source.path / name
+        if folder.is_dir():
+            for each in source.list_folders(name):
+                yield from _check_configurations(source, name, each)
+                if source.has_weights(name):
+                    yield from _check_weights(each, source)
+        elif name not in OPTIONAL_COMPONENTS and not makes_itself(source.pipeline_class, name):
+            yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
+
+
+def find_missing(source: Source) -> list[SourceProblem]:
+    """List the problems of missing weights and folders; empty for a folder of configurations alone."""
+    if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
+        return []
+    return [problem for problem in find_damages(source) if problem.rank == MISSING]
+
+
+def _check_configurations(
+    source: Source, name: str, folder: Path, *, may_lack: bool = False
+) -> Iterator[SourceProblem]:
+    class_name = source.components[name][1]
+    yield from _check_side_files(folder)
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "adapter_config.json":
+            yield make_problem("adapter", path=path)
+        elif not path.name.endswith(".index.json"):
+            yield from _check_configuration(path)
+    wanted = ("config.json",) if source.has_weights(name) else _name_configuration(class_name)
+    if wanted and not may_lack and not any(map(os.path.lexists, (folder / x for x in wanted))):
+        yield make_problem(
+            "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
+        )
+
+
+def _check_side_files(folder: Path) -> Iterator[SourceProblem]:
+    """Yield problems of vocabularies and templates that are too large or not regular files."""
+    for path in sorted(folder.rglob("*")):
+        is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
+        if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
+            what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
+            if path.suffix in hub.SIDE_FILES or not path.is_file():
+                yield make_problem("side-file", path=path, what=what, most=MOST_BYTES)
+
+
+def _check_configuration(path: Path) -> Iterator[SourceProblem]:
+    try:
+        content = read_table(path)
+    except UnreadableError as error:
+        yield make_problem("configuration", path=path, error=error)
+        return
+    if "config" not in path.name:
+        return  # vocabularies name tokens, not choices
+    for where in list_custom_code(content):
+        yield make_problem("code", what=f"{path} requires classes of its own ({where})")
+    for where in find_kernels(content):
+        yield make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
+    for what, most in find_excess(content):
+        yield make_problem("excess", path=path, what=what, most=most)
+
+
+def _name_configuration(class_name: str) -> tuple[str, ...]:
+    """Return the files for a component of this class without weights; one of them is enough."""
+    if class_name.endswith("Scheduler"):
+        return ("scheduler_config.json",)
+    if class_name.endswith(("Tokenizer", "TokenizerFast", "Backend")):
+        return TOKENIZER_FILES
+    if class_name.endswith("Guidance"):
+        return ()
+    return PROCESSOR_FILES
+
+
+def _check_weights(folder: Path, source: Source) -> Iterator[SourceProblem]:
+    _, files = find_weights(folder, source.variant)
+    indices = sorted(folder.glob("*.safetensors.index*.json"))
+    if not files and not indices:
+        yield _describe_no_weights(folder, source)
+    for path in files:
+        yield from check_weight_file(path, "the component")
+    for index in indices:
+        yield from _check_index(index, {path.name for path in files})
+
+
+def _describe_no_weights(folder: Path, source: Source) -> SourceProblem:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
+    if not pickles:
+        return make_problem("no-weights", folder=folder)
+    refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
+    return SourceProblem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
+
+
+def check_weight_file(path: Path, owner: str) -> Iterator[SourceProblem]:
+    try:
+        read_header_tensors(path)
+    except (DamagedFileError, OSError) as error:
+        yield describe_damage(path, error, owner)
+
+
+def read_header_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Read the tensors of a file; for a GGUF file, import torch to read its weights."""
+    if path.suffix.lower() != ".gguf":
+        return read_header(path)
+    from stopdown.sources.weight_files import read_shapes
+
+    return read_shapes(path)
+
+
+def describe_damage(path: Path, error: Exception, owner: str = "the file") -> SourceProblem:
+    """Describe a damaged weight file, whose `owner` is part of the message."""
+    kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
+    said = {"path": path, "error": error, "kind": kind, "owner": owner}
+    return make_problem("weights", **said, real_path=os.path.realpath(path))
+
+
+def _check_index(index: Path, files: set[str]) -> Iterator[SourceProblem]:
+    try:
+        shards = read_shard_index(index)
+    except DamagedFileError as error:
+        yield make_problem("index", index=index, error=error)
+        return
+    if any("-of-" not in name for name in files):
+        return  # the weights are in one file, which comes first
+    missing = find_missing_shards(index, shards)
+    if missing:
+        listed = list_some(missing, 5)
+        yield make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)

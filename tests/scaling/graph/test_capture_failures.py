@@ -1,0 +1,49 @@
+"""A call that can't be captured: the error names the line that stops it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import CaptureError
+from stopdown.scaling.graph.capture import (
+    capture_call,
+)
+from stopdown.scaling.graph.fake_modules import build_fake
+
+
+class Branching(nn.Module):
+    """A branch that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear(x).sum() > 0:
+            return x
+        return -x
+
+
+class Leaving(nn.Module):
+    """Values that leave PyTorch on their way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+
+def test_a_branch_on_values_is_named_with_its_line() -> None:
+    """Without weights there are no answers: refused, with the file and line of the code."""
+    module = build_fake(Branching, torch.float16)
+    with pytest.raises(CaptureError) as caught:
+        capture_call(module, (torch.randn(2, 2),), dtype=torch.float16)
+    assert "Branching cannot be captured as a graph" in str(caught.value)
+    assert "test_capture_failures.py" in str(caught.value)
+    assert "if self.linear(x).sum() > 0:" in str(caught.value)
+
+
+def test_code_that_leaves_torch_is_named_with_its_line() -> None:
+    """No answer helps there: the line of the code stands in the error."""
+    with pytest.raises(CaptureError, match=r"Leaving cannot be captured .*x\.numpy\(\) \* 2"):
+        capture_call(Leaving(), (torch.randn(2, 2),), dtype=torch.float16)
