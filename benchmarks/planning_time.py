@@ -67,10 +67,7 @@ def plan_once(folder: str, way: str) -> dict[str, Any]:
     import torch
 
     from stopdown import make_plan
-    from stopdown.scaling.graph import (
-        capture,
-        repeated_modules,
-    )
+    from stopdown.scaling.graph import capture, repeated_modules
 
     captures, spent = Counter[str](), [0.0]
     trace: Callable[..., Any] = capture._ShadowCall.export

@@ -91,7 +91,7 @@ def test_pages_replace_only_pages(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("stopdown.comparison.matrix.compare", lambda *given, **named: made)
     for name in ("report.html", "report-2.html"):
         code, out, _ = run("compare", "shapes", "--prompt", "a")
-        assert (code, out.endswith(f"Wrote {name}\n")) == (0, True)
+        assert (code, out.splitlines()[1]) == (0, f"Wrote {name}")
         kept = from_json(Path(f"{name}.json").read_bytes(), Comparison)
         assert dataclasses.replace(kept, command=made.command) == made
     code, out, _ = run("report", "report.html.json")

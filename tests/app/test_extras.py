@@ -108,7 +108,7 @@ def test_a_command_names_the_extra_that_it_needs(
     extra = "compare" if words[0] == "compare" else "cli"
     assert code == 2
     assert said in err
-    assert f"pip install 'stopdown[{extra}]'" in err
+    assert f"pip install '.[{extra}]'" in err
     assert "Traceback" not in err
 
 
@@ -129,7 +129,7 @@ def test_a_picture_without_its_package_names_the_extra(tmp_path: Path) -> None:
         """,
     )
     assert found.startswith("Writing a video needs the package av, which is not installed.")
-    assert "pip install 'stopdown[cli]'" in found
+    assert "pip install '.[cli]'" in found
 
 
 def test_the_hard_dependencies_are_few() -> None:

@@ -189,6 +189,27 @@ def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> No
     assert one != other
 
 
+def test_all_missing_inputs_are_named_at_once(run: Run, save_tiny: Callable[..., Path]) -> None:
+    """One message has each line that lacks an input, with its options, before anything is planned."""
+    rows = (
+        '{"seed": 1}',
+        '{"prompt": "a"}',
+        '{"prompt": "b"}',
+        '{"prompt": "c", "image": "c.png"}',
+    )
+    Path("rows.jsonl").write_text("\n".join(rows))
+    model = save_tiny("cogvideox-image", "fp32")
+    code, out, err = run("batch", model, "--prompts", "rows.jsonl", "-o", "out")
+    name = "CogVideoXImageToVideoPipeline"
+    assert (code, out, err) == (
+        2,
+        "",
+        f"stopdown: Line 1 of the prompts: {name} needs --image and --prompt, which were not given. "
+        f"Lines 2 and 3 of the prompts: {name} needs --image, which was not given. "
+        "Give --image and --prompt. Give --image.\n",
+    )
+
+
 def test_a_mask_of_the_command_is_that_of_each_item() -> None:
     """What an item names itself stands above it, and begins at the prompts file."""
     options = BatchOptions(source="m", prompts="in/x.jsonl", output="o", mask=Path("m.png"))

@@ -134,7 +134,7 @@ def test_an_item_that_kills_its_workers_fails(
 @pytest.mark.slow
 def test_the_page_s_example_runs(tmp_path: Path) -> None:
     """The Python blocks of docs/batch.md, those for Ray Data and actors too, run as they stand."""
-    pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install 'stopdown[ray]'")
+    pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install '.[ray]'")
     page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2

@@ -234,7 +234,7 @@ def test_without_its_package_gguf_is_one_message(
     monkeypatch.setitem(sys.modules, "gguf", None)
     code, _, err = run("check", path)
     assert code == 2
-    assert "pip install 'stopdown[gguf]'" in err
+    assert "pip install '.[gguf]'" in err
 
 
 def test_options_of_models_are_refused_for_gguf(tmp_path: Path, run: Run) -> None:

@@ -204,7 +204,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a"),
-            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), which was not given. "
+            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), which were not given. "
             "Give `image` and `mask`.",
         ),
         (
@@ -414,6 +414,7 @@ def test_a_prompt_that_is_there_is_no_missing_one() -> None:
     for request in (Request(""), Request(arguments={"prompt_embeds": 1}), Request("a")):
         refuse_missing_prompt("WanPipeline", parts, request)
     refuse_missing_prompt("StableVideoDiffusionPipeline", ("vae", "unet"), Request())
+    refuse_missing_prompt("WanImageToVideoPipeline", parts, Request())  # later, with its picture
     with pytest.raises(OptionError, match=r"^No `prompt` was given"):
         refuse_missing_prompt("WanPipeline", parts, Request())
 

@@ -143,7 +143,7 @@ def test_gradients_by_inputs(
 ) -> None:
     """They are those of fp32, also where blocks run again in the backward pass."""
     wanted = differentiate(copy.deepcopy(model), given)
-    warnings.filterwarnings("ignore", message="Gradients by inputs")
+    warnings.filterwarnings("ignore", message="Gradients with respect to inputs")
     with put(way, model, plan, given) as module:
         if reentrant is not None:
             assert isinstance(module, type(model))
@@ -159,7 +159,9 @@ def test_gradients_in_fp16_are_said_once(model: nn.Module, plan: Plan, given: An
     """Small gradients are lost in fp16: it says how to keep them, and nothing of the kind in fp32."""
     module = copy.deepcopy(model)
     with apply_plan({"part": module}, plan):
-        with pytest.warns(StopdownWarning, match="Gradients by inputs of part are computed in"):
+        with pytest.warns(
+            StopdownWarning, match="Gradients with respect to inputs of part are computed in"
+        ):
             differentiate(module, given)
         differentiate(module, given)  # any other warning is an error
     with apply_plan({"part": module}, plan, cast=False):
@@ -198,7 +200,7 @@ def test_a_backward_pass_after_the_exponents(
     model: nn.Module, plan: Plan, given: dict[str, Any], cause: str
 ) -> None:
     """A backward pass that would read other weights than its call is refused with one message."""
-    warnings.filterwarnings("ignore", message="Gradients by inputs")
+    warnings.filterwarnings("ignore", message="Gradients with respect to inputs")
     module = copy.deepcopy(model)
     applied = apply_plan({"part": module}, plan)
 

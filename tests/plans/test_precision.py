@@ -111,7 +111,7 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     assert reason == (
         "The weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
         "that has is 8.0); torch emulates it in fp32, and still says that it is supported. In fp16 "
-        "(maximum 65504), values of bf16-trained models may overflow."
+        "(maximum 65504), activations of bf16-trained models may overflow."
     )
 
 

@@ -165,7 +165,8 @@ def test_infinities_that_are_meant_are_left(hide: Callable[[torch.Tensor], torch
     left = handle.record.unwatched
     assert len(left) <= 1
     assert all(
-        "turned Inf into finite values; its results are as near to those in fp32" in x for x in left
+        "turned Inf into finite values; its results are as close to those in fp32" in x
+        for x in left
     )
 
 

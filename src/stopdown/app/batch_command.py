@@ -192,14 +192,14 @@ def _run(
 ) -> BatchRecord:
     """Sign the items, hand out those that are not finished, and return the results of all."""
     from stopdown.batch.dispatch import Dispatch, PlanVersions, read_versions
-    from stopdown.batch.jobs import prepare_item
+    from stopdown.batch.jobs import prepare_batch
     from stopdown.batch.worker import describe_result, find_finished
 
     names = list_item_names(folder)
     chains = read_versions(folder, names)
     settings, bases = _read_settings(options), [chain[0] for chain in chains]
     before: Any = {"known": bases, "earlier": earlier}
-    prepared = prepare_item(settings, *asked[0], **before, progress=display.progress)
+    prepared = prepare_batch(settings, asked, **before, progress=display.progress)
     _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
     versions = PlanVersions(folder, None if prepared.plan.is_bare else prepared.plan, chains)

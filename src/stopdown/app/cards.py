@@ -15,19 +15,18 @@ from stopdown.comparison.records import Comparison
 from stopdown.records import RunRecord
 
 
-def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
+def print_card(record: RunRecord, console: Console, *, page: Path | None = None) -> None:
     """Print the verdict, the next command, and a card with precisions, reasons, time and memory.
 
     Args:
-        is_new: whether the output was written just now; a card shown later names its output.
+        page: page that was made of the record of an earlier run; None after the run itself.
     """
+    is_new = page is None
     said = f"Wrote {record.output} in {record.elapsed_s:.1f} s" if is_new else record.output
     console.print(f"{said}: {record.verdict}", style="bold", soft_wrap=True, highlight=False)
-    if is_new:
-        command = "explain" if record.findings else "report"
-        console.print(
-            f"→ stopdown {command} {shlex.quote(record.output)}\n", soft_wrap=True, highlight=False
-        )
+    command = "explain" if record.findings else "report"
+    then = f"→ stopdown {command} {shlex.quote(record.output)}" if is_new else f"Wrote {page}"
+    console.print(f"{then}\n", soft_wrap=True, highlight=False)
     summary = record.summarise()
     table = make_table(*summary.headings, right=summary.headings[3:], no_wrap=True)
     for row in summary.rows:
@@ -54,20 +53,19 @@ _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 
 def print_record(record: Comparison | RunRecord, page: Path, console: Console) -> None:
     if isinstance(record, RunRecord):
-        print_card(record, console, is_new=False)
-        console.print(f"Wrote {page}", soft_wrap=True, highlight=False)
+        print_card(record, console, page=page)
         return
 
     summary = record.summarise()
     verdict, *notes = summary.list_sentences()
-    console.print(Text(f"{verdict}\n", style="bold"), soft_wrap=True)
+    console.print(Text(verdict, style="bold"), soft_wrap=True)
+    console.print(f"Wrote {page}\n", soft_wrap=True, highlight=False)
     table = make_table(*summary.headings, right=summary.headings[2:], no_wrap=True)
     for variant, row in zip(record.variants, summary.rows, strict=True):
         table.add_row(row[0], Text(row[1], style=_STYLES.get(variant.verdict, "")), *row[2:])
     console.print(table)
     for index, note in enumerate(notes):
         console.print(Text(note if index else f"\n{note}"), soft_wrap=True)
-    console.print(f"\nWrote {page}", soft_wrap=True, highlight=False)
 
 
 def strip_pictures(record: Comparison | RunRecord) -> Comparison | RunRecord:

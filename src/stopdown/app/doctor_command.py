@@ -105,7 +105,8 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
         print_prose(console, f"  {device.answer}")
     _print_fits(device, console)
     for entry in device.formats:
-        console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(entry.time_ratio)}".rstrip())
+        ratio = None if entry.name == "fp32" else entry.time_ratio
+        console.print(f"  {entry.name:5} {entry.state:9} {word_ratio(ratio)}".rstrip())
         if (entry.name, entry.state) != ("fp32", "native"):  # as everywhere
             print_prose(console, f"        {entry.reason}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())

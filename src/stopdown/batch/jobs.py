@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError
 from stopdown.frames.media import read_image, read_video
 from stopdown.pipelines.class_selection import choose_class, prepare_check, select_pipeline
+from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import MEDIA, Request
+from stopdown.pipelines.requests import MEDIA, Request, name_pipeline_arguments
 from stopdown.pipelines.results import check_format, choose_suffix
 from stopdown.plans.plan_choice import certified_on_arrival, choose_plan
 from stopdown.plans.precision import parse_request
@@ -134,10 +135,9 @@ class PreparedBatch:
         return tuple(tasks.values()), tuple(notes)
 
 
-def prepare_item(
+def prepare_batch(
     settings: Settings,
-    item: Item,
-    request: Request,
+    asked: Sequence[tuple[Item, Request]],
     *,
     known: Iterable[Plan] = (),
     earlier: BatchRecord | None = None,
@@ -146,13 +146,17 @@ def prepare_item(
     """Find the model and choose its plan; no weights are loaded.
 
     Args:
-        item, request: the first item, which decides the class of the pipeline.
+        asked: the items, each with its request; the first decides the class of the pipeline.
         known: plans of earlier batches in the folder; with `auto`, the plan of this model is used again.
         earlier: summary of the earlier batch in the folder. Its decisions are used again on the same
             device, because a busy machine may measure its formats differently.
 
+    Raises:
+        OptionError: the pipeline lacks or refuses inputs of some items; each of their lines is named.
+
     Cost: for `auto`, that of `make_plan` the first time a checkpoint is used on this machine.
     """
+    item, request = asked[0]
     device = choose_device(settings.device)
     described = resolve_whole(settings, with_weights=False, progress=progress)
     if described.kind == "hub":  # before its weights are downloaded
@@ -162,6 +166,9 @@ def prepare_item(
     with naming_line(item):  # its media decide which pipeline class serves all
         first = _read_media(request, item.media)
     with quiet_libraries():
+        source = complete_source(source, progress=progress)
+        refuse_missing_packages(source)
+        _refuse_inputs(source.pipeline_class, asked)
         with naming_line(item):
             source = select_pipeline(source, first)
         model, device_name = fingerprint(source), f"{device.torch_name} ({device.name})"
@@ -185,6 +192,47 @@ def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | Non
         return None
     found = (plan for plan in known if plan.fingerprint == model)
     return next((dataclasses.replace(x, chosen=x.chosen or "its plan") for x in found), None)
+
+
+def _refuse_inputs(class_name: str, asked: Iterable[tuple[Item, Request]]) -> None:
+    """Refuse items that lack an input or have one too many, all at once; no picture is read.
+
+    Args:
+        class_name: the checkpoint's own class; an item's picture or video may choose its sister.
+    """
+    refused: dict[str, tuple[OptionError, list[int]]] = {}
+    for item, request in asked:
+        files: dict[str, Any] = dict(item.media)  # in place of their pixels
+        named = dataclasses.replace(request, **files)
+        try:
+            name_pipeline_arguments(find_class("diffusers", choose_class(class_name, named)), named)
+        except OptionError as error:
+            refused.setdefault(str(error), (error, []))[1].append(item.line)
+    if not refused:
+        return
+    shown = list(refused.values())[:_MOST_REFUSALS]
+    said = [f"{_name_lines(lines)} of the prompts: {x.what}" for x, lines in shown]
+    if more := len(refused) - len(shown):
+        said.append(f"{more} more kinds of refusal are not listed.")
+    raise OptionError(
+        " ".join(said),
+        expected=shown[0][0].expected if len(refused) == 1 else "",
+        remedy=" ".join(dict.fromkeys(x.remedy for x, _ in shown)),
+    )
+
+
+_MOST_REFUSALS = 5
+"""Kinds of refusal that one message lists, each with its lines."""
+
+
+def _name_lines(lines: Sequence[int]) -> str:
+    """Write `Line 2`, `Lines 1, 2 and 5`, or `Lines 1, 2, 3, 4, 5 and 95 more`."""
+    if len(lines) == 1:
+        return f"Line {lines[0]}"
+    *first, last = [str(x) for x in lines[:6]]
+    if len(lines) > 6:
+        return f"Lines {', '.join(first)} and {len(lines) - 5} more"
+    return f"Lines {', '.join(first)} and {last}"
 
 
 def _check_item(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stopdown.batch.jobs import PreparedBatch, Settings, prepare_item
+from stopdown.batch.jobs import PreparedBatch, Settings, prepare_batch
 from stopdown.batch.output_folder import find_batch_folder, make_folder
 from stopdown.batch.prompts import Item, make_item
 from stopdown.batch.worker import Worker
@@ -60,7 +60,7 @@ class PromptMaker:
         request = item.make_request()
         if self._prepared is None or self._worker is None:
             make_folder(find_batch_folder(self._settings.output))
-            self._prepared = prepare_item(self._settings, item, request)
+            self._prepared = prepare_batch(self._settings, [(item, request)])
             self._worker = Worker(self._prepared.job, self._settings.device)
         (task,), _ = self._prepared.sign([(item, request)])
         result = self._worker.make(task.complete(), self._prepared.plan).result

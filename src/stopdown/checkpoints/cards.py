@@ -23,7 +23,7 @@ CARD_LINE = "converted to fp16 by Stopdown"
 _ADAPTERS = (
     "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
     "not fit these weights**: what they add has another scale, and the picture is wrong without an "
-    "error. Convert the LoRA, too, with this model as its plan: "
+    "error. Convert the LoRA as well, with this model as its plan: "
     "`stopdown convert LORA OUT --plan THIS`."
 )
 

@@ -60,7 +60,7 @@ def describing_out_of_memory() -> Iterator[None]:
             raise
         raise StopdownError(
             f"The device ran out of memory: {take_one_line(error, 200)}",
-            expected="A run needs memory for the weights and for the largest layer's values.",
+            expected="A run needs memory for the weights and for the largest layer's activations.",
             remedy='Leave memory="none" out if you gave it, or use a smaller `height` and `width`, fewer '
             "`frames`, or a 16-bit `precision`.",
         ) from error

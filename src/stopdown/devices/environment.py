@@ -165,7 +165,8 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
     if importlib.util.find_spec(package) is None:
         raise OptionError(
             f"{what} needs the package {package}, which is not installed.",
-            remedy=f"Install it: pip install 'stopdown[{extra}]'{otherwise}",
+            remedy="Install it, in the folder of Stopdown's repository: "
+            f"pip install '.[{extra}]'{otherwise}",
         )
 
 

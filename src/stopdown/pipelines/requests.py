@@ -293,15 +293,21 @@ _WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze
 """Classes that have a tokenizer, and take texts by other names or none."""
 
 
+_WITH_MEDIA = re.compile("Image(To|2)|Img2|Video(To|2)|Inpaint|Fill|ControlNet|Edit")
+"""Names of classes that need a picture or video as well."""
+
+
 def refuse_missing_prompt(class_name: str, components: Iterable[str], request: Request) -> None:
     """Refuse a request without a prompt for a pipeline that needs one, judged by its description alone.
 
-    Pipelines with a tokenizer need a prompt, except those of a few classes.
+    Pipelines with a tokenizer need a prompt, except those of a few classes. Classes that also need a
+    picture or video are left to `name_pipeline_arguments`, which names everything that is missing.
     """
     if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
         return
     has_tokenizer = any(name.startswith("tokenizer") for name in components)
-    if has_tokenizer and not _WITHOUT_PROMPT.search(class_name):
+    takes_more = _WITH_MEDIA.search(class_name) and request.image is None and request.video is None
+    if has_tokenizer and not takes_more and not _WITHOUT_PROMPT.search(class_name):
         raise _describe_missing(class_name, "`prompt`", _GIVE_PROMPT)
 
 
@@ -510,7 +516,8 @@ def _describe_refused(pipeline_class: type, names: list[str], missing: list[str]
     refused = " and ".join(f"`{name}`" for name in names)
     also, how = "", ""
     if missing:
-        also = f" and needs {_list_fields(pipeline_class, missing)}, which was not given"
+        fields = _list_fields(pipeline_class, missing)
+        also = f" and needs {fields}, which {_was(fields)} not given"
         how = _describe_stage(pipeline_class) or _say_how(pipeline_class, missing)
     return OptionError(
         f"{pipeline_class.__name__} does not take {refused}{also}.",
@@ -550,7 +557,13 @@ def _describe_stage(pipeline_class: type) -> str:
 def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
     if fields == "`prompt`":
         return OptionError("No `prompt` was given.", remedy=remedy)
-    return OptionError(f"{class_name} needs {fields}, which was not given.", remedy=remedy)
+    return OptionError(
+        f"{class_name} needs {fields}, which {_was(fields)} not given.", remedy=remedy
+    )
+
+
+def _was(fields: str) -> str:
+    return "were" if " and " in fields else "was"
 
 
 _GIVE_PROMPT = 'Give a `prompt` that says what to show, such as "a red circle".'

@@ -297,5 +297,5 @@ def _is_good(support: Support) -> bool:
 def _why_not_other(stored: str) -> str:
     if stored == "bf16":
         largest = FP16.largest
-        return f"In fp16 (maximum {largest:.0f}), values of bf16-trained models may overflow."
+        return f"In fp16 (maximum {largest:.0f}), activations of bf16-trained models may overflow."
     return "fp32 holds every fp16 value exactly."

@@ -261,7 +261,7 @@ class FaultHandler:
         else:
             if not measure_error(output, wide) <= allowed:
                 return False
-            found = "are as near to those in fp32 as bf16's"
+            found = "are as close to those in fp32 as bf16's"
             if output is fault.output:  # and not a repaired one: the call was right
                 self._record_as_right(fault)
         notes.meant.update(check.clamped)

@@ -135,7 +135,8 @@ def rescale_(
 
 
 _WATCH = WatchOptions(
-    remedy="Give rescale_ such calls, too: rescale_(module, args, kwargs, calls=[(module, args, kwargs)])."
+    remedy="Give rescale_ such calls as well: "
+    "rescale_(module, args, kwargs, calls=[(module, args, kwargs)]).",
 )
 
 

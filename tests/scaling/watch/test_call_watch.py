@@ -784,7 +784,7 @@ def test_rescale_watches_other_signatures() -> None:
         assert measure_error(run(module, hidden), both) == 0.0
         with pytest.raises(ScalingError, match=r"Encoder was called with gate\[1d\]") as raised:
             run(module, gated)
-        assert "Give rescale_ such calls, too" in str(raised.value)
+        assert "Give rescale_ such calls as well" in str(raised.value)
         cast_(module, torch.float16, rescaling)
         assert measure_error(run(module, hidden, torch.float16), both) < 2e-3
         rescaling.undo()

@@ -115,7 +115,7 @@ _READ = "its code read other values, and went another way"
 _WHOLE = "Call the whole component, or take the exponents off first (.undo(), or leave the guard)."
 _CODE = (
     "Replace functions and parts, and put hooks on, before the plan, guard or rescaling: take it off "
-    "(.undo(), or leave the guard), and make it anew."
+    "(.undo(), or leave the guard), and put it on again."
 )
 
 
@@ -419,8 +419,9 @@ class CallWatch(SameInCopies):
         is_asked = any(x.requires_grad for x in iterate_tensors((call.args, call.kwargs)))
         if is_asked and self.weights.has_half:
             self._say_once(
-                f"Gradients by inputs of {self._name} are computed in fp16, which loses small ones. "
-                "Multiply the loss by a power of two, such as 1024, and divide the gradients by it."
+                f"Gradients with respect to inputs of {self._name} are computed in fp16, which loses "
+                "small ones. Multiply the loss by a power of two, such as 1024, and divide the gradients "
+                "by it."
             )
         return output
 
