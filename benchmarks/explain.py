@@ -28,8 +28,8 @@ from pathlib import Path
 from library_messages import PACKAGES, find_messages
 
 from stopdown.devices.environment import describe_machine
+from stopdown.diagnosis.explained import explain
 from stopdown.diagnosis.knowledge import UNKNOWN, read_knowledge
-from stopdown.diagnosis.subjects import explain
 
 CASES = Path(__file__).parent / "cases"
 RESULTS = Path(__file__).parent / "results"

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from models.comparisons import RUN
-from stopdown.diagnosis.subjects import explain_file
+from stopdown.diagnosis.explained import explain_file
 from stopdown.files.outputs import find_record_path
 from stopdown.records import Repair, to_json
 

@@ -50,6 +50,7 @@ WITHOUT_TORCH = {
     "checking a source": (
         [64, True],
         """
+        from stopdown.sources.source_checks import verify_source
         from stopdown.sources.sources import *
         source = resolve_source(FOLDER); verify_source(source)
         answer = len(fingerprint(source)), bool(read_stored_dtypes(source))

@@ -37,7 +37,7 @@ from stopdown import testing
 from stopdown.app.compare_command import read_prompts
 from stopdown.app.report_command import report
 from stopdown.devices.device_profiles import find_profile
-from stopdown.diagnosis.subjects import explain_file
+from stopdown.diagnosis.explained import explain_file
 from stopdown.errors import StopdownError
 from stopdown.files.json_files import UnreadableError
 from stopdown.frames.media import iterate_frames, read_image, write_media

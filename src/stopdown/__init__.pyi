@@ -5,7 +5,7 @@ from stopdown import errors as errors
 from stopdown import records as records
 from stopdown.checkpoints.convert import convert as convert
 from stopdown.comparison.matrix import compare as compare
-from stopdown.diagnosis.subjects import explain as explain
+from stopdown.diagnosis.explained import explain as explain
 from stopdown.dtype_rules.check import check as check
 from stopdown.dtype_rules.mend import mend as mend
 from stopdown.errors import StopdownError as StopdownError

@@ -14,7 +14,7 @@ from stopdown.app import cli
 from stopdown.devices import device_choice
 from stopdown.devices.device_choice import choose_device, list_devices, select_device
 from stopdown.devices.torch_builds import Build, find_missing_kernels, find_missing_system
-from stopdown.diagnosis.subjects import explain
+from stopdown.diagnosis.explained import explain
 from stopdown.errors import OptionError
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_37", "sm_90"]

@@ -17,8 +17,8 @@ import pytest
 from models.failure_messages import CAST, MESSAGES
 from stopdown.app import cli
 from stopdown.diagnosis import texts
+from stopdown.diagnosis.explained import explain
 from stopdown.diagnosis.knowledge import FILES, UNKNOWN, read_knowledge
-from stopdown.diagnosis.subjects import explain
 from stopdown.diagnosis.texts import condense
 from stopdown.files.toml_files import read_folder
 

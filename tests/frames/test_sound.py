@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from stopdown.diagnosis.subjects import explain_file
+from stopdown.diagnosis.explained import explain_file
 from stopdown.errors import InputError, NonFiniteError, OptionError
 from stopdown.frames import sound_faults
 from stopdown.frames.media import choose_format, read_video, write_media

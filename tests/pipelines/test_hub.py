@@ -28,7 +28,8 @@ CLIENT = """
 import json, sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
 from stopdown.errors import SourceError
-from stopdown.sources.sources import resolve_source, verify_source
+from stopdown.sources.source_checks import verify_source
+from stopdown.sources.sources import resolve_source
 calls = []
 try:
     source = resolve_source(

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stopdown.diagnosis.subjects import PICTURES, SOUNDS, VIDEOS
+from stopdown.diagnosis.explained import PICTURES, SOUNDS, VIDEOS
 from stopdown.errors import InputError, OptionError, take_first_line
 from stopdown.frames.media import read_image, read_video
 from stopdown.frames.sound import read_sound

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from stopdown.app.flags import CommandOptions
+from stopdown.diagnosis.explained import EXPLAINED, NONE, explain_file, explain_stream
 from stopdown.diagnosis.knowledge import UNKNOWN
-from stopdown.diagnosis.subjects import EXPLAINED, NONE, explain_file, explain_stream
 from stopdown.diagnosis.texts import explain_text
 from stopdown.errors import InputError, OptionError
 from stopdown.records import Diagnosis

@@ -30,7 +30,7 @@ from stopdown.errors import InputError, describe_error, ignoring_warnings, take_
 from stopdown.files.outputs import written_beside
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import to_uint8
-from stopdown.interception.randomness import same_noise
+from stopdown.interception.randomness import same_noise, seeded_generators
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.results import find_output_kind, read_frames
 from stopdown.runtime.guard import GuardOptions, Observer
@@ -139,8 +139,7 @@ def _prepare(opened: OpenSubject, request: Request, run: Run | None) -> Run:
         pipe.set_progress_bar_config(disable=True)
 
     def start() -> Any:
-        with same_noise(), torch.random.fork_rng():
-            torch.manual_seed(request.seed)
+        with same_noise(), seeded_generators(request.seed):
             return pipe(**build_arguments(pipe, request)) if run is None else run()
 
     return start

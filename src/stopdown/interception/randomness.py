@@ -76,6 +76,20 @@ def kept_random(
 
 
 @contextlib.contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Seed PyTorch's own generators; put those of the CPU and of the current device back afterwards."""
+    kind, device = torch.accelerator.current_accelerator(), torch.device("cpu")
+    if kind and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        device = torch.device(kind.type, torch.accelerator.current_device_index())
+    restore = save_random(device, {})
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
 def same_noise() -> Iterator[None]:
     """Give a seed the same noise in each format: the CPU's fp32 values of `torch.randn`, rounded.
 

@@ -6,19 +6,19 @@ Nothing here sees a tensor, so a report can be made without torch.
 
 from __future__ import annotations
 
-from stopdown.records.findings import Alternative as Alternative
-from stopdown.records.findings import CheckRecord as CheckRecord
-from stopdown.records.findings import Clue as Clue
-from stopdown.records.findings import DeviceHealth as DeviceHealth
-from stopdown.records.findings import Diagnosis as Diagnosis
-from stopdown.records.findings import FileCheck as FileCheck
-from stopdown.records.findings import FilePart as FilePart
-from stopdown.records.findings import Finding as Finding
-from stopdown.records.findings import FormatHealth as FormatHealth
-from stopdown.records.findings import KnownFit as KnownFit
-from stopdown.records.findings import MachineHealth as MachineHealth
-from stopdown.records.findings import Outlook as Outlook
-from stopdown.records.findings import Switch as Switch
+from stopdown.records.checks import Alternative as Alternative
+from stopdown.records.checks import CheckRecord as CheckRecord
+from stopdown.records.checks import Clue as Clue
+from stopdown.records.checks import DeviceHealth as DeviceHealth
+from stopdown.records.checks import Diagnosis as Diagnosis
+from stopdown.records.checks import FileCheck as FileCheck
+from stopdown.records.checks import FilePart as FilePart
+from stopdown.records.checks import Finding as Finding
+from stopdown.records.checks import FormatHealth as FormatHealth
+from stopdown.records.checks import KnownFit as KnownFit
+from stopdown.records.checks import MachineHealth as MachineHealth
+from stopdown.records.checks import Outlook as Outlook
+from stopdown.records.checks import Switch as Switch
 from stopdown.records.json_text import SCHEMA as SCHEMA
 from stopdown.records.json_text import Record as Record
 from stopdown.records.json_text import convert_record as convert_record

@@ -9,7 +9,7 @@ from typing import Any
 
 from stopdown.number_formats import format_bytes
 from stopdown.record_display import Displayed, Summary
-from stopdown.records.findings import Finding
+from stopdown.records.checks import Finding
 from stopdown.records.json_text import SCHEMA
 from stopdown.records.plans import (
     ComponentPlan,

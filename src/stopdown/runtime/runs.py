@@ -27,6 +27,7 @@ from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.frames.media import choose_format, to_uint8, write_media
 from stopdown.frames.sound import TRACKS, Sound, to_sound
 from stopdown.frames.sound_faults import find_sound_findings
+from stopdown.interception.randomness import seeded_generators
 from stopdown.pipelines.requests import (
     MEDIA,
     Request,
@@ -265,8 +266,7 @@ def _call(pipe: Any, arguments: dict[str, Any], seed: int) -> Any:
     and is as before when this returns.
     """
     try:
-        with describing_out_of_memory(), torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with describing_out_of_memory(), seeded_generators(seed):
             return pipe(**arguments)
     except (ValueError, TypeError) as error:
         raise InputError(

@@ -18,9 +18,9 @@ from PIL import Image
 
 from models.failure_messages import CAST, MESSAGES
 from stopdown.app import cli
-from stopdown.diagnosis import subjects, texts
+from stopdown.diagnosis import explained, texts
+from stopdown.diagnosis.explained import explain, explain_stream
 from stopdown.diagnosis.knowledge import UNKNOWN
-from stopdown.diagnosis.subjects import explain, explain_stream
 from stopdown.errors import InputError
 from stopdown.frames import media
 from stopdown.frames.media import write_media
@@ -94,7 +94,7 @@ def test_of_a_long_clip_the_beginning_is_looked_at(
     """No more frames are decoded than the limit, and the answer says so; a shorter clip says nothing."""
     write_media(f"{tmp_path}/frames/", np.zeros((4, 16, 16, 3), np.uint8))
     assert "Only its first" not in explain(tmp_path / "frames").why
-    monkeypatch.setattr(subjects, "MOST_FRAMES", 3)
+    monkeypatch.setattr(explained, "MOST_FRAMES", 3)
     assert explain(tmp_path / "frames").why.endswith("Only its first 3 frames were looked at.")
     monkeypatch.setattr(media, "MOST_CLIP_BYTES", 2 * 16 * 16 * 3)
     assert explain(tmp_path / "frames").why.endswith("Only its first 2 frames were looked at.")
@@ -127,8 +127,8 @@ class _Endless(io.RawIOBase):
 
 def test_a_stream_without_end_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is piped in is read piece by piece and no further than the limit."""
-    monkeypatch.setattr(subjects, "MOST_BYTES", 2_000)
-    monkeypatch.setattr(subjects, "MOST_STREAM_BYTES", 10_000)
+    monkeypatch.setattr(explained, "MOST_BYTES", 2_000)
+    monkeypatch.setattr(explained, "MOST_STREAM_BYTES", 10_000)
     endless = _Endless()
     assert explain_stream(endless).fault == UNKNOWN  # type: ignore[arg-type]
     assert endless.taken <= 11_000
@@ -138,7 +138,7 @@ def test_of_a_long_stream_and_file_both_ends_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message at the end of what is longer than the limit is found, and gets no false number."""
-    monkeypatch.setattr(subjects, "MOST_BYTES", 2_000)
+    monkeypatch.setattr(explained, "MOST_BYTES", 2_000)
     monkeypatch.setattr(texts, "MOST_BYTES", 2_000)
     lines = "".join(f"{'x' * (i % 90)}\n" for i in range(200))
     text = f"{lines}{CAST}\n"
