@@ -29,7 +29,9 @@ PLAIN_CALL = vars(nn.Module)["__call__"]
 def nothing_stays() -> Any:
     """Calls of modules go the way that they went before, after each of these tests."""
     gc.collect()
-    before = vars(nn.Module)["__call__"]  # exponents of another file's module may be on until it's freed
+    before = vars(nn.Module)[
+        "__call__"
+    ]  # exponents of another file's module may be on until it's freed
     yield
     assert vars(nn.Module)["__call__"] in (PLAIN_CALL, before)
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import stopdown
 from models.pipeline_calls import CALLS, call_pipeline, name_denoiser
 from models.snapshots import assert_untouched
+from stopdown.errors import OptionError
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.runtime import plan_maker
 from stopdown.scaling.trials.trial import WideProducts
@@ -142,3 +143,9 @@ def test_what_stays_in_another_precision_is_said() -> None:
 
     with pytest.warns(stopdown.StopdownWarning, match="`Squared` runs in (bf16|fp32): "):
         stopdown.fp16(Squared().eval(), torch.full((2, 4), 8.0)).remove()
+
+
+def test_a_run_beside_a_source_is_refused() -> None:
+    """A plan of a source comes from its weights: what was given to be run is not ignored in silence."""
+    with pytest.raises(OptionError, match="Leave `run` out"):
+        stopdown.make_plan("shapes", run=lambda: None)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stopdown.argument_types import check_function
 from stopdown.component_calls.components import find_components, runs_by_call
@@ -18,9 +18,6 @@ from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.rescale import explain_call
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source
-
-if TYPE_CHECKING:
-    pass
 
 
 def make_plan(
@@ -44,11 +41,20 @@ def make_plan(
             allows it, beside fp16 matrix products; `native` leaves it.
         progress: called with stage, what, done and total.
 
+    Raises:
+        OptionError: `run` was given with a source.
+
     Cost: captures of seconds and one pass over the weights for each kind of call.
     """
     check_function("make_plan(progress=...)", progress, "progress=print", 4)
     check_function("make_plan(run=...)", run, "run=lambda: model(x)")
     if isinstance(pipe_or_source, (str, Path, Source)):
+        if run is not None:
+            raise OptionError(
+                "make_plan was given a source and run=..., which runs a program that is loaded.",
+                expected="A plan of a source comes from its weights, and nothing is run.",
+                remedy="Leave `run` out, or give the loaded program in place of the source.",
+            )
         kept = Scope(keeps=True)
         return certify_plan(pipe_or_source, residual=residual, progress=progress, scope=kept)
     return certify_program(pipe_or_source, run, residual=residual, progress=progress)
