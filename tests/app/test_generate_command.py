@@ -411,7 +411,8 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
         "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more. A run "
-        'needs memory for the weights and for the largest layer\'s values. Leave memory="none" out if you '
+        "needs memory for the weights and for the largest layer's activations. "
+        'Leave memory="none" out if you '
         "gave it, or use a smaller `height` and `width`, fewer `frames`, or a 16-bit `precision`."
     )
 
