@@ -65,9 +65,9 @@ class ComponentLock:
                 self._calls[own] -= 1
                 if not self._calls[own]:
                     del self._calls[own]
+                    self._turn.notify_all()
                     if not self._calls:
                         end()
-                    self._turn.notify_all()
 
     @property
     def is_calling(self) -> bool:

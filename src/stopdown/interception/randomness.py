@@ -79,7 +79,11 @@ def kept_random(
 def seeded_generators(seed: int) -> Iterator[None]:
     """Seed PyTorch's own generators; put those of the CPU and of the current device back afterwards."""
     kind, device = torch.accelerator.current_accelerator(), torch.device("cpu")
-    if kind and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+    if (
+        kind
+        and torch.accelerator.is_available()
+        and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
+    ):
         device = torch.device(kind.type, torch.accelerator.current_device_index())
     restore = save_random(device, {})
     torch.manual_seed(seed)

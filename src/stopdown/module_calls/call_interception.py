@@ -315,13 +315,9 @@ def put_cast(
     sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)
 
     def cast(call: ComponentCall) -> Any:
-        wanted = dtype if sample is None else sample.dtype
-        now = {x.dtype for x in module.parameters()}
-        if (
-            sample is None
-            and len(now) == 1
-            and now < {torch.float32, torch.bfloat16, torch.float16}
-        ):
+        wanted = sample.dtype if sample is not None else dtype
+        now = {x.dtype for x in module.parameters()} if sample is None else set()
+        if len(now) == 1 and now < {torch.float32, torch.bfloat16, torch.float16}:
             wanted = now.pop()  # a guard cast it, the plan is off again, or a thread takes it off
         if as_plain:
             return call.proceed_in(wanted)

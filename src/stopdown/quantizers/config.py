@@ -31,7 +31,7 @@ class StopdownConfig(QuantizationConfigMixin):
         )
 
     Weights are folded and cast one after the other as they are read. The model is watched as under
-    `stopdown.load`: calls that its exponents do not hold for run without them.
+    `stopdown.load`: calls that its exponents do not hold for are repaired, with a warning.
 
     Args:
         plan: a `Plan` or the path of its file. None takes the plan that lies beside the model or was kept

@@ -31,6 +31,7 @@ from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.component_calls.components import read_precisions
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.devices.device_choice import choose_device
+from stopdown.devices.environment import count_processes
 from stopdown.devices.format_support import probe_formats
 from stopdown.errors import CaptureError, InputError, ScalingError, warn_user
 from stopdown.interception.autocast import list_autocast, read_autocast, without_autocast
@@ -97,11 +98,15 @@ class Calibration:
     Attributes:
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
+        may_repair: calls that the exponents do not hold for are repaired; False refuses them.
+        tried: what was tried for such calls, each once: by the kind of call and the remedy.
     """
 
     calls: int = 0
     residual: str = "native"
     stream: ResidualStream | None = None
+    may_repair: bool = True
+    tried: set[Hashable] = field(default_factory=set)
     _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
     _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
 
@@ -225,7 +230,9 @@ class Component:
     def _list_help(self) -> WatchOptions:
         """Return a guard's reactions to calls outside the range of the exponents."""
         remedy = "Run it in bf16 or fp32, or make the plan for such calls."
-        return WatchOptions(self.name, self._repair_signature, self._report_once, remedy)
+        may_repair = self.calibration.may_repair and count_processes() == 1
+        repair = self._repair_signature if may_repair else None
+        return WatchOptions(self.name, repair, self._report_once, remedy)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
         """Make one call of it, with arguments in the dtype that a repair brought it to.
@@ -406,6 +413,10 @@ class Component:
                 continue
             if remedy.residual == "fp32" and not is_streamed:
                 continue  # without exponents an fp32 stream finds none either
+            tried = refusal.call.key, remedy.recorded, remedy.residual
+            if tried in self.calibration.tried:
+                continue
+            self.calibration.tried.add(tried)
             try:
                 self.put_on(self.find_repair(remedy, refusal.call))
             except Exception as error:  # no such repair, or the model's code refuses it

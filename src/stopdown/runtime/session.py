@@ -58,7 +58,7 @@ from stopdown.runtime.journal import Journal
 from stopdown.runtime.kept_code import KeptCode
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
-from stopdown.runtime.repairs import Component, RepairCache
+from stopdown.runtime.repairs import Calibration, Component, RepairCache
 from stopdown.scaling import ComponentCall, Rank, intercept
 from stopdown.scaling.watch.call_watch import ReplacedError, find_watch, scale_ends
 from stopdown.sources.hub import Progress
@@ -253,7 +253,11 @@ class Session(SameInCopies):
         with self.turn:
             state = self.components.get(id(module))
             if state is None:
-                state = self.components[id(module)] = Component(module, log=self.log)
+                state = self.components[id(module)] = Component(
+                    module,
+                    log=self.log,
+                    calibration=Calibration(may_repair=self.options.on_fault != "raise"),
+                )
                 self.patches.defer(state.leave)
             return state
 

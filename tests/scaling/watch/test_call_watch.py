@@ -255,6 +255,39 @@ def test_a_guard_casts_what_no_exponents_are_found_for(
     assert torch.equal(run(module, first), wanted)
 
 
+def test_a_guard_that_raises_repairs_no_call() -> None:
+    """With on_fault="raise" a call that the exponents do not hold for is refused, and the plan stays."""
+    module, first = make_encoder()
+    with guard({"part": module}, plan_module(module, first), on_fault="raise") as handle:
+        module.norm.register_forward_hook(lambda part, args, output: output * 2)
+        with pytest.raises(ScalingError, match="its exponents were found for other calls"):
+            run(module, first)
+        assert handle.repairs == ()
+        assert module.embed.weight.dtype == torch.float16
+
+
+def test_a_guard_that_can_put_nothing_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each remedy is tried once; then the call is refused, and other calls run as before."""
+    monkeypatch.setattr(repairs, "computes_bf16", lambda device: True)
+    module, first = make_encoder()
+    tried: list[str] = []
+
+    def find_repair(self: Any, remedy: Any, call: Any) -> Any:
+        tried.append(remedy.recorded)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(repairs.Component, "find_repair", find_repair)
+    with guard({"part": module}, plan_module(module, first), announce=lambda text: None):
+        wanted = run(module, first)
+        hook = module.norm.register_forward_hook(lambda part, args, output: output * 2)
+        for _ in range(2):
+            with pytest.raises(ScalingError, match="its exponents were found for other calls"):
+                run(module, first)
+        hook.remove()
+        assert torch.equal(run(module, first), wanted)
+    assert tried == ["bf16", "fp32"]
+
+
 def test_a_call_that_the_module_refuses() -> None:
     """Such a call is refused by name, and the next one is planned as before."""
     module, first = make_encoder()

@@ -513,7 +513,10 @@ class CallWatch(SameInCopies):
     def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
         """Have a guard repair the module for calls of a signature, or raise why they are refused."""
         path, method, settings = find_path(call), call.callee.method, self.known.settings
-        self.known.refuse(key)
+        if why != _NOT_FINITE or _is_finite(
+            list(_list_tensors(call))
+        ):  # else it's the call's fault
+            self.known.refuse(key)
         repair = None if path else self._options.repair
         if repair is not None:
             # earlier calls would run other code as well by now, nor would a cache be as then
