@@ -154,7 +154,7 @@ def test_a_part_that_no_exponents_hold_for(put: Any) -> None:
     made = measure_plan({"part": encoder}, run=lambda: run(encoder, ids))
     with put({"part": encoder}, made):
         with pytest.raises(
-            ScalingError, match="`(part|T5EncoderModel):encoder` was called alone"
+            ScalingError, match=r"`(part|T5EncoderModel):encoder` was called alone"
         ) as caught:
             run(encoder.encoder, ids)
         assert caught.value.remedy.startswith("Call the whole component, or take the exponents")
