@@ -153,9 +153,7 @@ def test_a_part_that_no_exponents_hold_for(put: Any) -> None:
     ids = {"input_ids": torch.randint(0, 70, (1, 16), generator=torch.Generator().manual_seed(0))}
     made = measure_plan({"part": encoder}, run=lambda: run(encoder, ids))
     with put({"part": encoder}, made):
-        with pytest.raises(
-            ScalingError, match=r"`(part|T5EncoderModel):encoder` was called alone"
-        ) as caught:
+        with pytest.raises(ScalingError, match="`part:encoder` was called alone") as caught:
             run(encoder.encoder, ids)
         assert caught.value.remedy.startswith("Call the whole component, or take the exponents")
 

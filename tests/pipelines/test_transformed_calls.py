@@ -20,8 +20,9 @@ from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
-from stopdown.runtime.guard import guard
+from stopdown.runtime.guard import Guard, guard
 from stopdown.scaling.rescale import rescale_
+from stopdown.scaling.watch.call_watch import find_watch
 
 SCALE = 1024.0
 """What losses are multiplied with, as always in fp16."""
@@ -175,7 +176,7 @@ def test_gradients_of_folded_weights_are_refused(
     module = copy.deepcopy(model).requires_grad_(True)
     with contextlib.ExitStack() as stack:
         if way == "rescaled":
-            rescale_(module, (), given)
+            stack.callback(rescale_(module, (), given).undo)
         else:
             stack.enter_context(apply_plan({"part": module}, plan, cast=way == "planned"))
         with pytest.raises(ScalingError, match=r"A gradient of .* was requested") as caught:
@@ -194,12 +195,28 @@ def test_gradients_of_folded_adapters_are_refused(
             module(**given).sample.sum().backward()
 
 
+@pytest.mark.parametrize("cause", ["taken off", "another call"])
 def test_a_backward_pass_after_the_exponents(
-    model: nn.Module, plan: Plan, given: dict[str, Any]
+    model: nn.Module, plan: Plan, given: dict[str, Any], cause: str
 ) -> None:
     """A backward pass that would read other weights than its call is refused with one message."""
     warnings.filterwarnings("ignore", message="Gradients with respect to inputs")
     module = copy.deepcopy(model)
-    applied = apply_plan({"part": module}, plan)
-    with pytest.raises(ScalingError, match="between a call and its backward pass"):
-        differentiate(module, given, before=applied.undo)
+    put = guard if cause == "another call" else apply_plan
+    applied = put({"part": module}, plan)
+
+    def other() -> None:
+        watch = find_watch(module)
+        assert watch is not None
+        watch.known.verdicts = dict.fromkeys(
+            watch.known.verdicts
+        )  # no exponents hold for the next call, which the guard repairs
+        run(module, given)
+
+    before = other if cause == "another call" else applied.undo
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*its exponents did not hold")
+        with pytest.raises(ScalingError, match="between a call and its backward pass"):
+            differentiate(module, given, before=before)
+    if isinstance(applied, Guard):
+        applied.remove()

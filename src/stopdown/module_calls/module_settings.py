@@ -37,7 +37,7 @@ from stopdown.module_calls.module_code import (
 
 _FOREIGN = (
     *("stopdown", "_hf_", "_old_forward", "_diffusers_hook", "_compiled", "_is_torch"),
-    *("hf_", "is_quantized", "quantization_method", "_is_hf_", "_use_kernels"),
+    *("hf_", "is_quantized", "quantization_method", "_is_hf_", "_use_kernels", "generation_config"),
 )
 """Beginnings of names that Stopdown and libraries set while they load and place weights and run code."""
 

@@ -201,6 +201,7 @@ class Component:
     def stand_under(self, applied: AppliedEntry) -> None:
         """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave."""
         self._under, self._patches, self.applied = applied, applied.patches, (applied.entry,)
+        self.name = self.name or applied.entry.component
         self._help_watch(self._list_help())
 
     def admit(self, patches: Patches, *, is_compiled: bool, maxima: bool) -> None:

@@ -34,6 +34,7 @@ from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
+from stopdown.runtime.guard import guard
 from stopdown.scaling.folding import folds
 from stopdown.scaling.folding.folds import fold_scaling
 from stopdown.sources.headers import RESCALED_ENTRY
@@ -324,14 +325,24 @@ def test_a_lora_for_another_model_is_refused(
     assert not (tmp_path / "a.mp4").exists()
 
 
-def test_a_layer_that_was_replaced_is_refused(bare_plan: Plan) -> None:
-    """Whatever put it there: the message names the layer."""
+@pytest.mark.filterwarnings("ignore:.*its exponents did not hold")
+@pytest.mark.parametrize(
+    ("put", "error", "message"),
+    [
+        (apply_plan, ScalingError, r"another transformer_blocks\.0\.attn1\.to_q"),
+        (guard, PlanError, r"its modules are others \(\d+ then, \d+ now\)"),
+    ],
+)
+def test_a_layer_that_was_replaced_is_refused(
+    bare_plan: Plan, put: Any, error: type[Exception], message: str
+) -> None:
+    """Whatever put it there: the message names the layer, or the numbers of modules."""
     pipe = build()
     block = pipe.transformer.transformer_blocks[0].attn1
-    with apply_plan(pipe, bare_plan):
+    with put(pipe, bare_plan):
         held = block.to_q
         block.to_q = torch.nn.Sequential(held)
-        with pytest.raises(ScalingError, match=r"another transformer_blocks\.0\.attn1\.to_q"):
+        with pytest.raises(error, match=message):
             call_transformer(pipe, torch.float16)
         block.to_q = held
 

@@ -485,30 +485,22 @@ def test_other_signatures_in_threads() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.xfail(
-    reason="a guard's cast meets a call of another thread: mixed dtypes", strict=False
-)
-def test_other_signatures_in_threads_under_a_guard() -> None:
+def test_other_signatures_in_threads_under_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same under a guard with a plan, which repairs it meanwhile: right, and said once each."""
+    monkeypatch.setattr(repairs, "computes_bf16", lambda device: False)
     module, first = make_encoder()
     late = {**first, "late": torch.full((32,), 300.0)}
     calls = [first, {**first, "hidden": True}, late, {**first, "gate": torch.zeros(1)}]
     wanted = [run(module, x) for x in calls]
-    low = copy.deepcopy(module).bfloat16()
-    bf16 = [
-        measure_error(run(low, x, torch.bfloat16), y) for x, y in zip(calls, wanted, strict=True)
-    ]
     plan, said = plan_module(module, first), list[str]()
 
-    def work(seed: int) -> bool:
+    def work(seed: int) -> float:
         order = [(seed + i) % 4 for i in range(8)]
-        return all(
-            measure_error(run(module, calls[i]), wanted[i]) <= max(bf16[i], 2e-3) for i in order
-        )
+        return max(measure_error(run(module, calls[i]), wanted[i]) for i in order)
 
     program = {"part": module}
     with guard(program, plan, announce=said.append) as handle, ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(6)))
+        assert max(pool.map(work, range(6))) < 2e-3
         assert [x.kind for x in handle.repairs].count("signature") >= 1
     assert len(said) == len(set(said))
 
@@ -654,10 +646,11 @@ def test_forward_itself_is_a_call_of_the_module(put: Any) -> None:
 
 
 @pytest.mark.parametrize("put", [planned, repaired])
-def test_a_cache_of_keys_and_values(put: Any) -> None:
+def test_a_cache_of_keys_and_values(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is given is filled once, by a guard's cast; without a guard it is left as it was."""
     from transformers import DynamicCache
 
+    monkeypatch.setattr(repairs, "computes_bf16", lambda device: False)
     case = make_case("Llama")
     assert case is not None
     ids = case.first["input_ids"]
@@ -671,8 +664,8 @@ def test_a_cache_of_keys_and_values(put: Any) -> None:
             ]
 
     wanted = generate(case.module, DynamicCache())
-    low = generate(copy.deepcopy(case.module).half().bfloat16(), DynamicCache())
-    bf16, cache = sum(map(measure_error, low, wanted)), DynamicCache()
+    bf16 = measure_error(generate(copy.deepcopy(case.module).bfloat16(), DynamicCache()), wanted)
+    cache = DynamicCache()
     with put(case.module, case.first) as handle:
         if put is planned:
             with pytest.raises(ScalingError, match="past_key_values:DynamicCache"):
@@ -681,7 +674,7 @@ def test_a_cache_of_keys_and_values(put: Any) -> None:
             return
         found = generate(case.module, cache)
         assert [x.kind for x in handle.repairs] == ["range", "signature"]
-    assert sum(map(measure_error, found, wanted)) <= bf16  # each call rounds at other places
+    assert measure_error(found, wanted) < bf16 / 2
 
 
 def make_pictured_unet() -> tuple[nn.Module, dict[str, Any]]:
