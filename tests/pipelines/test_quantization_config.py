@@ -25,6 +25,7 @@ from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
 from stopdown.runtime import repairs
+from stopdown.runtime.guard import guard
 from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.scaling.watch.known_calls import KnownCalls
@@ -134,6 +135,19 @@ def test_a_text_encoder_without_a_pipeline_is_certified(cogvideox: Path, tmp_pat
     shutil.copytree(cogvideox / "text_encoder", tmp_path / "t5")
     encoder = load_encoder(tmp_path / "t5")
     assert encoder.hf_quantizer.applied_plan.components[0].in_force.certified
+
+
+def test_a_guard_that_leaves_takes_no_repair_along(cogvideox: Path) -> None:
+    """A model that repairs its other calls itself does so after a guard as well."""
+    tokens = torch.tensor([[5, 6, 7, 1]])
+    with torch.no_grad():
+        wanted = load_encoder(cogvideox / "text_encoder", quantization_config=None).float()(tokens)
+        encoder = load_encoder(cogvideox / "text_encoder")
+        with guard({"text_encoder": encoder}):
+            encoder(tokens)
+        encoder.encoder.block[0].register_forward_hook(lambda *_: None)
+        with pytest.warns(StopdownWarning, match="for which its exponents did not hold"):
+            assert is_near(encoder(tokens)[0], wanted[0])
 
 
 @pytest.mark.parametrize(

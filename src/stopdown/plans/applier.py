@@ -86,6 +86,7 @@ class AppliedEntry(SameInCopies):
         plan: that the entry is of.
         patches: what is on the module: the entry, or a guard's repairs in its place.
         is_over: it does not come back.
+        help: who helps its calls while no guard does.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class AppliedEntry(SameInCopies):
         """
         self.module, self.entry, self._put = module, entry, put
         self.plan, self.patches, self.is_over = Plan(""), Patches(), False
+        self.help = WatchOptions(entry.component)
 
     def put_on(self) -> AppliedEntry:
         """Put the entry on; other threads' calls of the module are over before. It comes back itself."""

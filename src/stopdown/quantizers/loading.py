@@ -192,7 +192,7 @@ class ModelLoad(SameInCopies):
         if self.config.guard:
             vars(module)["stopdown_guard"] = Guard(program).put_on()
         elif (applied := find_applied(module)) is not None:  # nobody else repairs other calls
-            Component(module, name=component).stand_under(applied)
+            Component(module, name=component).stand_under(applied, stays=True)
         return self._describe(module, plan)
 
     def _check_weights(self, module: torch.nn.Module) -> None:

@@ -198,10 +198,16 @@ class Component:
         """The dtype that a repair cast it to; None while it runs in what it was loaded in."""
         return self._entrance.dtype
 
-    def stand_under(self, applied: AppliedEntry) -> None:
-        """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave."""
+    def stand_under(self, applied: AppliedEntry, *, stays: bool = False) -> None:
+        """Know of a plan's part that is on: a repair takes its place, and it comes back with the leave.
+
+        Args:
+            stays: its calls are repaired when a guard has left as well.
+        """
         self._under, self._patches, self.applied = applied, applied.patches, (applied.entry,)
         self.name = self.name or applied.entry.component
+        if stays:
+            applied.help = self._list_help()
         self._help_watch(self._list_help())
 
     def admit(self, patches: Patches, *, is_compiled: bool, maxima: bool) -> None:
@@ -222,7 +228,7 @@ class Component:
             return
         self.put_on(self.planned)
         self._entrance.patches.undo()
-        self._help_watch(WatchOptions(self._under.entry.component))
+        self._help_watch(self._under.help)
 
     def _help_watch(self, options: WatchOptions) -> None:
         if (watch := find_watch(self.module)) is not None:
