@@ -255,6 +255,17 @@ def test_a_guard_casts_what_no_exponents_are_found_for(
     assert torch.equal(run(module, first), wanted)
 
 
+def test_a_refused_argument_beyond_fp16_is_measured_as_it_is() -> None:
+    """Exponents are found for what the call was given, and not for the Inf that a cast makes of it."""
+    module, first = make_encoder()
+    other = {**first, "late": torch.full((1, 1, 32), 2e5), "gate": torch.zeros(1)}
+    wanted = run(module, other)
+    with guard({"part": module}, plan_module(module, first), announce=lambda text: None) as handle:
+        run(module, first)
+        assert measure_error(run(module, other), wanted) < 2e-3
+        assert [(x.kind, x.action) for x in handle.repairs] == [("signature", "rescaled")]
+
+
 def test_a_guard_that_raises_repairs_no_call() -> None:
     """With on_fault="raise" a call that the exponents do not hold for is refused, and the plan stays."""
     module, first = make_encoder()

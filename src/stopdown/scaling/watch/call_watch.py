@@ -89,7 +89,7 @@ class Refusal:
     """A call that exponents do not hold for.
 
     Attributes:
-        call: with its arguments in fp16, as they were before it.
+        call: with its arguments as they were before it.
         what: how it differs from the calls that exponents were found for.
         is_traceable: exponents may be found for it and the earlier calls together.
     """
@@ -245,9 +245,8 @@ class CallWatch(SameInCopies):
 
     def _put_layer(self, slot: str, method: str) -> None:
         self._slots.add(slot)
-        callee = Callee(
-            "", self.module, method, "decode", GENERAL_KEEPS
-        )  # outputs stay as they are
+        # outputs stay as they are
+        callee = Callee("", self.module, method, "decode", GENERAL_KEEPS)
         put_layer(self.module, slot, self._enter, self._own, Rank.EXPONENTS, callee)
         slot = "forward" if slot == "_call_impl" else slot  # inside of a guard
         put_layer(self.module, slot, partial(scale_ends, self.module), self._own, Rank.ENDS, callee)
@@ -436,9 +435,8 @@ class CallWatch(SameInCopies):
         owner = call.callee.owner if path else self.module
         given = owner, call.callee.method, call.args, call.kwargs
         signature = f"{path}:{sign_call(*given)}".removeprefix(":")
-        sizes = (
-            list_argument_sizes(*given) if is_plain() else ()
-        )  # those of transformed code are no numbers
+        is_sized = is_plain()  # sizes of transformed code are no numbers
+        sizes = list_argument_sizes(*given) if is_sized else ()
         if not others:
             return signature, sizes
         start, _, rest = signature.removesuffix(")").partition("(")
@@ -513,18 +511,16 @@ class CallWatch(SameInCopies):
     def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
         """Have a guard repair the module for calls of a signature, or raise why they are refused."""
         path, method, settings = find_path(call), call.callee.method, self.known.settings
-        if why != _NOT_FINITE or _is_finite(
-            list(_list_tensors(call))
-        ):  # else it's the call's fault
+        is_own_fault = why == _NOT_FINITE and not _is_finite(list(_list_tensors(call)))
+        if not is_own_fault:  # of what the call was given
             self.known.refuse(key)
         repair = None if path else self._options.repair
         if repair is not None:
             # earlier calls would run other code as well by now, nor would a cache be as then
             is_other = bool(settings.describe()) or held.has_objects
             what = self.known.describe_difference(key, method, names_sizes=False)
-            args, kwargs = cast_arguments(call)
             refusal = Refusal(
-                replace(call, args=args, kwargs=kwargs),
+                call,
                 what,
                 is_traceable=why in (_NO_SOLUTION, _READ, _NOT_FINITE) and not is_other,
             )
@@ -606,10 +602,8 @@ def _scale_inputs(ends: CallEnds, call: ComponentCall, *, narrows: bool = False)
     places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     for number, exponent in ends.inputs.items():
         given = leaves[places[number]]
-        scaled, is_beyond = (
-            given * 2.0**exponent,
-            narrows and not stays_finite(given, torch.float16),
-        )
+        scaled = given * 2.0**exponent
+        is_beyond = narrows and not stays_finite(given, torch.float16)
         leaves[places[number]] = narrow_if_exact(torch.float16, scaled) if is_beyond else scaled
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return replace(call, args=args, kwargs=kwargs)
