@@ -1,17 +1,18 @@
-"""Two cards that PyTorch finds, on any machine."""
+"""Machines that tests put in the place of this one, and a cache for each test."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stopdown.devices.device_choice import Device
 
-CPU = Device("cpu", 0, "a CPU", None, 2**34)
-V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
-T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
+@pytest.fixture
+def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own: each test probes again."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
 
 
 @pytest.fixture

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from models.devices import CPU, MPS, T4, V100
 from stopdown.devices import format_support
 from stopdown.devices.device_choice import Device, choose_device, list_devices, select_device
 from stopdown.errors import OptionError
 
-pytestmark = pytest.mark.usefixtures("processor")
-
-CPU = Device("cpu", 0, "a CPU", None, 2**34)
-MPS = Device("mps", 0, "Apple M2", None, 2**34)
-V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
-T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test probes anew."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("processor", "nothing_is_kept")
 
 
 # Devices

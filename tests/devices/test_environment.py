@@ -12,23 +12,14 @@ import hypothesis
 import pytest
 import torch
 
+from models.devices import CPU, T4
 from stopdown.devices import device_memory, environment
-from stopdown.devices.device_choice import Device, choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_memory import peak_memory
 from stopdown.devices.environment import cache_folder, describe_machine, read_numeric_variables
 from stopdown.errors import OptionError
 
-pytestmark = pytest.mark.usefixtures("processor")
-
-CPU = Device("cpu", 0, "a CPU", None, 2**34)
-V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
-T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test probes anew."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("processor", "nothing_is_kept")
 
 
 def test_no_property_has_a_deadline() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.devices import CPU
 from stopdown.devices import format_support
 from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.format_support import Support, Timing, probe_formats, weigh_support
@@ -26,17 +27,7 @@ from stopdown.devices.maker_formats import (
 )
 from stopdown.number_formats import name_dtype
 
-pytestmark = pytest.mark.usefixtures("processor")
-
-CPU = Device("cpu", 0, "a CPU", None, 2**34)
-V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
-T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test probes anew."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("processor", "nothing_is_kept")
 
 
 @pytest.mark.usefixtures("two_cards")

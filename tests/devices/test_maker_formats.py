@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from stopdown.devices import maker_formats
-from stopdown.devices.device_choice import Device
 from stopdown.devices.maker_formats import (
     judge_accelerator,
     judge_cpu,
@@ -16,18 +13,7 @@ from stopdown.devices.maker_formats import (
     read_cpu_flags,
 )
 
-pytestmark = pytest.mark.usefixtures("processor")
-
-CPU = Device("cpu", 0, "a CPU", None, 2**34)
-MPS = Device("mps", 0, "Apple M2", None, 2**34)
-V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
-T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test probes anew."""
-    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("processor", "nothing_is_kept")
 
 
 # Formats: what the makers say

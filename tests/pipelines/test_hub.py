@@ -484,7 +484,7 @@ def test_a_forecast_of_a_hub_id_is_that_of_its_folder(
 
 ARRIVAL = """
 import os, psutil, signal, sys
-from stopdown.devices.environment import choose_device
+from stopdown.devices.device_choice import choose_device
 from stopdown.plans import plan_choice
 from stopdown.sources.sources import resolve_source
 plan_choice.WORTH_BYTES = 0

@@ -413,7 +413,8 @@ class Component:
             residual stream if need be, or else a cast.
         """
         before, is_streamed = self.applied, False
-        device = next((x.device for x in self.module.parameters()), torch.device("cpu"))
+        given = iterate_tensors((refusal.call.args, refusal.call.kwargs))
+        device = next((x.device for x in given), torch.device("cpu"))  # weights may wait elsewhere
         for remedy in list_remedies("range", "fp16", has_bf16=computes_bf16(device)):
             is_rescaled = remedy.action == "rescaled"
             if is_rescaled and not refusal.is_traceable:

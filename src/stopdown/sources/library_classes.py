@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
-import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 from stopdown.errors import SourceError
 
@@ -62,11 +61,41 @@ def find_diffusers() -> Path:
 def makes_itself(pipeline_class: str, name: str) -> bool:
     """Return whether a pipeline makes a component itself, as LongCat does its scheduler.
 
-    Its index names the component, and `save_pretrained` writes no folder for it.
+    Its index names the component, and `save_pretrained` writes no folder for it. Read from the class's
+    text: a class that inherits its `__init__` makes none.
     """
-    import diffusers
+    found = _read_class(pipeline_class)
+    if found is None:
+        return False
+    optional = next(
+        (x.value for x in found.body if isinstance(x, ast.Assign) and _is_optional(x)), None
+    )
+    if optional is not None and name in ast.literal_eval(optional):
+        return False
+    return any(
+        isinstance(x, ast.FunctionDef) and x.name == "__init__" and name in _list_defaults(x.args)
+        for x in found.body
+    )
 
-    kind: Any = getattr(diffusers, pipeline_class, None)
-    argument = inspect.signature(kind.__init__).parameters.get(name) if kind else None
-    has_default = argument is not None and argument.default is not inspect.Parameter.empty
-    return has_default and name not in kind._optional_components
+
+def _is_optional(node: ast.Assign) -> bool:
+    return any(isinstance(x, ast.Name) and x.id == "_optional_components" for x in node.targets)
+
+
+def _list_defaults(given: ast.arguments) -> set[str]:
+    """List the arguments that have a default."""
+    last = given.args[len(given.args) - len(given.defaults) :]
+    named = (x for x, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value)
+    return {x.arg for x in (*last, *named)}
+
+
+@functools.cache
+def _read_class(class_name: str) -> ast.ClassDef | None:
+    line = re.compile(rf"^class {re.escape(class_name)}\b", re.MULTILINE)
+    for name in list_modules_with(class_name):
+        for path in sorted((find_diffusers() / "pipelines" / name).glob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if line.search(text):
+                tree = ast.parse(text).body
+                return next(x for x in tree if isinstance(x, ast.ClassDef) and x.name == class_name)
+    return None
