@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import tomllib
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.documentation import Run
+from docs.documentation import Run, parse_command
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -162,3 +164,85 @@ def test_a_chinese_page_is_chinese(page: Path) -> None:
     )
     for paragraph in prose.split("\n\n"):
         assert len(paragraph) < 80 or re.search(r"[\u4e00-\u9fff]", paragraph), paragraph
+
+
+CLAIMS = tomllib.loads((Path(__file__).parent / "readme_claims.toml").read_text(encoding="utf-8"))[
+    "shown"
+]
+"""Each sentence of the README, and what shows it."""
+
+
+def list_sentences(page: str) -> list[str]:
+    """The sentences and rows of tables of a page, as they are read; a figure is `{name}`."""
+    page = re.sub(r"<!-- figure: (\w+) -->.*?<!-- end -->", r"{\1}", page)
+    page = re.sub(r"(?:<!-- not run[^\n]*-->\n)?```.*?```", "\n\n", page, flags=re.DOTALL)
+    page = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"\1.", page)
+    page = re.sub(r"[*`]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page))
+    parts = (" ".join(x.split()) for x in re.split(r"\n\s*\n|\n(?=[-|])", page))
+    found: list[str] = []
+    for part in parts:
+        if part.startswith("|"):
+            found.append(part.strip("| "))
+        elif not part.startswith("#"):
+            found += re.split(r"(?<=[.:?!])\s+(?=[A-Z\[\"(])", part.removeprefix("- "))
+    return [x for x in found if re.search(r"\w", x)]
+
+
+def find_missing_evidence(shown: str) -> str:
+    """What is wrong with a test, command, file or remark that is to show a sentence; "" for nothing."""
+    if shown.startswith("stopdown "):
+        return parse_command(shown) or ""
+    name, _, test = shown.partition("::")
+    if name.startswith("by hand: "):
+        return "" if len(name.split()) > 4 else "it does not say what to do by hand"
+    if not (ROOT / name).exists():
+        return "there is no such file"
+    if not test:
+        return ""
+    body = ast.parse((ROOT / name).read_text(encoding="utf-8")).body
+    return "" if test in {getattr(x, "name", "") for x in body} else "there is no such test"
+
+
+def test_each_sentence_is_shown() -> None:
+    """No sentence of the README is without a test, a command, a result or a page, and none is left over."""
+    sentences = list(dict.fromkeys(list_sentences(README)))
+    assert [x for x in sentences if x not in CLAIMS] == []
+    assert [x for x in CLAIMS if x not in sentences] == []
+    assert list_sentences("# A\n\nIt *runs*. It is [fast](x.md):\n\n| a | b |\n|---|--:|\n") == [
+        "It runs.",
+        "It is fast:",
+        "a | b",
+    ]
+
+
+def test_what_shows_a_sentence_is_there() -> None:
+    """Each test, command, figure, result and page behind a sentence exists."""
+    wrong = {
+        x: found for shown in CLAIMS.values() for x in shown if (found := find_missing_evidence(x))
+    }
+    assert wrong == {}
+    assert all(CLAIMS.values())
+    figures = (DOCS / "figures.py").read_text(encoding="utf-8")
+    named = re.findall(r"\{(\w+)\}", " ".join(CLAIMS))
+    assert [x for x in named if f"def {x}()" not in figures] == []
+    assert find_missing_evidence("stopdown paint x")
+    assert (
+        find_missing_evidence("tests/docs/test_readme.py::test_nothing") == "there is no such test"
+    )
+    assert find_missing_evidence("tests/docs/nothing.py") == "there is no such file"
+    assert find_missing_evidence("by hand: look")
+
+
+def test_the_status_table_is_that_of_the_results() -> None:
+    """Its numbers are those of the stored results: components at full size, planted faults, exact cases."""
+    rows = {
+        name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+        for name in ("full_size_runs", "fault_matrix", "rescale")
+    }
+    whole = {x.partition(",")[0] for x in rows["full_size_runs"]}
+    cut = [x for x in rows["full_size_runs"] if "blocks" in x]
+    assert (len(whole), len(cut)) == (10, 2)
+    for page in (README, (DOCS / "support.md").read_text(encoding="utf-8")):
+        assert re.search(r"ten components\]\([^)]*\), two (?:of them )?cut to a few blocks", page)
+    assert all(x["passes"] for x in rows["fault_matrix"])
+    assert all(x["exact"] for x in rows["rescale"].values())
