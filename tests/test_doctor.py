@@ -340,6 +340,7 @@ def test_a_device_that_is_not_here(run: Run, arguments: list[Any]) -> None:
         (None, ""),
         (0.12, "8.3× faster than fp32"),
         (24.0, "24× slower than fp32"),
+        (121.0, "120× slower than fp32"),
         (1.02, "as fast as fp32"),
     ],
 )

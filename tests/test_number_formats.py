@@ -12,6 +12,7 @@ from stopdown.number_formats import (
     Format,
     find_format,
     format_about,
+    format_figure,
     name_dtype,
     parse_precision,
 )
@@ -82,3 +83,20 @@ def test_an_unknown_precision_is_refused(text: str) -> None:
 def test_an_estimated_time_is_rounded(seconds: float, said: str) -> None:
     """Two digits and a unit, since it is an estimate."""
     assert format_about(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.134, "0.13"),
+        (2.0, "2"),
+        (23.7, "24"),
+        (99.7, "100"),
+        (121.0, "120"),
+        (4649.0, "4,600"),
+        (8e-5, "8e-05"),
+    ],
+)
+def test_a_figure_has_two_digits_and_no_exponent(value: float, said: str) -> None:
+    """Nobody has to read `1.2e+02 times`."""
+    assert format_figure(value) == said

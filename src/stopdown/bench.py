@@ -28,7 +28,7 @@ from stopdown.errors import take_one_line
 from stopdown.memory.offloader import predict_run
 from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Strategy
-from stopdown.number_formats import FORMATS, format_bytes
+from stopdown.number_formats import FORMATS, format_bytes, format_figure
 from stopdown.numerics import count_non_finite, relative_l2
 from stopdown.pipelines.drawn_inputs import complete_request
 from stopdown.pipelines.loader import load_pipeline, move_program
@@ -234,7 +234,9 @@ def _name_error(row: BenchRow) -> str:
     """Format an error in percent, the count of non-finite values, or the note on a failed row."""
     if row.note:
         return row.note
-    return f"{row.non_finite:,} NaN or Inf" if row.rel_err is None else f"{100 * row.rel_err:.2g} %"
+    if row.rel_err is None:
+        return f"{row.non_finite:,} NaN or Inf"
+    return f"{format_figure(100 * row.rel_err)} %"
 
 
 def _draw(row: BenchRow) -> str:

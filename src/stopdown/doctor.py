@@ -11,7 +11,7 @@ switches that let sums be taken in 16 bits; versions and devices with known faul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +28,7 @@ from stopdown.devices.environment import describe_machine, read_numeric_variable
 from stopdown.devices.format_support import Support, forget_timings, probe_formats
 from stopdown.errors import ignoring_warnings
 from stopdown.files.toml_files import read_rows, read_rules
-from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS, format_figure
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import (
     DeviceHealth,
@@ -109,6 +109,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
     if tried:
         forget_timings(device)  # this is what a user runs after a change of the machine
     supports = probe_formats(device) if tried else profile.supports
+    emulated = {name for name, support in supports.items() if not support.native}
     outlooks, has_kernel = foresee(supports, device.type), has_fused_attention(profile, ("fp16",))
     known = list_attention(device.type, device.capability)
     return DeviceHealth(
@@ -121,7 +122,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
         attention=try_attention(device) if tried else {n: tuple(f) for n, f in known.items()},
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
         outlooks=tuple(outlooks),
-        measured=tuple(quote_measured(device.name, device.type)),
+        measured=tuple(quote_measured(device.name, device.type, emulated)),
         missing=str(device.missing or ""),
         answer="" if device.missing else word_answer(supports, device.type),
         fits=tuple(list_fits(outlooks, device.memory_bytes, profile))
@@ -162,19 +163,29 @@ class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[MeasuredRow, ...]
 
 
-def quote_measured(name: str, backend: str) -> Iterable[str]:
-    """Quote the measurements on devices of this name, in a sentence for each model."""
+def quote_measured(name: str, backend: str, emulated: Container[str] = ()) -> Iterable[str]:
+    """Quote the measurements on devices of this name, in a sentence for each model.
+
+    Args:
+        emulated: formats that this device emulates. Processors of one name differ in their instructions:
+            where such a format was faster than fp32, it was another processor.
+    """
     for device in read_rows("measured", "device", MeasuredDevice):
         if (device.name, device.backend) != (name, backend):
             continue
+        if any(row.way in emulated and row.time_ratio < 1 for row in device.rows):
+            continue
         for subject in dict.fromkeys(row.subject for row in device.rows):
             rows = [row for row in device.rows if row.subject == subject and row.way != "fp32"]
-            each = (f"{x.way} {x.time_ratio:.2g}× the time of fp32{_say_error(x)}" for x in rows)
+            each = (
+                f"{x.way} {format_figure(x.time_ratio)}× the time of fp32{_say_error(x)}"
+                for x in rows
+            )
             yield f"{subject}: {'; '.join(each)} (torch {device.torch}; {device.source})."
 
 
 def _say_error(row: MeasuredRow) -> str:
-    return ", NaN" if row.rel_err is None else f", error {100 * row.rel_err:.2g} %"
+    return ", NaN" if row.rel_err is None else f", error {format_figure(100 * row.rel_err)} %"
 
 
 def foresee(supports: Mapping[str, Support], kind: str) -> list[Outlook]:

@@ -125,6 +125,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def format_figure(value: float) -> str:
+    """Format a number with two significant digits and no exponent: `0.13`, `2.4`, `24`, `120`, `4,600`."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if 100 <= abs(rounded) < 1e9 else f"{value:.2g}"
+
+
 def format_about(seconds: float) -> str:
     """Format an estimated time, given in seconds: `40 s`, `12 min`, `2.5 h`."""
     if seconds < 100:

@@ -132,3 +132,10 @@ def test_what_was_sent_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert quoted
         assert all(path.name in said for said in quoted)
         assert list(quote_measured(f"{name} 2", "cpu")) == []
+        assert list(quote_measured(name, "cpu", {"fp16"})) == quoted
+
+
+def test_a_processor_that_emulates_bf16_is_another_one() -> None:
+    """Where bf16 was a quarter of fp32's time, a processor of that name without bf16 is not quoted."""
+    assert list(quote_measured("AMD EPYC", "cpu"))
+    assert list(quote_measured("AMD EPYC", "cpu", {"bf16", "fp16"})) == []

@@ -14,7 +14,7 @@ from stopdown.app.flags import CommandOptions
 from stopdown.devices.device_profiles import find_device_target, format_profile
 from stopdown.doctor import examine
 from stopdown.errors import OptionError
-from stopdown.number_formats import format_bytes, format_range
+from stopdown.number_formats import format_bytes, format_figure, format_range
 from stopdown.records import DeviceHealth, MachineHealth, group_components
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ def word_ratio(ratio: float | None) -> str:
         return ""
     if 0.95 < ratio < 1.05:
         return "as fast as fp32"
-    return f"{ratio:.2g}× slower than fp32" if ratio > 1 else f"{1 / ratio:.2g}× faster than fp32"
+    if ratio > 1:
+        return f"{format_figure(ratio)}× slower than fp32"
+    return f"{format_figure(1 / ratio)}× faster than fp32"
 
 
 def _print_fits(device: DeviceHealth, console: Console) -> None:

@@ -31,7 +31,7 @@ from stopdown.devices.maker_formats import (
 from stopdown.errors import OutputError, take_first_line
 from stopdown.files.json_files import UnreadableError, read_json_table
 from stopdown.files.outputs import written_beside
-from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS, format_figure
 
 if TYPE_CHECKING:
     import torch
@@ -158,8 +158,8 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
     slow = f" Here it takes more than {SLOW} times as long as fp32." if is_slow else ""
     meaning = f": {_describe_speed(ratio)}" if verdict.native else ""
     measured = (
-        f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
-        f"the time of fp32{meaning}."
+        f"Measured here, a matmul takes {format_figure(matmul)} and a convolution "
+        f"{format_figure(convolution)} times the time of fp32{meaning}."
     )
     return Support(verdict.native, True, round(ratio, 3), verdict.reason + slow, measured, is_slow)
 

@@ -35,7 +35,7 @@ from stopdown.errors import OptionError
 from stopdown.interception.patches import Patches
 from stopdown.memory.smaller_requests import choose_size
 from stopdown.module_calls.module_code import list_foreign_code
-from stopdown.number_formats import FP16, name_dtype
+from stopdown.number_formats import FP16, format_figure, name_dtype
 from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.drawn_inputs import draw_inputs
 from stopdown.pipelines.loader import (
@@ -412,9 +412,9 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     if scaling.headroom_bits is not None:
         basis = f"In {calls} measured calls" if calls else "Proven from the weights"
         which = "fp16" if calls or not scaling.uncertain else "certified"
-        factor = 2.0**scaling.headroom_bits
+        factor = format_figure(2.0**scaling.headroom_bits)
         reasons.append(
-            f"{basis}: no {which} activation comes within a factor of {factor:.2g} of fp16's limit "
+            f"{basis}: no {which} activation comes within a factor of {factor} of fp16's limit "
             f"({scaling.headroom_bits:.1f} bits of headroom). Closest: {scaling.tightest}."
         )
     if scaling.exponents:

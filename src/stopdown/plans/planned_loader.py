@@ -22,7 +22,7 @@ from stopdown.devices.device_choice import Device
 from stopdown.devices.format_support import Support
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import put_, wait_
-from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS, format_figure
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
@@ -209,7 +209,7 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
         parts.append(f"fp32 sums in {', '.join(scaling.stream.cast_output_down)}")
     if scaling.trial is not None and scaling.trial.rel_err is not None:
         parts.append(
-            f"an error of {100 * scaling.trial.rel_err:.2g} % against fp32 when it was tried"
+            f"an error of {format_figure(100 * scaling.trial.rel_err)} % against fp32 when it was tried"
         )
     return f"fp16 with {name}: {', '.join(parts)}."
 

@@ -28,7 +28,7 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
 from stopdown.module_calls.outermost_calls import is_plain
-from stopdown.number_formats import FORMATS, parse_precision
+from stopdown.number_formats import FORMATS, format_figure, parse_precision
 from stopdown.numerics import (
     cast_mask,
     has_values,
@@ -126,8 +126,10 @@ def describe_trial(trial: Trial | None) -> str:
     ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
     if trial.rel_err is None:
         return f"{ran}: finite"
-    beside = "" if trial.bf16_rel_err is None else f", bf16 {100 * trial.bf16_rel_err:.2g} %"
-    return f"{ran}: {100 * trial.rel_err:.2g} % from fp32{beside}"
+    beside = (
+        "" if trial.bf16_rel_err is None else f", bf16 {format_figure(100 * trial.bf16_rel_err)} %"
+    )
+    return f"{ran}: {format_figure(100 * trial.rel_err)} % from fp32{beside}"
 
 
 def load_scaled(
