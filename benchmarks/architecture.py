@@ -34,7 +34,14 @@ ROOT = Path(__file__).parents[1]
 LARGEST = 10
 """Classes whose attributes are stored."""
 
-CORE = ("scaling", "module_calls", "fold_names.py", "mapped_weights.py", "operations.py")
+CORE = (
+    "scaling",
+    "fake_tensors",
+    "module_calls",
+    "fold_names.py",
+    "mapped_weights.py",
+    "operations.py",
+)
 """Where the lines of the core are: `scaling`, and what lay in it before it became a level below."""
 
 LOCKS = ("Lock", "RLock", "Condition", "Event", "local", "Semaphore", "Barrier")

@@ -16,8 +16,8 @@ import torch
 import transformers
 from full_size_configs import T5_XXL
 
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_tokenizer
-from stopdown.scaling.graph.fake_modules import build_fake
 
 Parts = dict[str, Any]
 

@@ -27,10 +27,10 @@ import torch
 from torch.fx import Node
 
 from stopdown.devices.environment import describe_machine
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.scaling.exponents.problem import MeasuredCall, split_values
 from stopdown.scaling.folding.folds import read_headroom
 from stopdown.scaling.graph.capture import Capture, capture_call
-from stopdown.scaling.graph.fake_modules import build_fake
 from stopdown.scaling.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.scaling.graph.range_measurement import Range
 from stopdown.scaling.trials.search import find_scaling

@@ -8,6 +8,7 @@ from stopdown.fold_names import (
     list_folds,
     name_block,
     name_exponents,
+    name_parameters,
     split_fold_name,
     spread_columns,
     spread_rows,
@@ -41,3 +42,11 @@ def test_rows_and_columns_add_up() -> None:
             scaled[place] *= 2.0**exponent
         both = rows[name][:, None] + columns[name]
         assert torch.equal(torch.ldexp(torch.ones(shape), both), scaled)
+
+
+def test_a_tied_tensor_has_one_name() -> None:
+    """A parameter that two layers share is under its first name only; buffers are named as well."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    module.register_buffer("table", torch.zeros(2))
+    assert list(name_parameters(module)) == ["0.weight", "0.bias", "1.bias", "table"]

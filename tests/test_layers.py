@@ -25,7 +25,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("interception",),
     ("fold_names", "numerics"),  # they name places of tensors, and leave autocast
-    ("frames", "mapped_weights"),
+    ("fake_tensors", "frames", "mapped_weights"),
     ("diagnosis",),
     ("module_calls",),  # a call of a module as a value, and what is put around it
     ("scaling",),  # the core, with levels of its own

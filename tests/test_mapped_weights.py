@@ -16,6 +16,7 @@ from stopdown import mapped_weights
 from stopdown.component_calls.components import find_components
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OutputError, StopdownWarning
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import (
     StoredWeight,
@@ -34,7 +35,6 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.planned_loader import load_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import MemoryPlan, Plan
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 

@@ -25,7 +25,14 @@ ROOT = Path(__file__).parents[1]
 NODES = ROOT / "integrations" / "comfyui"
 
 GROUND = (
-    *("argument_types", "component_call_names", "errors", "files.toml_files", "fold_names"),
+    *(
+        "argument_types",
+        "component_call_names",
+        "errors",
+        "fake_tensors",
+        "files.toml_files",
+        "fold_names",
+    ),
     *("interception", "mapped_weights", "module_calls", "number_formats", "numerics", "operations"),
     *("out_of_memory", "public_names", "record_display", "scaling_records"),
 )
@@ -40,7 +47,7 @@ OPTIONAL = {"record_display": "rich"}
 LEAVES = {"diagnosis.texts": "whether an error is a refusal of two dtypes"}
 """What the core still imports from above, until it is handed in. The table only shrinks."""
 
-MOST_BEHIND = 86
+MOST_BEHIND = 62
 """Names of modules of `scaling` that modules above take past the list. It only shrinks."""
 
 MOST_UNTESTED = 79

@@ -1,4 +1,4 @@
-"""Names of folds: `name` for a whole tensor, `name[0:64]` for rows of it, `name[:,0:64]` for columns.
+"""Names of tensors and folds: `name` for a whole tensor, `name[0:64]` for rows, `name[:,0:64]` for columns.
 
 A number that code clamps from below is `clamp_1e_12`, beside the attributes that are eps.
 They are written and read here alone. A tensor is multiplied by each fold that names it: the exponent of an
@@ -18,6 +18,13 @@ _CLAMP = "clamp_"
 
 Folds = Sequence[tuple[Place, int]]
 """Places of one tensor, each with its exponent; the rest has 0."""
+
+
+def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name; a tied one is under its first name only."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    named.update(module.named_buffers())
+    return named
 
 
 def name_block(name: str, dim: int, start: int, stop: int) -> str:

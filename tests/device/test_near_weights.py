@@ -13,12 +13,12 @@ from device.simulated_device import KIND, Simulated
 from models.rescaling_models import make_example
 from models.wide_models import certify, check_bounds, make_encoder, make_transformer
 from stopdown.devices.device_choice import choose_device
+from stopdown.fold_names import name_parameters
 from stopdown.plans import certified, near_weights
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_program
 from stopdown.plans.near_weights import bring_near, is_summed_in_fp32
 from stopdown.scaling.bounds import propagation
-from stopdown.scaling.graph.fake_modules import name_parameters
 
 
 @pytest.fixture(autouse=True)

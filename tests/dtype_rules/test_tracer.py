@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stopdown import check, testing
 from stopdown.dtype_rules.check import inspect_pipeline
 from stopdown.dtype_rules.tracer import Step, Walk
+from stopdown.fake_tensors.argument_values import ArgumentValues, find_known, set_known
 from stopdown.pipelines.tiny_pipelines import build_part, make_t5_tokenizer
-from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 

@@ -31,6 +31,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.device_profiles import find_profile
 from stopdown.errors import CaptureError, OptionError, StopdownError
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.interception.patches import Patches
 from stopdown.memory import allocation_tracker, offloader, smaller_calls, speed
 from stopdown.memory.alike_calls import sign_block, sign_state
@@ -64,7 +65,6 @@ from stopdown.pipelines.results import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
-from stopdown.scaling.graph.fake_modules import build_fake
 from stopdown.scaling.trials.trial import WideProducts
 from stopdown.sources.sources import resolve_source
 from stopdown.testing import PIPELINE_NAMES, make_pipeline, save_pipeline

@@ -17,12 +17,12 @@ import torch
 from torch.fx import Node
 
 from models.rescaling_models import make_example, scale_weights
+from stopdown.fold_names import name_parameters
 from stopdown.scaling.bounds.input_limits import name_inputs, state_limits
 from stopdown.scaling.bounds.known_values import Bounds, InputLimits
 from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import split_values
 from stopdown.scaling.graph.capture import Capture, capture_call, module_path
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import is_float, is_range_clamp, operation, shape_of
 from stopdown.scaling.graph.range_measurement import find_masked
 

@@ -19,9 +19,9 @@ import stopdown_verify
 from models.certificate_forgeries import Model
 from models.rescaling_models import Call, make_example
 from stopdown import rescale_
+from stopdown.fold_names import name_parameters
 from stopdown.plans.certificate_files import export_calls
 from stopdown.records import ComponentPlan, Scaling
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials.measurement import Captures
 
 FILE = "diffusion_pytorch_model.safetensors"

@@ -11,6 +11,7 @@ import torch
 
 from stopdown.component_call_names import split_call
 from stopdown.component_calls.components import find_callees
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.call_interception import Rank, find_module, intercept
@@ -18,7 +19,6 @@ from stopdown.module_calls.callee import Callee
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.runtime.fault_texts import name_axes
-from stopdown.scaling.graph.fake_modules import name_parameters
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS
 from stopdown.operations import read_operations
 from stopdown.scaling.graph.capture import Capture
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.scaling.graph.nodes import operation
 
 

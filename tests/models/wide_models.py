@@ -11,13 +11,13 @@ import torch
 import transformers
 
 from stopdown.devices.device_choice import Device
+from stopdown.fold_names import name_parameters
 from stopdown.module_calls.call import ComponentCall
 from stopdown.plans.certified import TracedCalls, certify_component
 from stopdown.plans.near_weights import bring_near
 from stopdown.scaling import certificate
 from stopdown.scaling.bounds.known_values import Bounds
 from stopdown.scaling.certificate import BoundedCalls
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials import search
 
 

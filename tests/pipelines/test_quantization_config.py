@@ -19,6 +19,7 @@ from models.signature_cases import draw_ip_adapter, draw_picture
 from stopdown import testing
 from stopdown.devices.environment import cache_folder
 from stopdown.errors import OptionError, PlanError, SourceError, StopdownWarning
+from stopdown.fold_names import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.plan_files import seal_plan, write_plan
@@ -26,7 +27,6 @@ from stopdown.quantizers.script_loading import join_config_plans
 from stopdown.records import Plan
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import guard
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import find_watch
 from stopdown.scaling.watch.known_calls import KnownCalls
 from stopdown.testing import save_pipeline

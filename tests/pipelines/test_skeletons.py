@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stopdown.fake_tensors.fake_modules import build_fake, find_mode
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.scaling.graph.capture import capture_call
-from stopdown.scaling.graph.fake_modules import build_fake, find_mode
 from stopdown.sources.sources import resolve_source
 
 SaveTiny = Callable[..., Path]

@@ -25,11 +25,11 @@ from models.bound_ascent import bound_one, climb
 from models.rescaling_models import make_example
 from stopdown import rescale_
 from stopdown.errors import SourceError
+from stopdown.fold_names import name_parameters
 from stopdown.plans.certificate_files import export_calls, write_certificate
 from stopdown.plans.certified import Scope, TracedCalls, certify_plan
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling.bounds.values import uniform
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import shape_of
 from stopdown.scaling.trials import measurement
 from stopdown.scaling.trials.measurement import Captures

@@ -19,6 +19,7 @@ from models.wide_models import make_call
 from stopdown.app.commands import app
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, SourceError
+from stopdown.fold_names import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.plans import certified as certified_module
@@ -39,7 +40,6 @@ from stopdown.scaling.bounds.input_limits import is_encoded
 from stopdown.scaling.graph import (
     capture,
 )
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source
 

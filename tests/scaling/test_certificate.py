@@ -14,6 +14,7 @@ from torch import nn
 from models.rescaling_models import WAYS, make_example, measure_call, run_calls, scale_weights
 from stopdown import cast_, rescale_
 from stopdown.errors import OptionError, ScalingError
+from stopdown.fold_names import name_parameters
 from stopdown.mapped_weights import StoredWeight, wait_
 from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
@@ -36,7 +37,6 @@ from stopdown.scaling.certificate import (
 )
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem
 from stopdown.scaling.graph.capture import capture_call
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import is_kind
 from stopdown.scaling.graph.range_measurement import Range
 from stopdown.scaling.trials import search

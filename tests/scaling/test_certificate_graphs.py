@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import stopdown_verify
+from stopdown.fold_names import name_parameters
 from stopdown.scaling.certificate_graphs import export_graphs
 from stopdown.scaling.graph.capture import capture_call
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling_records import Scaling
 
 

@@ -47,6 +47,7 @@ from stopdown.component_calls.components import find_kept_fp32
 from stopdown.devices.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.files.outputs import written_beside
+from stopdown.fold_names import name_parameters
 from stopdown.module_calls.callee import Callee
 from stopdown.pipelines.loader import load_component
 from stopdown.plans.calibrated import describe_scaling
@@ -54,7 +55,6 @@ from stopdown.plans.exponents import describe_unscaled, scale_component
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling import ComponentCall, capture_call
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials.search import scale_unmeasured
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.headers import find_weights, read_header, read_rescaled, refusing_damage

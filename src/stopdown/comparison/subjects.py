@@ -32,6 +32,7 @@ from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
 from stopdown.devices.format_support import probe_formats
 from stopdown.errors import OptionError, StopdownError
+from stopdown.fake_tensors.fake_modules import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
@@ -48,7 +49,6 @@ from stopdown.plans.precision_and_memory import build_way, list_ways, read_forma
 from stopdown.records import ComponentPlan, MemoryPlan, Plan
 from stopdown.runtime.memory_limits import count_limit, fit_run, predict_pipe
 from stopdown.scaling import put_cast
-from stopdown.scaling.graph.fake_modules import detach_derived
 from stopdown.sources.hub import Progress
 from stopdown.sources.library_messages import quiet_libraries
 from stopdown.sources.source import Source

@@ -28,10 +28,10 @@ from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.mixed_dtypes import cast_parameters, cast_to_weights
 from stopdown.number_formats import name_dtype
 from stopdown.records import Finding, Operands
 from stopdown.scaling import ComponentCall, Rank, intercept, put_cast
-from stopdown.scaling.graph.mixed_dtypes import cast_parameters, cast_to_weights
 
 ROUNDS = 8
 """Mending one thing can show the next, or be all there was: a check follows each round."""

@@ -23,11 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown import operations
-from stopdown.interception.autocast import list_autocast
-from stopdown.interception.module_paths import ModulePaths
-from stopdown.numerics import iterate_tensors
-from stopdown.operations import list_kinds, read_calls
-from stopdown.scaling.graph.argument_values import (
+from stopdown.fake_tensors.argument_values import (
     INDEXING,
     find_known,
     find_values,
@@ -38,6 +34,10 @@ from stopdown.scaling.graph.argument_values import (
     read_index,
     set_known,
 )
+from stopdown.interception.autocast import list_autocast
+from stopdown.interception.module_paths import ModulePaths
+from stopdown.numerics import iterate_tensors
+from stopdown.operations import list_kinds, read_calls
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stopdown.component_call_names import is_inside, name_component
 from stopdown.component_calls.components import find_components, is_autoencoder, list_block_paths
 from stopdown.errors import CaptureError, take_first_line
+from stopdown.fake_tensors.capture_failures import describe_failure
+from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.memory.alike_calls import BlockResult, GivenArguments, sign_block
@@ -34,8 +36,6 @@ from stopdown.module_calls.call import sign_arguments
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.dry_run import Answers, ComponentFailed, DryCall, Listener, dry_run
 from stopdown.scaling import ComponentCall
-from stopdown.scaling.graph.capture_failures import describe_failure
-from stopdown.scaling.graph.fake_modules import name_parameters
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 """Modules whose entries are blocks that can be loaded one by one."""

@@ -26,6 +26,8 @@ import torch
 from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import find_callees
 from stopdown.errors import WARNINGS_IGNORED, ignoring_warnings
+from stopdown.fake_tensors.argument_values import ArgumentValues, find_known, set_known
+from stopdown.fake_tensors.fake_modules import find_mode
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import map_tensors
@@ -35,8 +37,6 @@ from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
 from stopdown.pipelines.requests import PROMPTS, list_needed_arguments
 from stopdown.pipelines.skeletons import copy_empty_module
 from stopdown.scaling import ComponentCall, Rank, intercept
-from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
-from stopdown.scaling.graph.fake_modules import find_mode
 from stopdown.sources.library_messages import quiet_libraries
 
 _SIDE = 256

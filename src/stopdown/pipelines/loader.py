@@ -43,12 +43,12 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import describing_out_of_memory
 from stopdown.errors import SourceError
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import choose_folder, find_stored, map_copy, put_
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines.component_files import find_file_components, load_parts
 from stopdown.pipelines.loras_and_schedulers import put_extras
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources import hub
 from stopdown.sources.component_classes import (
     describe_misfit,

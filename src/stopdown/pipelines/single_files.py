@@ -22,12 +22,17 @@ from safetensors import safe_open
 
 from stopdown.component_calls.components import find_components
 from stopdown.errors import ScalingError
-from stopdown.fold_names import list_equal_runs, list_folds, spread_columns, spread_rows
+from stopdown.fold_names import (
+    list_equal_runs,
+    list_folds,
+    name_parameters,
+    spread_columns,
+    spread_rows,
+)
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.component_files import load_parts
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.sources.headers import StoredTensor, encode_header, read_header_bytes
 from stopdown.sources.source import Source
 from stopdown.sources.weight_files import read_shapes

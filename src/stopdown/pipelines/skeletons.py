@@ -27,18 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.components import build_module, find_components, find_kept_fp32
+from stopdown.fake_tensors.fake_modules import build_fake, find_mode, mark_as_parameter, renew_fakes
+from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import bared, copy_layers
 from stopdown.number_formats import name_dtype
 from stopdown.scaling import Rank
-from stopdown.scaling.graph.fake_modules import (
-    build_fake,
-    find_mode,
-    mark_as_parameter,
-    name_parameters,
-    renew_fakes,
-)
 from stopdown.sources.component_classes import describing_failures, find_class, limited_building
 from stopdown.sources.descriptions import read_description
 from stopdown.sources.library_messages import quiet_libraries

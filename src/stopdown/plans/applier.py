@@ -39,6 +39,7 @@ from stopdown.component_calls.components import (
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.diagnosis.texts import REFUSALS, is_refusal
 from stopdown.errors import PlanError, ScalingError, warn_user
+from stopdown.fold_names import name_parameters
 from stopdown.interception.accumulation import accumulating
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
@@ -69,7 +70,6 @@ from stopdown.scaling.folding.adapters import RESCALED
 from stopdown.scaling.folding.folds import PLANNED, find_folded_parts, widen_
 from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.graph.capture import casts_weights
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import CopyHook, WatchOptions, find_watch, watch_calls
 from stopdown.sources.source import Source
 from stopdown.sources.sources import fingerprint

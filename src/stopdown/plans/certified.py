@@ -38,6 +38,7 @@ from stopdown.component_calls.components import (
 from stopdown.devices.device_choice import Device, choose_device
 from stopdown.devices.device_memory import free_memory
 from stopdown.errors import CaptureError, ScalingError, SourceError
+from stopdown.fold_names import name_parameters
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.module_code import list_foreign_code
@@ -84,7 +85,6 @@ from stopdown.scaling.exponents.problem import Statements
 from stopdown.scaling.folding.folds import PLANNED
 from stopdown.scaling.folding.weight_checks import find_quantised
 from stopdown.scaling.graph.capture import sign_capture
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.rescale import check_residual
 from stopdown.scaling.trials.measurement import Captures
 from stopdown.scaling.trials.search import find_scaling, plan_stream, scale_unmeasured

@@ -20,6 +20,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.device_choice import Device
 from stopdown.devices.format_support import Support
+from stopdown.fake_tensors.fake_modules import detach_derived
 from stopdown.interception.patches import Patches
 from stopdown.mapped_weights import put_, wait_
 from stopdown.number_formats import FORMATS, PRECISIONS, format_figure
@@ -44,7 +45,6 @@ from stopdown.plans.precision import (
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
-from stopdown.scaling.graph.fake_modules import detach_derived
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
 from stopdown.sources.source import Source

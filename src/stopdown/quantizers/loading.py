@@ -29,7 +29,7 @@ from stopdown.component_calls.components import (
 )
 from stopdown.devices.device_choice import choose_device
 from stopdown.errors import OptionError, PlanError, SourceError, warn_user
-from stopdown.fold_names import Folds
+from stopdown.fold_names import Folds, name_parameters
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.number_formats import list_some
 from stopdown.numerics import is_away
@@ -49,7 +49,6 @@ from stopdown.runtime.guard import Guard
 from stopdown.runtime.repairs import Component
 from stopdown.scaling import StoredWeight, put_cast
 from stopdown.scaling.folding.folds import locate_folds
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.watch.call_watch import note_weights
 from stopdown.sources.source import Source
 from stopdown.sources.sources import resolve_source

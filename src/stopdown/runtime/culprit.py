@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stopdown.component_call_names import name_module_path
+from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.number_formats import FP16, find_format, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
 from stopdown.runtime.hidden_values import FUNCTIONS, load_compiler
 from stopdown.scaling import find_operation
-from stopdown.scaling.graph.fake_modules import name_parameters
 
 _HIDING = ("clamp", "nan_to_num")
 _HIDING_NAMES = {*FUNCTIONS, "_to_copy", "index_put"}

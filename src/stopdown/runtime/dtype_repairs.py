@@ -27,13 +27,13 @@ from stopdown.diagnosis.texts import REFUSALS
 from stopdown.errors import take_first_line
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.randomness import save_random
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.module_calls.step_caches import clear_caches
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_writes, iterate_tensors
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import cast_inputs, is_cast_of_inputs
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, find_operands
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -41,6 +41,7 @@ from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.module_calls.call import cast_floats
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.entrances import Entrance
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.module_calls.module_settings import sign_settings
 from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import FORMATS, name_dtype
@@ -54,7 +55,6 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import Remedy, list_remedies
 from stopdown.scaling import ComponentCall, cast_, read_headroom
 from stopdown.scaling.exponents.problem import MeasuredCall
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.scaling.trials.fallback import scale_by_hooks
 from stopdown.scaling.trials.measurement import Captures, add_call
 from stopdown.scaling.trials.residual import demand_agreement

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from stopdown.errors import OptionError
-from stopdown.fold_names import split_fold_name
+from stopdown.fold_names import name_parameters, split_fold_name
 from stopdown.mapped_weights import find_stored
+from stopdown.module_calls.mixed_dtypes import merge_operands
 from stopdown.number_formats import FP16
 from stopdown.numerics import headroom_bits
 from stopdown.operations import list_with
@@ -38,8 +39,6 @@ from stopdown.scaling.bounds.propagation import bound_call
 from stopdown.scaling.exponents.problem import Limit, MeasuredCall, Problem, split_values
 from stopdown.scaling.exponents.solver import CALIBRATED_BITS, Solution
 from stopdown.scaling.graph.capture import Capture
-from stopdown.scaling.graph.fake_modules import name_parameters
-from stopdown.scaling.graph.mixed_dtypes import merge_operands
 from stopdown.scaling.graph.nodes import is_float
 from stopdown.scaling.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.scaling_records import Operands, Scaling

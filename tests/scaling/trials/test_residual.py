@@ -18,11 +18,11 @@ from models.snapshots import compare_snapshot, take_snapshot
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.callee import Callee
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.runtime.repairs import Calibration
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.graph.capture import capture_call
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.trials import measurement, residual, search
 from stopdown.scaling.trials.measurement import Captures

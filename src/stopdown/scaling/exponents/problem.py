@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
 from stopdown.fold_names import name_block, name_clamp, split_fold_name
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.operations import PRODUCTS, keeps_clamps
 from stopdown.scaling.exponents.exponent_rules import PlacedOperation, state_equations
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.scaling.graph.capture import Capture, call_key, module_classes, module_path
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.scaling.graph.nodes import (
     arguments,
     is_float,

@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches, SameInCopies
 from stopdown.interception.tracing import is_traced
 from stopdown.number_formats import name_dtype
-from stopdown.scaling.graph.fake_modules import name_parameters
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 

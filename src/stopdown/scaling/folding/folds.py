@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from stopdown.argument_types import check_type
 from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, OptionError, ScalingError
-from stopdown.fold_names import Place, list_folds, read_clamp, split_fold_name
+from stopdown.fold_names import Place, list_folds, name_parameters, read_clamp, split_fold_name
 from stopdown.interception.arguments import hook_arguments
 from stopdown.interception.autocast import leave_autocast
 from stopdown.interception.code_homes import is_own
@@ -27,6 +27,7 @@ from stopdown.interception.own_hooks import Hook, hook_own_arguments, hook_own_o
 from stopdown.interception.patches import Patches
 from stopdown.interception.tracing import is_traced
 from stopdown.mapped_weights import StoredWeight, cast_tensor, put_
+from stopdown.module_calls.mixed_dtypes import cast_operands
 from stopdown.module_calls.outermost_calls import is_plain
 from stopdown.number_formats import FORMATS, format_figure, parse_precision
 from stopdown.numerics import (
@@ -40,8 +41,6 @@ from stopdown.scaling.folding.adapters import AdapterFolds, keep_merges, unwrap_
 from stopdown.scaling.folding.cast_check import CastCheck, find_check
 from stopdown.scaling.folding.clamp_constants import scale_clamps
 from stopdown.scaling.graph.capture import casts_weights, find_kept_buffers, name_aliases
-from stopdown.scaling.graph.fake_modules import name_parameters
-from stopdown.scaling.graph.mixed_dtypes import cast_operands
 from stopdown.scaling_records import ResidualStream, Scaling, Trial
 
 PLANNED = "stopdown_planned"

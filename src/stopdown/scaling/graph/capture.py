@@ -42,26 +42,21 @@ from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import WARNINGS_IGNORED, CaptureError, ignoring_warnings
+from stopdown.fake_tensors.argument_values import ArgumentValues, find_known, set_known
+from stopdown.fake_tensors.capture_failures import describe_failure, name_class
+from stopdown.fake_tensors.fake_modules import find_mode, make_like, mark_as_parameter, renew_fakes
+from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import ModulePaths, list_modules
 from stopdown.interception.own_dtypes import list_own_dtypes, set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import kept_random
 from stopdown.interception.tracing import CALLS_REPLACED
+from stopdown.module_calls.answers import OF_TEST, add_answers
 from stopdown.module_calls.call_signatures import Sizes, list_argument_sizes, sign_call
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.numerics import has_values, iterate_tensors
 from stopdown.operations import read_calls
-from stopdown.scaling.graph.answers import OF_TEST, add_answers
-from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
-from stopdown.scaling.graph.capture_failures import describe_failure, name_class
 from stopdown.scaling.graph.captured_regions import inline_regions
-from stopdown.scaling.graph.fake_modules import (
-    find_mode,
-    make_like,
-    mark_as_parameter,
-    name_parameters,
-    renew_fakes,
-)
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.scaling.graph.mixed_operands import find_mixed_norms, find_mixed_operands
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.graph.readings import Readings

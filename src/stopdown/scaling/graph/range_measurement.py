@@ -21,12 +21,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import name_parameters
 from stopdown.mapped_weights import find_stored
 from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import HALVES, summarise_magnitudes
 from stopdown.scaling.graph.blocks import Blocks
 from stopdown.scaling.graph.capture import Capture, flatten_call, module_path
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.nodes import (
     arguments,
     has_trait,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from stopdown.fake_tensors.argument_values import find_written
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 
@@ -210,17 +211,6 @@ class Readings(TorchFunctionMode):
                 return "sizes"
             return tuple(self._describe(x, name, is_exact) for x in value)
         return str(value) if isinstance(value, torch.dtype) else type(value).__name__
-
-
-def find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the tensor that a function writes into; None if it makes a new one."""
-    if isinstance(out := kwargs.get("out"), torch.Tensor):
-        return out
-    is_own = name.endswith("_") and not name.startswith("__")
-    is_operator = name == "__setitem__" or (name.startswith("__i") and name.endswith("__"))
-    if (is_own or is_operator) and name not in ("__index__", "__int__", "__invert__"):
-        return next((x for x in args if isinstance(x, torch.Tensor)), None)
-    return None
 
 
 def _find_memory(tensor: torch.Tensor) -> int:

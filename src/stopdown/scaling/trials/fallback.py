@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call import PlainCall
 from stopdown.number_formats import list_some
@@ -34,7 +35,6 @@ from stopdown.numerics import (
 )
 from stopdown.scaling.exponents.solver import ASKED_BITS
 from stopdown.scaling.graph.capture import find_kept_buffers
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.trials.trial import Reference, count_layer_flops, run_call, try_scaling
 from stopdown.scaling_records import ResidualStream, Scaling
 

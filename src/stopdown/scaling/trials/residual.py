@@ -29,12 +29,12 @@ from torch.fx import Node
 
 from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
+from stopdown.fold_names import name_parameters
 from stopdown.interception.patches import Patches
 from stopdown.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.scaling.exponents.problem import count_node_flops
 from stopdown.scaling.folding.folds import put_stream
 from stopdown.scaling.graph.capture import Capture, module_path
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling.graph.mixed_operands import find_mixed_operands
 from stopdown.scaling.graph.nodes import arguments, is_float, is_kind, operation, shape_of
 from stopdown.scaling_records import ResidualStream

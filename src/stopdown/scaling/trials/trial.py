@@ -35,9 +35,9 @@ from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import find_random
 from stopdown.module_calls.call import PlainCall
 from stopdown.module_calls.kept_state import KeptState, describe_kept
+from stopdown.module_calls.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.numerics import count_flops, count_non_finite, is_away, iterate_tensors, relative_l2
 from stopdown.scaling.folding.folds import cast_, fold_scaling
-from stopdown.scaling.graph.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.scaling_records import Scaling, Trial
 
 LARGEST_ERROR = 0.05

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.fold_names import Folds, list_folds, split_fold_name, spread_columns, spread_rows
+from stopdown.fold_names import (
+    Folds,
+    list_folds,
+    name_parameters,
+    split_fold_name,
+    spread_columns,
+    spread_rows,
+)
 from stopdown.interception.patches import Place
 from stopdown.scaling.exponents.linear_system import ZERO, System
 from stopdown.scaling.exponents.problem import (
@@ -30,7 +37,6 @@ from stopdown.scaling.exponents.problem import (
     state_problem,
 )
 from stopdown.scaling.graph.capture import Capture
-from stopdown.scaling.graph.fake_modules import name_parameters
 from stopdown.scaling_records import Scaling
 
 

@@ -40,6 +40,7 @@ from stopdown.errors import ScalingError, warn_user
 from stopdown.interception.autocast import without_autocast
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches, SameInCopies
+from stopdown.module_calls.answers import add_answers
 from stopdown.module_calls.call import (
     ComponentCall,
     HeldContainers,
@@ -72,7 +73,6 @@ from stopdown.scaling.folding.folds import (
     narrow_if_exact,
     widen_outputs,
 )
-from stopdown.scaling.graph.answers import add_answers
 from stopdown.scaling.graph.capture import noting_answers
 from stopdown.scaling.watch.call_exponents import CallEnds
 from stopdown.scaling.watch.folded_weights import FoldedWeights

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.fold_names import split_fold_name
+from stopdown.fake_tensors.fake_modules import detach_derived
+from stopdown.fold_names import name_parameters, split_fold_name
+from stopdown.module_calls.answers import strip_answers
 from stopdown.module_calls.call import ComponentCall
 from stopdown.module_calls.call_interception import bared
 from stopdown.module_calls.call_signatures import Sizes, resize_call
@@ -26,9 +28,7 @@ from stopdown.module_calls.module_settings import ModuleSettings
 from stopdown.module_calls.step_caches import in_full
 from stopdown.number_formats import list_some
 from stopdown.scaling.folding.folds import restrict_scaling
-from stopdown.scaling.graph.answers import strip_answers
 from stopdown.scaling.graph.capture import Answers, read_call
-from stopdown.scaling.graph.fake_modules import detach_derived, name_parameters
 from stopdown.scaling.graph.module_copies import copy_module
 from stopdown.scaling.trials.measurement import Captures, capture_answered, cut_sizes
 from stopdown.scaling.watch.call_exponents import CallEnds

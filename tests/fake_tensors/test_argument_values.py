@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from stopdown.errors import CaptureError
-from stopdown.scaling.graph.argument_values import ArgumentValues, find_known, set_known
+from stopdown.fake_tensors.argument_values import ArgumentValues, find_known, set_known
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.scaling.graph.capture import capture_call, note_answers
-from stopdown.scaling.graph.fake_modules import build_fake
 
 
 class Reading(nn.Module):

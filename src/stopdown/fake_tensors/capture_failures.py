@@ -26,7 +26,7 @@ def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
 def _blame(error: BaseException) -> str:
     """Return the last line of model code in an error's traceback, as file, line and text."""
     frames = list(_frames(error))
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     ours = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(here)]
     frame = (ours or frames)[-1] if frames else None
     if frame is None:

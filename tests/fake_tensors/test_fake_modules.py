@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.scaling.graph.capture import (
     capture_call,
 )
-from stopdown.scaling.graph.fake_modules import build_fake
 from stopdown.scaling.graph.nodes import operation
 
 

@@ -11,6 +11,7 @@ a size; a number of them is not known, and the code that asks for it fails.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from stopdown.numerics import iterate_tensors
 from stopdown.operations import read_calls
-from stopdown.scaling.graph.readings import find_written
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
@@ -95,6 +95,17 @@ def list_direct(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [x for item in value for x in list_direct(item)]
     return []
+
+
+def find_written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the tensor that a function writes into; None if it makes a new one."""
+    if isinstance(out := kwargs.get("out"), torch.Tensor):
+        return out
+    is_own = name.endswith("_") and not name.startswith("__")
+    is_operator = name == "__setitem__" or (name.startswith("__i") and name.endswith("__"))
+    if (is_own or is_operator) and name not in ("__index__", "__int__", "__invert__"):
+        return next((x for x in args if isinstance(x, torch.Tensor)), None)
+    return None
 
 
 def move_to_cpu(_: torch.device) -> torch.device:

@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from stopdown.fold_names import name_parameters
+
 
 def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
     """Build a module in `dtype` from the start, without memory for its weights.
@@ -45,13 +47,6 @@ def make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by name; a tied one is under its first name only."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    named.update(module.named_buffers())
-    return named
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:

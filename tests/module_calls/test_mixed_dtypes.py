@@ -12,14 +12,12 @@ from models.mixed_dtype_models import make_block, make_call
 from models.rescaling_models import measure_call
 from stopdown import cast_, rescale_
 from stopdown.errors import CaptureError
+from stopdown.module_calls import mixed_dtypes
+from stopdown.module_calls.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.numerics import relative_l2
 from stopdown.records import Operands, Scaling, from_json, to_json
 from stopdown.scaling.graph import capture as capturing
-from stopdown.scaling.graph import (
-    mixed_dtypes,
-)
 from stopdown.scaling.graph.capture import capture_call
-from stopdown.scaling.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 
 LARGE = 2.0**18
 

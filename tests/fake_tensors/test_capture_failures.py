@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from stopdown.errors import CaptureError
+from stopdown.fake_tensors.fake_modules import build_fake
 from stopdown.scaling.graph.capture import (
     capture_call,
 )
-from stopdown.scaling.graph.fake_modules import build_fake
 
 
 class Branching(nn.Module):

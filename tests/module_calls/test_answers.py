@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stopdown.scaling.graph.answers import OF_TEST, add_answers, reads_values, strip_answers
+from stopdown.module_calls.answers import OF_TEST, add_answers, reads_values, strip_answers
 
 SIGNATURE = "forward(x[2d], mask[1d])"
 
