@@ -41,8 +41,26 @@ def test_a_clip_of_a_run_with_faults_is_not_only_healthy(
     find_record_path(clip).write_text(to_json(run))
     found = explain_file(clip)
     assert found.fault == "repaired"
-    assert found.title == ("clip.png looks fine. The run that made it had 1 fault, listed below.")
+    assert found.title == (
+        "No fault found in clip.png. The run that made it had 1 fault, listed below."
+    )
     assert found.evidence[0].text == "`transformer` gave 3 NaN."
     assert found.evidence[0].meaning == f"{meaning}, transformer:blocks.1"
     find_record_path(clip).unlink()
-    assert explain_file(clip).title == "clip.png looks fine."
+    assert explain_file(clip).title == "No fault found in clip.png."
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, "1 step,"), (4, "4 steps,"), (20, ""), (None, "")])
+def test_a_clip_of_few_steps_is_not_called_right(
+    tmp_path: Path, steps: int | None, said: str
+) -> None:
+    """In one step a red circle is a yellow disc, in fp32 as well: what is missing is steps."""
+    clip = tmp_path / "clip.png"
+    grid = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(grid.repeat(8, 0).repeat(8, 1)).save(clip)
+    run = dataclasses.replace(RUN, request={"prompt": "a", "steps": steps}, repairs=())
+    find_record_path(clip).write_text(to_json(run))
+    found = explain_file(clip)
+    assert found.title.startswith("No fault found in clip.png.")
+    assert said in found.title
+    assert bool(said) == ("--steps 20" in found.remedy[0]) == ("But" in found.title)

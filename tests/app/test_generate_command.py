@@ -16,13 +16,17 @@ import torch
 
 from models.pipeline_calls import paint_decoder
 from models.single_file_layout import save_single_file
-from stopdown.app.generate_command import GenerateOptions, generate
+from scenes import TEMPLATES, all_scenes
+from stopdown.app.display import Display
+from stopdown.app.generate_command import GenerateOptions, generate, list_unknown_words
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.files.outputs import find_record_path
 from stopdown.frames.media import read_image, read_video, to_uint8, write_media
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.results import read_frames
 from stopdown.records import RunRecord, read_record
+from stopdown.sources.sources import resolve_source
+from stopdown.testing import save_pipeline
 
 SaveTiny = Callable[..., Path]
 NOISE = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
@@ -498,3 +502,45 @@ def test_a_single_file_has_checked_sizes_and_components(
         generate(dataclasses.replace(options, height=36))
     with pytest.raises(OptionError, match="The model has no component 'transformer'"):
         generate(dataclasses.replace(options, precision="transformer=bf16"))
+
+
+def test_words_that_the_bundled_model_never_saw_are_named(tmp_path: Path) -> None:
+    """Each caption that it was trained on is known; of another prompt each strange word is named once."""
+    shapes = resolve_source("shapes")
+    captions = [x.caption(template) for x in all_scenes() for template in TEMPLATES]
+    assert [found for x in captions if (found := list_unknown_words(shapes, x))] == []
+    assert list_unknown_words(shapes, "A cat, a red cat riding") == ['"cat"', '"riding"']
+    save_pipeline("cogvideox", tmp_path / "other")
+    assert list_unknown_words(resolve_source(tmp_path / "other"), "a cat") == []
+
+
+class _Seen(Display):
+    """Keeps the stages and remarks of a run."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """Keep the stage."""
+        self.seen.append(stage)
+
+    def inform(self, text: str) -> None:
+        """Keep the remark."""
+        self.seen.append(text)
+
+
+def test_the_choice_of_a_precision_is_a_stage_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds behind the imports, which seemed to go on; strange words come first."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("stopdown.plans.plan_choice.choose_plan", stop)
+    shown = _Seen()
+    options = GenerateOptions("shapes", "a cat", output=str(tmp_path / "a.mp4"))
+    with pytest.raises(InterruptedError):
+        generate(options, shown)
+    assert shown.seen[0].startswith('The demo model shapes doesn\'t know "cat".')
+    assert shown.seen[1:4] == ["import", "import", "choose"]

@@ -232,5 +232,5 @@ def test_a_file_is_explained(name: str, tmp_path: Path) -> None:
     assert "--precision" in found.remedy[0]
     write_media(tmp_path / "b.flac", None, sound=draw_chord())
     healthy = explain_file(tmp_path / "b.flac")
-    assert healthy.title == "b.flac looks fine."
+    assert healthy.title == "No fault found in b.flac."
     assert "not silent, clipped or noise" in healthy.why

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ from stopdown.devices.environment import count_launched
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, find_free, find_record_path, refuse_nameless
 from stopdown.frames.media import check_output
+from stopdown.number_formats import list_all
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
@@ -56,6 +58,12 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT = "stopdown"
 """Where the output goes without -o, with the suffix of what the model makes; it replaces nothing there."""
+
+_BUNDLED_WORDS = re.compile(
+    "an?|on|of|across|video|moving|moves|background|red|green|blue|yellow|purple|white|circle|square"
+    "|triangle|cross|left|right|up|down|grey|pink|brown|cyan|beige"
+)
+"""All words of the captions in `training/scenes.py`."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,11 @@ def generate(
     source = kept.source or _find_source(options, request, display, kept)
     if kept.source is None:
         refuse_missing_prompt(source.pipeline_class, source.components, request)
+        if unknown := list_unknown_words(source, options.prompt):
+            display.inform(
+                f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws one coloured "
+                'shape that moves: "a red circle moving left on a grey background".'
+            )
         load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
@@ -233,6 +246,12 @@ def generate(
         if journal is not None:
             journal.clear()
     return record
+
+
+def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
+    """Return the quoted words of a prompt that the bundled model was not trained on; none for others."""
+    words = re.findall(r"\w+", (prompt or "").lower()) if source.kind == "bundled" else ()
+    return [f'"{word}"' for word in dict.fromkeys(words) if not _BUNDLED_WORDS.fullmatch(word)]
 
 
 def _find_source(
@@ -280,6 +299,8 @@ def _decide(
     from stopdown.sources.component_classes import find_class
 
     memory = ask_memory(options.memory, parse_request(options.precision))
+    if kept.plan is None:
+        display.progress("choose", "a precision", 0, 0)
     if kept.source is None:
         kept.source = select_pipeline(source, request, progress=display.progress)
         pipeline_class = find_class("diffusers", kept.source.pipeline_class)

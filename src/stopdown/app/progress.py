@@ -38,6 +38,7 @@ STAGES = {
     "bench": "Measuring",
     "certificate": "Writing",
     "certify": "Certifying",
+    "choose": "Choosing",
     "import": "Loading",
     "download": "Downloading",
     "compare": "Comparing",

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from stopdown.frames.sound_faults import SoundFault
 
 NONE = "none"
-"""The fault of a picture or video that looks fine."""
+"""The fault of a picture or video that shows none."""
+
+FEW_STEPS = 4
+"""A result of so few denoising steps is wrong in every precision, unless the model is made for few."""
 
 MOST_STREAM_BYTES = 2**30
 """A stream that has not ended by then is read no further."""
@@ -155,6 +158,17 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
             title=f"{found.title} The run that made it had {count}, listed below.",
             evidence=(*_list_repairs(run), *found.evidence),
         )
+    steps = run.request.get("steps")
+    if found.fault == NONE and isinstance(steps, int) and steps <= FEW_STEPS:
+        count = f"{steps} step{'s' * (steps != 1)}"
+        found = dataclasses.replace(
+            found,
+            title=f"{found.title} But it was made in {count}, and most models need 20 or more.",
+            remedy=(
+                "Make it in more steps: stopdown generate SOURCE PROMPT --steps 20",
+                *found.remedy,
+            ),
+        )
     made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")
     return dataclasses.replace(
         found,
@@ -247,7 +261,7 @@ def explain_faults(path: Path, faults: Iterable[FrameFault | SoundFault]) -> Dia
         return Diagnosis(
             fault=NONE,
             meaning=f"no fault that {noun} can show",
-            title=f"{make_printable(path.name)} looks fine.",
+            title=f"No fault found in {make_printable(path.name)}.",
             why=f"It is not {kinds}. The {noun} alone cannot show whether it matches the prompt, or how "
             "close it is to fp32.",
             remedy=(f"Compare it with the same seed in fp32: {_COMPARE}",),
