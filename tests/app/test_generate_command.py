@@ -373,7 +373,7 @@ def test_the_display_sees_every_stage(save_tiny: SaveTiny, media: Path, out: Pat
     options = make_options(save_tiny("cogvideox"), out, media, **RUNS["cogvideox"])
     generate(options, Display())
     stages = list(dict.fromkeys(stage for stage, *_ in seen))
-    assert stages == ["import", "load", "encode", "denoise", "decode"]
+    assert stages == ["import", "choose", "load", "encode", "denoise", "decode"]
     assert [call[2:] for call in seen if call[0] == "denoise"] == [(1, 2), (2, 2)]
     loads = [call for call in seen if call[0] == "load"]
     assert loads[-1][2] == loads[-1][3] > 0
