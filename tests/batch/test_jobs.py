@@ -497,7 +497,7 @@ def test_nothing_left_to_do_is_answered_without_pytorch(
         return not said
 
     assert is_answered()
-    assert is_answered("--quiet", "--tries", "2")
+    assert is_answered("--quiet", "--strict")
     assert not is_answered("--seed", "1")
     monkeypatch.setattr(prompts, "read_version", lambda name: "0.0.1")
     assert not is_answered()

@@ -91,7 +91,7 @@ def test_processes_survive_kills(tiny: str, undisturbed: dict[str, bytes], tmp_p
     """Two processes; three kills of workers and drivers: each item once, with one process's bytes."""
     prompts, expected = write_prompts(tmp_path, 6), undisturbed
     kills = Kills(3, seed=2)
-    words = (*SIZES, "--workers", "2", "--tries", "9")
+    words = (*SIZES, "--workers", "2")
     record = run_killed(tmp_path, tiny, kills, prompts, expected, *words)
     assert sum(kills.done.values()) == 3
     assert len(record.items) == 6
@@ -100,7 +100,7 @@ def test_processes_survive_kills(tiny: str, undisturbed: dict[str, bytes], tmp_p
 def test_an_item_that_kills_its_workers_fails(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's death is retried up to --tries; then it is the item's result, and the rest is made."""
+    """An item is begun `TRIES` times at most; then its workers' deaths are its result."""
     from stopdown.batch import dispatch
     from stopdown.batch.pools import InProcess
 
@@ -113,13 +113,14 @@ def test_an_item_that_kills_its_workers_fails(
         return wait(pool)
 
     monkeypatch.setattr(InProcess, "wait", die)
+    monkeypatch.setattr(dispatch, "TRIES", 2)
     prompts = write_prompts(tmp_path, 3)
     options = BatchOptions(
         tiny,
         str(tmp_path / "out"),
         str(prompts),
         precision="fp32",
-        **{"steps": 1, "frames": 9, "height": 32, "width": 32, "tries": 2},
+        **{"steps": 1, "frames": 9, "height": 32, "width": 32},
     )
     record = batch(options, Display())
     assert [x.status for x in record.items] == ["made", "failed", "made"]
@@ -127,8 +128,9 @@ def test_an_item_that_kills_its_workers_fails(
     assert failed.tries == 2
     assert failed.error == ("Each of 2 workers that tried it died. Worker 0 ended with SIGKILL.")
     monkeypatch.setattr(dispatch, "MOST_DEATHS", 2)
+    monkeypatch.setattr(dispatch, "TRIES", 9)
     with pytest.raises(StopdownError, match="2 workers died one after the other"):
-        batch(BatchOptions(**{**vars(options), "tries": 9}), Display())
+        batch(options, Display())
 
 
 @pytest.mark.slow
@@ -156,6 +158,6 @@ def test_forty_prompts_and_thirty_kills(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path, 40)
     expected = make_alone(tmp_path, "shapes", prompts, *SHAPES)
     assert len(expected) == 40
-    kills, words = Kills(30, seed=1), (*SHAPES, "--tries", "50", "--workers", "2")
+    kills, words = Kills(30, seed=1), (*SHAPES, "--workers", "2")
     run_killed(tmp_path, "shapes", kills, prompts, expected, *words)
     assert sum(kills.done.values()) == 30

@@ -31,7 +31,6 @@ from stopdown.app.generate_command import GenerateOptions, list_run_options
 from stopdown.app.progress import Bars, Lines
 from stopdown.app.registration import reword
 from stopdown.devices.device_choice import Device
-from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, OutputError, StopdownError
 
 SaveTiny = Callable[..., Path]
@@ -383,33 +382,9 @@ def test_several_runs_load_the_model_once(
     assert (here / "c-2.mp4").read_bytes() != (here / "third.mp4").read_bytes()
 
 
-def test_a_token_is_used_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hub's client sees it while the command runs; what was set before is set again."""
-    from huggingface_hub import get_token
-
-    monkeypatch.setenv("HF_TOKEN", "mine")
-    with token_in_use("hf_other"):
-        assert get_token() == "hf_other"
-    assert get_token() == "mine"
-    with token_in_use(None):
-        assert get_token() == "mine"
-
-
-def test_a_token_is_in_no_record(run: Any, save_tiny: SaveTiny, here: Path) -> None:
-    """What is secret stays out of what is shared."""
-    words = (
-        "generate",
-        save_tiny("cogvideox"),
-        "a",
-        *SIZES,
-        "--token",
-        "hf_secret",
-        "-o",
-        "c.webm",
-    )
-    assert run(*words)[0] == 0
-    assert "hf_secret" not in (here / "c.webm.json").read_text()
-    assert (here / "c.webm").stat().st_size > 0
+def test_a_webm_is_in_its_page(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """The page of a run has its clip inside, whichever format it is in."""
+    assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "c.webm")[0] == 0
     assert run("report", "c.webm")[0] == 0
     assert "data:video/webm;base64," in (here / "c.html").read_text(encoding="utf-8")
 

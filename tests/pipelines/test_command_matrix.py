@@ -85,7 +85,7 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
     run, out = [*media, *sizes, "--steps", "2"], name_output(name)
     plain = ["generate", source, *prompt, *run, "--precision", "fp16-plain", "-o", out]
     plan = ["plan", source, "-o", "plan.json"]
-    convert = ["convert", source, "converted", *media, *sizes]
+    convert = ["convert", source, "converted"]
     Path("rows.jsonl").write_text(json.dumps(given) + "\n")
     Path("script.py").write_text(SCRIPT)
     rows = {
@@ -97,7 +97,7 @@ def list_words(name: str, command: str, model: Path) -> list[list[str]]:
         "compare": [
             ["compare", source, *said, *run, "--precisions", "fp32,fp16-plain", "-o", "c.html"]
         ],
-        "bench": [["bench", source, "--minutes", 1e-9, *sizes]],
+        "bench": [["bench", source, "--minutes", 1e-9]],
         "generate": [plain],
         "generate by a plan": [
             plan,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
 from stopdown.plans.calibrated import measure_plan
-from stopdown.plans.call_recorder import read_call_file
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Plan
 from stopdown.sources.source import Source
@@ -170,11 +168,9 @@ def make_call() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def planned(save: Callable[[str], Source], tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """The plan of the UNet's file, from a recorded call."""
-    path = tmp_path_factory.mktemp("call") / "call.safetensors"
-    save_file(make_call(), path, metadata={"arguments": json.dumps({"return_dict": True})})
-    return measure_plan(save("unet"), prompts=[read_call_file(str(path))])
+def planned(save: Callable[[str], Source]) -> Plan:
+    """The plan of the UNet's file, from the arguments of a call."""
+    return measure_plan(save("unet"), prompts=[{**make_call(), "return_dict": True}])
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +263,8 @@ def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> Non
         measure_plan(save("unet"))
     assert str(caught.value) == (
         f"The file {save('unet').path} holds only unet, not a whole pipeline. To measure values, "
-        "Stopdown needs recorded calls of it. Compute bounds from the weights: `certify`. Or give a "
-        'recorded call: call="FILE".'
+        "Stopdown needs recorded calls of it. Compute bounds from the weights: make_plan(FILE). Or give "
+        "the arguments of a call."
     )
     with pytest.raises(OptionError, match="is called as unet, and the prompt 'a ball' was given"):
         measure_plan(save("unet"), prompts=["a ball"])

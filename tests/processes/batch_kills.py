@@ -23,9 +23,18 @@ LIMIT_S = 300.0
 """Of one start of the command; nothing waits longer."""
 
 
+_PATIENT = """
+import sys
+from stopdown.batch import dispatch
+dispatch.TRIES = 50
+from stopdown.app.cli import main
+sys.exit(main())
+"""
+
+
 def start(log: Path, *words: object) -> subprocess.Popen[bytes]:
-    """`stopdown batch` in a process group of its own."""
-    command = [sys.executable, "-m", "stopdown.app.cli", "batch", *map(str, words)]
+    """`stopdown batch` in a process group of its own, whose items survive any number of workers."""
+    command = [sys.executable, "-c", _PATIENT, "batch", *map(str, words)]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 

@@ -42,7 +42,7 @@ from stopdown.batch.output_folder import (
     write_whole,
 )
 from stopdown.batch.prompts import Item, digest_request, naming_line, read_items
-from stopdown.batch.records import TRIES, BatchRecord, ItemResult
+from stopdown.batch.records import BatchRecord, ItemResult
 from stopdown.devices.device_choice import choose_device, list_devices
 from stopdown.devices.environment import describe_machine, has_moving_cursor
 from stopdown.errors import InputError, OptionError
@@ -132,9 +132,6 @@ class BatchOptions(RunOptions, ModelOptions):
             "step they had reached."
         ),
     ] = None
-    tries: Annotated[int, typer.Option(help="How often an item is tried if its worker dies.")] = (
-        TRIES
-    )
     strict: StrictOption = False
 
 
@@ -217,7 +214,7 @@ def _run(
     if opening is not None:
         with opening as pool, state.kept(folder):
             state.workers = pool.devices
-            dispatch = Dispatch(pool, versions, state.note, options.tries)
+            dispatch = Dispatch(pool, versions, state.note)
             for result in dispatch.run(waiting):
                 state.finish(result)
     return state.summarise()
@@ -269,7 +266,7 @@ def _read_settings(options: BatchOptions) -> Settings:
 
 _OF_THE_RUN = (
     *SHOWN,
-    *("prompts", "prompt", "output", "workers", "journal", "tries", "strict"),
+    *("prompts", "prompt", "output", "workers", "journal", "strict"),
 )
 """Options that say how a batch is run and shown, and change no output."""
 
@@ -315,12 +312,10 @@ def _check_options(options: BatchOptions) -> None:
     refuse_unknown_device(options.device)
     read_limit(options.memory)
     check_rate(options.fps)
-    for name in ("workers", "tries"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise OptionError(
-                f"--{name} {value} is not above 0.", remedy=f"Use --{name} 1 or more."
-            )
+    if options.workers is not None and options.workers <= 0:
+        raise OptionError(
+            f"--workers {options.workers} is not above 0.", remedy="Use --workers 1 or more."
+        )
     check_pairs(options)
 
 

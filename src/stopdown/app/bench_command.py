@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from stopdown.app.display import load_libraries
-from stopdown.app.flags import DeviceOption, SizeOptions
+from stopdown.app.flags import CommandOptions, DeviceOption
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.devices.device_choice import choose_device
-from stopdown.pipelines.requests import Request, check_values
+from stopdown.pipelines.requests import Request
 from stopdown.sources.source_checks import verify_source
 from stopdown.sources.sources import resolve_source
 
 
 @dataclass(frozen=True)
-class BenchOptions(SizeOptions):
+class BenchOptions(CommandOptions):
     """Measure time, memory and error of each precision on this device.
 
     Prints a report for the issue form "A report of your card". It contains no user names, host names or
@@ -42,18 +42,15 @@ def main(options: BenchOptions) -> int:
     from stopdown.app.progress import open_display, print_result
 
     refuse_unknown_device(options.device)
-    check_values(vars(options))
     with open_display(options) as display:
         load_libraries(display)
         from stopdown.bench import list_subjects, measure_models, render
         from stopdown.pipelines.loader import complete_source
 
-        source = resolve_source(options.source, variant=options.variant)
+        source = resolve_source(options.source)
         verify_source(source)
-        sizes = {"frames": options.frames, "height": options.height, "width": options.width}
-        request = Request(steps=2, **sizes)
         device = choose_device(options.device)
-        subjects = list_subjects(complete_source(source), device, request)
+        subjects = list_subjects(complete_source(source), device, Request(steps=2))
         report = measure_models(device, subjects, options.minutes, display.progress)
     print_result(options, report, lambda _: sys.stdout.write(render(report)))
     return 1 if any(row.note for row in report.rows) else 0

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stopdown.app.display import Display, load_libraries
-from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
+from stopdown.app.flags import ConfigOption, RevisionOption, SourceOptions
 from stopdown.app.registration import name_source
 from stopdown.app.request_options import check_pairs, refuse_unknown_device
 from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
 from stopdown.files.outputs import check_target, written_beside
 from stopdown.number_formats import FORMATS, format_bytes
-from stopdown.pipelines.requests import check_values
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import find_plan_path, parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
@@ -43,9 +42,6 @@ _OF_MODELS = (
     "precision",
     "config",
     "sums",
-    "frames",
-    "height",
-    "width",
     "fix",
     "output",
     "variant",
@@ -58,7 +54,7 @@ NOT_WRITTEN = (
 
 
 @dataclass(frozen=True)
-class CheckOptions(SizeOptions):
+class CheckOptions(SourceOptions):
     """Find what will go wrong with dtypes before a run.
 
     Loads no weights, and the device need not be in this machine. Exit code 1 means that there are
@@ -190,12 +186,10 @@ def check_model(options: CheckOptions, display: Display | None = None) -> CheckR
     precision, judged = options.precision, ""
     if precision in (None, "auto"):
         precision, judged = choose_auto(source, options.device)
-    sizes = {"num_frames": options.frames, "height": options.height, "width": options.width}
     checked = inspect_pipeline(
         source,
         precision=precision,
         device=options.device,
-        arguments={name: size for name, size in sizes.items() if size is not None},
         sums=options.sums,
     )
     findings, mended = checked.findings, tuple[str, ...]()
@@ -231,7 +225,6 @@ def _refuse(options: CheckOptions) -> None:
             expected="fp16 is run with a plan, and --fix repairs a model without one.",
             remedy="Use --precision fp16-plain, or write an fp16 copy with stopdown convert.",
         )
-    check_values(vars(options))
     check_pairs(options)
     if options.output is not None:
         check_target(options.output, folder=True)

@@ -13,13 +13,13 @@ import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ConvertRunOptions, RevisionOption, SourceArgument
-from stopdown.app.request_options import find_named_source, read_request
+from stopdown.app.request_options import find_named_source
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent
 from stopdown.sources.lora_names import is_lora_file
-from stopdown.sources.sources import is_hub_id
+from stopdown.sources.sources import is_hub_id, refuse_ignored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,13 +76,6 @@ class ConvertOptions(ConvertRunOptions):
         tuple[str, ...],
         typer.Option(help="Component to write unchanged. Repeat for several."),
     ] = ()
-    call: Annotated[
-        str | None,
-        typer.Option(
-            help="For a file with a single component: a recorded call to measure, FILE or "
-            "vae.decode=FILE."
-        ),
-    ] = None
     allow_eps: Annotated[
         bool,
         typer.Option(
@@ -91,10 +84,6 @@ class ConvertOptions(ConvertRunOptions):
         ),
     ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if convert wrote it.")] = False
-    device: Annotated[
-        str | None,
-        typer.Option(help="Device used to recompute exponents: cuda, cuda:1, mps or cpu."),
-    ] = None
     revision: RevisionOption = None
     config: ConfigOption = None
 
@@ -114,7 +103,8 @@ def main(options: ConvertOptions) -> int:
 
 def convert_model(options: ConvertOptions, display: Display) -> Conversion:
     """Write a checkpoint converted by its plan, for programs without Stopdown."""
-    is_lora, request = is_lora_file(Path(options.source).expanduser()), read_request(options)
+    is_lora = is_lora_file(Path(options.source).expanduser())
+    refuse_ignored(options.source, options.revision, options.config)
     if options.plan is None and not is_lora:
         encoder = _find_encoder(options, display)
         if encoder is not None:
@@ -136,19 +126,14 @@ def convert_model(options: ConvertOptions, display: Display) -> Conversion:
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.checkpoints.output_places import Target, choose_target
-    from stopdown.plans.call_recorder import read_call_file
     from stopdown.plans.certified import certify_plan
     from stopdown.sources.library_messages import quiet_libraries
 
     place = options.output if options.to is None else Target(options.output, options.to)
     choose_target(place, source)  # refused before a plan is computed
-    if options.call is not None:
-        request = dataclasses.replace(request, arguments=read_call_file(options.call))
     if plan is None:
         with quiet_libraries():  # a file cannot hold an fp32 residual stream
-            plan = certify_plan(
-                source, residual="native", request=request, progress=display.progress
-            )
+            plan = certify_plan(source, residual="native", progress=display.progress)
 
     return convert_module.convert(
         source,
@@ -156,8 +141,6 @@ def convert_model(options: ConvertOptions, display: Display) -> Conversion:
         plan,
         leave=options.leave,
         allow=_list_allowed(options),
-        device=options.device or "cpu",
-        request=request,
         progress=display.progress,
     )
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stopdown.pipelines.requests import FIELDS
+from stopdown.pipelines.requests import FIELDS, MEDIA
 
-SHOWN = ("json", "quiet", "verbose", "token")
-"""Options about what is printed, and what is secret: no record has them."""
+SHOWN = ("json", "quiet", "verbose")
+"""Options about what is printed: no record has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,6 @@ class SourceOptions(CommandOptions):
     variant: Annotated[
         str | None,
         typer.Option(help="Variant of the weights, if the model has several, such as fp16."),
-    ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(
-            help="Token for a gated or private model. Other users can see it in the list of "
-            "processes; prefer hf auth login."
-        ),
     ] = None
 
 
@@ -103,19 +96,16 @@ _NOT_TAKEN = {
 LEFT_OUT = {
     "run": ("prompt",),
     "plan": tuple(entry.name for entry in FIELDS),
-    "fit": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
-    "convert": ("prompt", "negative", "seed", "strength", "mask", "control_image"),
+    "convert": tuple(entry.name for entry in FIELDS),
+    "fit": ("prompt", "negative", "seed", "strength", *MEDIA),
 }
 """What a command does not take of the fields of a request. Prompts are taken in ways of their own. A plan
-is computed from the weights. Memory does not depend on the others, and forecasts and conversions draw
+and its conversion are computed from the weights. Memory does not depend on the others, and forecasts draw
 pictures that they need."""
 
-RunOptions, PlanRunOptions, FitRunOptions, ConvertRunOptions = (
+RunOptions, PlanRunOptions, ConvertRunOptions, FitRunOptions = (
     make_options(f"{name.title()}Options", (x for x in FIELDS if x.name not in names))
     for name, names in LEFT_OUT.items()
-)
-SizeOptions = make_options(
-    "SizeOptions", (x for x in FIELDS if x.name in ("frames", "height", "width"))
 )
 
 

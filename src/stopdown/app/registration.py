@@ -27,7 +27,6 @@ import typer
 from typer.models import ArgumentInfo
 
 from stopdown.app.flags import SHOWN
-from stopdown.devices.environment import token_in_use
 from stopdown.errors import OptionError, StopdownError
 from stopdown.number_formats import find_format
 
@@ -48,8 +47,7 @@ def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **setti
                 given[entry.name] = tuple(given[entry.name] or getattr(record, entry.name))
         options = record(**given)
         try:
-            with token_in_use(getattr(options, "token", None)):
-                code = main(options)
+            code = main(options)
         except StopdownError as error:
             reword(error, options)
             raise

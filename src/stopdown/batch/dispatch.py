@@ -97,16 +97,11 @@ class PlanVersions:
 
 @dataclass
 class Dispatch:
-    """The items of a batch while they are given out.
-
-    Attributes:
-        tries: how often an item is begun at most.
-    """
+    """The items of a batch while they are given out, each `TRIES` times at most."""
 
     pool: Pool
     versions: PlanVersions
     note: Callable[[str], None]
-    tries: int = TRIES
     _begun: Counter[str] = field(default_factory=Counter)
     _given: dict[int, Task] = field(default_factory=dict)
     _deaths: int = 0
@@ -154,7 +149,7 @@ class Dispatch:
                 expected="Finished items are kept, and the same command continues from there.",
                 remedy="Make one item with stopdown generate to see why.",
             )
-        if tries < self.tries:
+        if tries < TRIES:
             return None
         said = f"Each of {tries} workers that tried it died. {reason}"
         return begin_result(task, "failed", error=said, tries=tries)

@@ -73,9 +73,9 @@ from stopdown.pipelines.single_files import (
     write_single_file,
 )
 from stopdown.plans.applier import apply_plan, check_source
-from stopdown.plans.calibrated import list_requests
+from stopdown.plans.calibrated import STEPS, list_requests
 from stopdown.plans.call_recorder import play_calls, record_calls, record_run
-from stopdown.plans.dry_calls import draw_calls
+from stopdown.plans.dry_calls import draw_calls, shrink_run
 from stopdown.plans.exponents import describe_unscaled
 from stopdown.plans.plan_files import carry_plan, take_plan
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
@@ -152,7 +152,7 @@ def convert(
             `EFFECT_LIMIT`. `overwrite`: replace an earlier output of `convert` at OUT, a folder that
             holds its files and nothing else, or a `.safetensors` file with its mark.
         device: runs the components whose exponents have to be found again.
-        request: sizes, picture or video of those runs, as for `measure_plan`.
+        request: sizes, picture or video of those runs; by default a small picture, and one that is drawn.
         progress: called with the stage, the item, the count done and the total.
 
     Raises:
@@ -255,12 +255,9 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
             return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
         if work.source.parts:
             return draw_calls(work.source, request)
-        requests = list_requests(
-            work.pipe,
-            work.plan.prompts,
-            dataclasses.replace(request, steps=work.plan.steps or request.steps),
-        )
-        return record_calls(work.pipe, requests, progress)
+        steps = work.plan.steps or request.steps or STEPS
+        short = shrink_run(work.pipe, dataclasses.replace(request, steps=steps))
+        return record_calls(work.pipe, list_requests(work.pipe, work.plan.prompts, short), progress)
 
     for number, entry in enumerate(work.plan.components):
         name = entry.component

@@ -13,8 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,20 +129,6 @@ def has_moving_cursor() -> bool:
     The cell of a notebook claims to be a terminal and keeps every line.
     """
     return "JPY_PARENT_PID" not in os.environ
-
-
-@contextmanager
-def token_in_use(token: str | None) -> Iterator[None]:
-    """Give the Hub's client a token within the block; None leaves the environment unchanged."""
-    before = os.environ.get("HF_TOKEN")
-    if token is not None:
-        os.environ["HF_TOKEN"] = token
-    try:
-        yield
-    finally:
-        if token is not None:
-            del os.environ["HF_TOKEN"]
-            os.environ |= {"HF_TOKEN": before} if before is not None else {}
 
 
 def read_version(package: str) -> str | None:

@@ -231,7 +231,7 @@ def _play(opened: _Subject, given: Sequence[str | Mapping[str, Any]]) -> Callabl
         raise OptionError(
             f"The file {opened.name} holds only {held}, not a whole pipeline.",
             expected="To measure values, Stopdown needs recorded calls of it.",
-            remedy='Compute bounds from the weights: `certify`. Or give a recorded call: call="FILE".',
+            remedy="Compute bounds from the weights: make_plan(FILE). Or give the arguments of a call.",
         )
     return functools.partial(play_calls, opened.pipe, given)
 

@@ -5,24 +5,17 @@ the first, middle and last step, with every branch of guidance, and of everythin
 more than `MOST_CALLS` of a component call are kept. A pipeline that decodes and never encodes also gets
 an encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
 
-A call of a component whose pipeline is not there is recorded elsewhere: a `.safetensors` file of its
-arguments by name (`hidden_states`, `added_cond_kwargs.text_embeds`). What is no tensor stands as JSON
-in the entry `arguments` of its metadata.
-
 Not covered: other prompts, sizes and numbers of steps than those that were run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.component_interception import intercept_components
@@ -200,29 +193,6 @@ Arguments = Mapping[str, Any]
 """Of one call by their names."""
 
 
-def read_call_file(text: str) -> Arguments:
-    """Read the arguments in `FILE`; those in `vae.decode=FILE` go below the name of the call."""
-    name, is_named, rest = text.partition("=")
-    path = Path(rest if is_named else text).expanduser()
-    arguments: dict[str, Any] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            arguments |= json.loads((file.metadata() or {}).get("arguments", "{}"))
-            for key in file.keys():  # noqa: SIM118 - no dict
-                value, table = file.get_tensor(key), arguments
-                *path, last = key.split(".")
-                for part in path:
-                    table = table.setdefault(part, {})
-                table[last] = value.float() if value.is_floating_point() else value
-    except (OSError, SafetensorError, ValueError) as error:
-        raise OptionError(
-            f"The recorded call {path} cannot be read: {error}.",
-            expected="It is a .safetensors file with the arguments of a component's call by their names.",
-            remedy="Record it: safetensors.torch.save_file(arguments, 'call.safetensors').",
-        ) from error
-    return {name: arguments} if is_named else arguments
-
-
 def list_part_calls(program: Any) -> dict[str, Callee]:
     """Return the calls of a program of parts by name: `transformer`, `vae.decode`."""
     return {callee.name: callee for callee in list_component_calls(vars(program))}
@@ -239,7 +209,7 @@ def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
                 raise OptionError(
                     f"{callee.name} did not run as recorded: {take_first_line(error)}.",
                     expected="A call has the arguments of the component's own class by their names.",
-                    remedy="Record a call of this model, or bound every call: `certify`.",
+                    remedy="Record a call of this model, or bound every call: make_plan(FILE).",
                 ) from error
 
 
@@ -255,6 +225,6 @@ def _name_calls(
             f"The file holds no pipeline but what is called as {' and '.join(known)}, and {what} was "
             "given.",
             expected="Arguments of these calls by name, as a program gave them to the component.",
-            remedy=f'Name the call: call="{next(iter(known))}=FILE", or bound every call: `certify`.',
+            remedy=f'Name the call, {{"{next(iter(known))}": {{...}}}}, or bound all: make_plan(FILE).',
         )
     yield next(iter(known.values())), given

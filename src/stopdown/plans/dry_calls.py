@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import drop_upcast
 from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides, read_pipe_configs
 from stopdown.pipelines.dry_run import (
     ComponentFailed,
     DryCall,
@@ -28,7 +30,7 @@ from stopdown.pipelines.dry_run import (
     dry_run,
     make_arguments,
 )
-from stopdown.pipelines.requests import Request, find_pipeline_argument
+from stopdown.pipelines.requests import Request, find_frames, find_pipeline_argument
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.plans.call_recorder import MOST_FRAMES
 from stopdown.scaling import ComponentCall, put_cast
@@ -36,7 +38,25 @@ from stopdown.scaling.bounds.input_limits import find_largest_step
 from stopdown.sources.source import Source
 
 SMALL = {"height": 256, "width": 256, "frames": 9}
-"""Sizes of a drawn call: eps matter as much in a small picture."""
+"""Sizes of a call that shows what a change of eps does: eps matter as much in a small picture."""
+
+
+def shrink_run(pipe: Any, request: Request) -> Request:
+    """Return the request of a run at sizes of at most `SMALL`.
+
+    Sizes that were asked for stay, and those that the model has no others than.
+    """
+    own, grid = find_own_sides(pipe), find_grid(read_pipe_configs(pipe))
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if request.height or request.width or grid.only or own is None or "height" not in taken:
+        return request
+    most = max(1, SMALL["height"] // grid.side) * grid.side
+    if max(own) > most:
+        request = dataclasses.replace(request, height=min(own[0], most), width=min(own[1], most))
+    if request.frames is None and find_frames(pipe, {}) > SMALL["frames"]:
+        few = (SMALL["frames"] - 1) // grid.frames * grid.frames + 1
+        request = dataclasses.replace(request, frames=few)
+    return request
 
 
 def list_source_calls(
