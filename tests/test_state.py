@@ -18,6 +18,8 @@ MOST_ATTRIBUTES = 12
 MOST_LOCKS = 20
 MOST_ON_MODULES = 6
 
+MOST_OPTIONS = 176
+
 LARGE = {
     "MemoryForecast": 26,
     "Scaling": 26,
@@ -36,8 +38,7 @@ LARGE = {
     "Cause": 13,
     "Profile": 13,
     # what is asked for
-    "BatchOptions": 15,
-    "ConvertOptions": 13,
+    "BatchOptions": 14,
     "GenerateOptions": 14,
     "GuardOptions": 14,
     "Request": 14,
@@ -127,3 +128,9 @@ def test_state_is_found(counts: ModuleType) -> None:
     assert counts.count_attributes(tree) == {"One": 3}
     assert counts.count_locks(tree) == 2
     assert counts.list_private(tree) == {"stopdown_mark", "stopdown_name"}
+
+
+@pytest.mark.thorough
+def test_options_only_go(counts: ModuleType) -> None:
+    """An option more needs a page that shows it, and a command that nobody can use without."""
+    assert counts.count_options(ROOT)["all"] <= MOST_OPTIONS

@@ -47,13 +47,13 @@ from stopdown.number_formats import list_all
 from stopdown.pipelines.requests import FIELDS, MEDIA, Request, refuse_missing_prompt
 from stopdown.plans.plan_files import describe_no_plan
 from stopdown.plans.precision import find_plan_path, parse_request
-from stopdown.records import MemoryForecast, Plan, RunRecord, describe_no_run
+from stopdown.records import MemoryForecast, MemoryPlan, Plan, RunRecord, describe_no_run
 from stopdown.sources.source import Source
 from stopdown.sources.sources import find_kind, fingerprint, is_complete
 
 if TYPE_CHECKING:
     from stopdown.runtime.journal import Journal
-    from stopdown.runtime.runs import Runner, RunOutput
+    from stopdown.runtime.runs import Runner
 
 
 DEFAULT_OUTPUT = "stopdown"
@@ -201,6 +201,27 @@ class ModelCache:
     output: str = ""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One run of the command, which each of its steps is given.
+
+    Attributes:
+        request: what the options ask of the pipeline, with its input files read.
+        model: what earlier steps and runs found.
+    """
+
+    options: GenerateOptions
+    request: Request
+    display: Display
+    model: ModelCache
+    started: float
+
+    @functools.cached_property
+    def device(self) -> Device:
+        """The device of the run; PyTorch is asked once."""
+        return choose_device(self.options.device)
+
+
 def generate(
     options: GenerateOptions,
     display: Display | None = None,
@@ -214,34 +235,29 @@ def generate(
     Returns:
         The record of the run. Findings in the frames are in it; the file is written regardless.
     """
-    started = time.perf_counter()
-    display = display or Display()
-    request = _read_request(options)
-    numbered = options.output is None
+    started, request = time.perf_counter(), _read_request(options)
+    run = _Run(options, request, display or Display(), kept or ModelCache(), started)
     _check_output_early(options)
-
-    kept = kept or ModelCache()
-    source = kept.source or _find_source(options, request, display, kept)
-    if kept.source is None:
-        refuse_missing_prompt(source.pipeline_class, source.components, request)
+    is_first = run.model.source is None
+    source = run.model.source or _find_source(run)
+    if is_first:
+        refuse_missing_prompt(source.pipeline_class, source.components, run.request)
         if unknown := list_unknown_words(source, options.prompt):
-            display.inform(
+            run.display.inform(
                 f"The demo model {source.name} doesn't know {list_all(unknown)}. It draws one coloured "
                 'shape that moves: "a red circle moving left on a grey background".'
             )
-        load_libraries(display)
-    device = choose_device(options.device)
-    display.detail(f"{options.source} is {source.path}. {device.reason}")
-    from stopdown.runtime.runs import RunOutput, write_run_record
+        load_libraries(run.display)
+    run.display.detail(f"{options.source} is {source.path}. {run.device.reason}")
+    from stopdown.runtime.runs import write_run_record
     from stopdown.sources.library_messages import quiet_libraries
 
-    with quiet_libraries(), _open_journal(options, source, display) as journal:
-        plan = _decide(options, request, device, source, display, kept)
-        if options.output is None:
-            options = dataclasses.replace(options, output=str(find_free(kept.output, ".json")))
-        fields = {"request": _describe_options(options), "forecast": kept.forecast}
-        output = RunOutput(str(options.output), options.fps, started, fields, numbered)
-        record = _generate(options, request, plan, output, journal, display, kept)
+    with quiet_libraries(), _open_journal(run, source) as journal:
+        if run.model.plan is None:
+            run.display.progress("choose", "a precision", 0, 0)
+        if is_first:
+            _choose_model(run, source)
+        record = _make(run, journal)
         write_run_record(record, record.output)
         if journal is not None:
             journal.clear()
@@ -254,13 +270,12 @@ def list_unknown_words(source: Source, prompt: str | None) -> list[str]:
     return [f'"{word}"' for word in dict.fromkeys(words) if not _BUNDLED_WORDS.fullmatch(word)]
 
 
-def _find_source(
-    options: GenerateOptions, request: Request, display: Display, kept: ModelCache
-) -> Source:
+def _find_source(run: _Run) -> Source:
     """Find the model, and download it if necessary.
 
     The forecast of the run is shown before the weights are downloaded.
     """
+    options, request, display = run.options, run.request, run.display
     if find_kind(options.source) == "hub":
         found = find_named_source(options, display, with_weights=False)
         refuse_missing_prompt(found.pipeline_class, found.components, request)
@@ -271,83 +286,83 @@ def _find_source(
 
             refuse_missing_packages(found)
 
-            kept.forecast = show_before_download(options, found, request, display)
+            run.model.forecast = show_before_download(options, found, request, display)
             from stopdown.plans.plan_choice import certified_on_arrival
 
-            device = choose_device(options.device)
             with certified_on_arrival(
-                found, options.precision, device, request=request, progress=display.progress
+                found, options.precision, run.device, request=request, progress=display.progress
             ):
                 return find_named_source(options, display)
     return find_named_source(options, display)
 
 
-def _decide(
-    options: GenerateOptions,
-    request: Request,
-    device: Device,
-    source: Source,
-    display: Display,
-    kept: ModelCache,
-) -> Plan:
-    """Return the plan of the run; it is chosen once for several runs, and nothing is loaded."""
+def _ask_memory(run: _Run) -> MemoryPlan | None:
+    from stopdown.runtime.memory_limits import ask_memory
+
+    return ask_memory(run.options.memory, parse_request(run.options.precision))
+
+
+def _choose_model(run: _Run, source: Source) -> None:
+    """Choose the pipeline that answers the request, for all runs, and refuse what it cannot make."""
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.results import check_format, choose_suffix
-    from stopdown.plans.plan_choice import choose_plan
-    from stopdown.runtime.memory_limits import ask_memory
     from stopdown.runtime.runs import Runner
     from stopdown.sources.component_classes import find_class
 
-    memory = ask_memory(options.memory, parse_request(options.precision))
-    if kept.plan is None:
-        display.progress("choose", "a precision", 0, 0)
-    if kept.source is None:
-        kept.source = select_pipeline(source, request, progress=display.progress)
-        pipeline_class = find_class("diffusers", kept.source.pipeline_class)
-        kept.output = f"{DEFAULT_OUTPUT}{choose_suffix(pipeline_class, request)}"
-        check_format(pipeline_class, request, options.output or kept.output)
-        refuse_too_large(
-            kept.source,
-            request,
-            device,
-            display,
-            precision=options.precision,
-            memory=memory.asked if memory is not None else None,
-        )
-    if kept.runner is None:
-        kept.runner = Runner(kept.source, device)
-    if kept.plan is None:
-        kept.plan = choose_plan(
-            kept.source,
-            options.precision,
-            device,
-            memory=memory,
-            request=request,
-            progress=display.progress,
-        )
-    return kept.plan
+    options, request, memory = run.options, run.request, _ask_memory(run)
+    found = select_pipeline(source, request, progress=run.display.progress)
+    run.model.source = found
+    pipeline_class = find_class("diffusers", found.pipeline_class)
+    run.model.output = f"{DEFAULT_OUTPUT}{choose_suffix(pipeline_class, request)}"
+    check_format(pipeline_class, request, options.output or run.model.output)
+    refuse_too_large(
+        found,
+        request,
+        run.device,
+        run.display,
+        precision=options.precision,
+        memory=memory.asked if memory is not None else None,
+    )
+    run.model.runner = Runner(found, run.device)
 
 
-def _generate(
-    options: GenerateOptions,
-    request: Request,
-    plan: Plan,
-    output: RunOutput,
-    journal: Journal | None,
-    display: Display,
-    kept: ModelCache,
-) -> RunRecord:
+def _choose_plan(run: _Run) -> Plan:
+    """Return the plan of the run; it is chosen once for several runs, and nothing is loaded."""
+    from stopdown.plans.plan_choice import choose_plan
+
+    model = run.model
+    assert model.source is not None
+    if model.plan is None:
+        model.plan = choose_plan(
+            model.source,
+            run.options.precision,
+            run.device,
+            memory=_ask_memory(run),
+            request=run.request,
+            progress=run.display.progress,
+        )
+    return model.plan
+
+
+def _make(run: _Run, journal: Journal | None) -> RunRecord:
     """Make the output file, and return the record of the run."""
     from stopdown.runtime.guard import GuardOptions
+    from stopdown.runtime.runs import RunOutput
     from stopdown.runtime.session import tell_calls
 
-    runner = kept.runner
+    options, display, runner = run.options, run.display, run.model.runner
     assert runner is not None
+    plan = _choose_plan(run)
+    output = options.output or str(find_free(run.model.output, ".json"))
+    fields = {
+        "request": _describe_options(dataclasses.replace(options, output=output)),
+        "forecast": run.model.forecast,
+    }
     try:
         record, made = runner.make(
             plan,
-            request,
-            output,
+            run.request,
+            RunOutput(output, options.fps, run.started, fields, options.output is None),
             GuardOptions(
                 on_fault=options.on_fault,
                 observer=tell_calls(display.progress),
@@ -364,27 +379,26 @@ def _generate(
     path = find_plan_path(options.precision)
     written = keep_updated(made.updated, path, options.keep_repairs, display.announce)
     if written is not None:
-        kept.plan = None
+        run.model.plan = None
     return dataclasses.replace(record, updated_plan=written)
 
 
 @contextlib.contextmanager
-def _open_journal(
-    options: GenerateOptions, source: Source, display: Display
-) -> Iterator[Journal | None]:
+def _open_journal(run: _Run, source: Source) -> Iterator[Journal | None]:
     """Open the journal that `--journal` names, before anything is loaded; yield None without one.
 
     Raises:
         StopdownError: the journal belongs to another run.
     """
+    options = run.options
     if options.journal is None:
         yield None
         return
     from stopdown.runtime.journal import Journal
 
-    run = {name: getattr(options, name) for name in _RUN_IDENTITY}
-    run["checkpoint"] = fingerprint(source)
-    with Journal(options.journal, run, announce=display.announce) as journal:
+    identity = {name: getattr(options, name) for name in _RUN_IDENTITY}
+    identity["checkpoint"] = fingerprint(source)
+    with Journal(options.journal, identity, announce=run.display.announce) as journal:
         yield journal
 
 
