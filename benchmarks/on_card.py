@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -467,8 +468,22 @@ ROWS = {
 }
 
 
+def _end_with_the_table() -> None:
+    """End this process and its children when standard input closes: whoever started the row is gone.
+
+    A row that went on by itself would hold the card's memory while the next run tries it again.
+    """
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def run_inside(name: str, place: Place) -> None:
     """Run a row in this process; print each fact as a line."""
+    _end_with_the_table()
     with contextlib.ExitStack() as stack:
         if place.device == "simulated":
             from device.simulated_device import load_device
@@ -488,7 +503,11 @@ def run_row(name: str, command: list[str], store: Callable[[str, Any], None]) ->
     """Run a row in a process of its own within its limit, and store each of its facts at once."""
     begun, limit_s = time.perf_counter(), ROWS[name].limit_s
     process = subprocess.Popen(
-        [*command, "--inside", name], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--inside", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
 

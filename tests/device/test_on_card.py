@@ -47,6 +47,15 @@ def test_a_killed_run_keeps_its_facts_and_goes_on(tmp_path: Path) -> None:
     assert said.splitlines()[-1].startswith("missing: tiny pipelines, CogVideoX-5B,")
 
 
+@pytest.mark.thorough
+def test_a_row_ends_with_whoever_started_it() -> None:
+    """Its standard input closes when the table is killed: it does not hold the card for minutes more."""
+    command = [sys.executable, str(SCRIPT), "--rehearse", "--inside", "certificate on the host"]
+    row = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    row.communicate()
+    assert row.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_every_row_ends_on_the_simulated_device(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ import torch
 
 from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
+from stopdown.devices.device_choice import choose_device
 from stopdown.errors import StopdownError
 from stopdown.memory.forecast import Fit
 from stopdown.memory.smaller_requests import Size, find_largest_size, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.pipelines.allowed_sizes import Grid
+from stopdown.pipelines.requests import Request
 from stopdown.records import RunRecord
-from stopdown.testing import save_pipeline
+from stopdown.runtime import memory_limits
+from stopdown.testing import make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
 
@@ -101,3 +104,24 @@ def test_what_fits_at_no_strategy_is_refused(folder: Path, tmp_path: Path) -> No
     assert str(caught.value).startswith(
         "No strategy stays within 500 KiB on cpu in fp32: the smallest"
     )
+
+
+@pytest.mark.thorough
+def test_a_host_without_room_for_the_weights_reads_them_at_the_speed_of_a_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run counts the disk as `fit` does: what moves blocks at each step costs twenty times as much."""
+    pipe = make_pipeline("sd", dtype=torch.float32)
+    request = Request(prompt="a", steps=4, height=64, width=64)
+
+    def predict(host_bytes: int) -> Fit:
+        monkeypatch.setattr(memory_limits, "find_host_bytes", lambda: host_bytes)
+        return memory_limits.predict_pipe(pipe, {"fp32"}, request, choose_device("cpu"))
+
+    ample, small = predict(2**40), predict(2**10)
+    assert ample.speed is not None
+    assert small.speed is not None
+    assert (ample.speed.link_bytes_per_s, small.speed.link_bytes_per_s) == (1e10, 5e8)
+    moved = {x.strategy.name: x for x in small.predictions}["block"]
+    before = {x.strategy.name: x for x in ample.predictions}["block"]
+    assert moved.seconds - before.seconds == pytest.approx(moved.moved_bytes * (1 / 5e8 - 1 / 1e10))

@@ -55,6 +55,7 @@ def fit_source(
         host_limit: host memory for weights that are not in use, in bytes.
         plan: the plan that `options.precision` names.
     """
+    from stopdown.memory.forecast import count_disk
     from stopdown.pipelines.class_selection import select_class
     from stopdown.pipelines.drawn_inputs import complete_request
     from stopdown.plans.precision_and_memory import (
@@ -81,7 +82,7 @@ def fit_source(
         )
 
         def try_way(way: Plan, **given: Any) -> Fit:
-            return _count_disk(predict(way, **given), host_limit)
+            return count_disk(predict(way, **given), host_limit)
 
         shows_all = options.verbose or options.json
         tried = [try_way(first, request=request, limit=0 if shows_all else limit)]
@@ -259,18 +260,6 @@ def _try_way(
     wide = _find_speed(device, {"fp32"}) if find_fp32_share(way) else None
     speed = weigh_speed(way, _find_speed(device, formats), wide)
     return dataclasses.replace(sort_by_time(fit, speed), plan=way)
-
-
-def _count_disk(fit: Fit, host_limit: int) -> Fit:
-    """Return the prediction; its time includes disk reads if the host has too little memory for the
-    weights.
-    """
-    from stopdown.memory.forecast import sort_by_time
-
-    stored = max(one.stored_bytes for one in fit.predictions)
-    if fit.speed is None or stored <= host_limit:
-        return fit
-    return sort_by_time(fit, fit.speed.read_from_disk())
 
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:

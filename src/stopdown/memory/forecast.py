@@ -163,6 +163,14 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     return dataclasses.replace(fit, predictions=tuple(sorted(timed, key=rate)), speed=speed)
 
 
+def count_disk(fit: Fit, host_limit: int) -> Fit:
+    """Return the predictions; if weights exceed the host memory for them, their time has disk reads."""
+    stored = max(one.stored_bytes for one in fit.predictions)
+    if fit.speed is None or stored <= host_limit:
+        return fit
+    return sort_by_time(fit, fit.speed.read_from_disk())
+
+
 def choose_prediction(fit: Fit, limit_bytes: int) -> Prediction | None:
     """Return the prediction that costs the least time among those that fit; None if none does."""
     return next((one for one in fit.predictions if _fits(one, limit_bytes)), None)

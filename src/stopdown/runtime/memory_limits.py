@@ -18,7 +18,7 @@ from stopdown.devices.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
 from stopdown.memory import speed as speeds
 from stopdown.memory.caching_allocator import find_workspace
-from stopdown.memory.forecast import Fit, keep_tiling
+from stopdown.memory.forecast import Fit, count_disk, keep_tiling
 from stopdown.memory.offloader import make_offloader, predict_run
 from stopdown.memory.smaller_calls import CHUNKS_DIFFER
 from stopdown.number_formats import format_bytes, parse_bytes
@@ -173,13 +173,13 @@ SEGMENTED = ("cuda", "xpu")
 
 
 def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
-    """Predict the memory and time of every strategy of a run.
+    """Predict the memory and time of every strategy of a run, with reads of a disk where the host is small.
 
     Args:
         pipe: may be without weights.
     """
     arguments = build_arguments(pipe, request)
-    return predict_run(
+    fit = predict_run(
         pipe,
         arguments,
         steps=find_steps(pipe, arguments),
@@ -190,3 +190,4 @@ def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: 
         if device.type in SEGMENTED
         else None,
     )
+    return count_disk(fit, int(HOST_SHARE * find_host_bytes()))
