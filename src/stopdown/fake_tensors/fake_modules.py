@@ -11,6 +11,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 
 from stopdown.fold_names import name_parameters
+from stopdown.interception.patches import CHANGING, Patches
+
+_NO_SWAP = "Couldn't swap"
+"""What PyTorch says when it converts a fake parameter, as `to_empty` and `skip_init` do."""
 
 
 def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
@@ -26,8 +30,46 @@ def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
     except DataDependentOutputException:
         with torch.device("meta"):
             return make_fake(factory().eval(), mode)
+    except RuntimeError as error:
+        if _NO_SWAP not in str(error):
+            raise
+        with CHANGING, Patches() as patches, mode:
+            patches.set_class_attribute(torch.nn.Module, "_apply", _choose_conversion())
+            return factory().eval()
     finally:
         torch.set_default_dtype(before)
+
+
+def _choose_conversion() -> Callable[..., torch.nn.Module]:
+    """Return `Module._apply` that converts fake parameters too; modules of other threads have none."""
+    convert_real = torch.nn.Module._apply
+
+    def apply(
+        module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
+    ) -> torch.nn.Module:
+        is_fake = any(isinstance(x, FakeTensor) for x in name_parameters(module).values())
+        chosen = convert_fakes_ if is_fake else convert_real
+        return chosen(module, convert, recurse)
+
+    return apply
+
+
+def convert_fakes_(
+    module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
+) -> torch.nn.Module:
+    """Do what `Module._apply` does to fake parameters, which PyTorch refuses to swap."""
+    patches = Patches()  # never undone, as a conversion isn't
+    with find_mode(module):
+        for part in module.modules() if recurse else (module,):
+            for table in (part._parameters, part._buffers):
+                for name, tensor in list(table.items()):
+                    if tensor is not None:
+                        made = convert(tensor)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        patches.set_item(
+                            table, name, mark_as_parameter(made) if is_parameter else made
+                        )
+    return module
 
 
 def make_fake(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from stopdown.component_calls.components import build_module, find_components, find_kept_fp32
-from stopdown.fake_tensors.fake_modules import build_fake, find_mode, mark_as_parameter, renew_fakes
+from stopdown.fake_tensors.fake_modules import (
+    build_fake,
+    convert_fakes_,
+    mark_as_parameter,
+    renew_fakes,
+)
 from stopdown.fold_names import name_parameters
 from stopdown.interception.module_paths import OWN_ATTRIBUTES
 from stopdown.interception.patches import Patches
@@ -273,22 +278,7 @@ def _teach_casts(module: torch.nn.Module) -> None:
     """Let `.to()` and its kin change a skeleton: PyTorch refuses to swap fake parameters."""
     patches = Patches()  # never undone: the skeleton is ours
     for part in module.modules():
-        patches.set_attribute(part, "_apply", functools.partial(_apply, part))
-
-
-def _apply(
-    module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
-) -> torch.nn.Module:
-    patches = Patches()
-    with find_mode(module):
-        for part in module.modules() if recurse else (module,):
-            for table in (part._parameters, part._buffers):
-                for name, tensor in list(table.items()):
-                    if tensor is not None:
-                        made = convert(tensor)
-                        made = mark_as_parameter(made) if _is_parameter(tensor) else made
-                        patches.set_item(table, name, made)
-    return module
+        patches.set_attribute(part, "_apply", functools.partial(convert_fakes_, part))
 
 
 def build_empty_component(
