@@ -15,6 +15,7 @@ from stopdown.component_calls.components import (
     find_callees,
     find_kept_fp32,
     find_stage,
+    list_call_names,
     read_precisions,
 )
 
@@ -28,6 +29,29 @@ def test_the_callees_of_a_pipeline() -> None:
         ("image_encoder", "forward", "encode"),
         ("unet", "forward", "denoise"),
     ]
+
+
+def test_a_class_without_forward_is_called_by_what_it_decodes_with() -> None:
+    """Shap-E's renderer has methods alone, and its arguments are brought to its dtype there."""
+    from diffusers.pipelines.shap_e import ShapERenderer
+
+    assert list_call_names("renderer", ShapERenderer) == (
+        "renderer.decode_to_image",
+        "renderer.decode_to_mesh",
+    )
+    program = SimpleNamespace(components={"renderer": ShapERenderer.__new__(ShapERenderer)})
+    assert [(x.name, x.method, x.stage) for x in find_callees(program)] == [
+        ("renderer.decode_to_image", "decode_to_image", "decode"),
+        ("renderer.decode_to_mesh", "decode_to_mesh", "decode"),
+    ]
+
+
+def test_what_a_module_made_in_16_bits_is_cast_with_it() -> None:
+    """As if it had been loaded so; a table in fp32 is meant to be exact."""
+    model = torch.nn.Linear(2, 2).bfloat16()
+    model.box, model.table = torch.ones(3).bfloat16(), torch.ones(3)  # type: ignore[assignment]
+    cast_component_(model, torch.float16)
+    assert (model.box.dtype, model.table.dtype) == (torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize(

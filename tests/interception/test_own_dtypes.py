@@ -1,4 +1,4 @@
-"""Plain attributes `dtype` of modules follow a cast, and come back."""
+"""Plain attributes of modules follow a cast, and come back."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ def test_attributes_follow_where_they_had_a_dtype_of_the_parameters() -> None:
             torch.float16, torch.float64, torch.float32,
         ]  # fmt: skip
     assert own.dtype == torch.float32
+
+
+def test_tables_in_16_bits_follow() -> None:
+    """Shap-E's box is made in the format that it's built in; tables in fp32 stay exact."""
+    model = nn.Linear(2, 2).bfloat16()
+    model.box, model.table = torch.ones(3).bfloat16(), torch.ones(3)  # type: ignore[assignment]
+    box = model.box
+    with Patches() as patches:
+        set_own_dtypes(model, list_own_dtypes(model), torch.float16, patches)
+        assert model.box.dtype == torch.float16
+        assert model.table.dtype == torch.float32
+    assert model.box is box

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from stopdown.pipelines.requests import (
     say_what_to_change,
 )
 from stopdown.pipelines.results import read_frames
+from stopdown.sources.library_classes import is_deprecated
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 CLIP = np.full((9, 24, 40, 3), 128, np.uint8)
@@ -385,6 +387,8 @@ def test_each_combined_class_makes_both_stages() -> None:
             parts = inspect.signature(combined.__init__).parameters
             assert "prompt" in list_needed_arguments(combined)
             assert any(name.startswith("prior_") for name in parts)
+            types = re.findall(r"\w+", " ".join(str(x.annotation) for x in parts.values()))
+            assert not any(map(is_deprecated, types)), stage.combined  # Diffusers loads none
 
 
 def test_a_negative_prompt_is_given_where_a_pipeline_stops_without_one() -> None:

@@ -173,11 +173,24 @@ def list_call_names(name: str, module: Any) -> tuple[str, ...]:
     Args:
         module: it, or its class.
     """
-    return (
-        (name_call(name, "encode"), name_call(name, "decode"))
-        if is_autoencoder(module)
-        else (name,)
-    )
+    return tuple(name_call(name, method) for method in list_entrances(module))
+
+
+def list_entrances(module: Any) -> tuple[str, ...]:
+    """List the methods that a pipeline calls a component by: `forward`, or those of an autoencoder.
+
+    A class without a `forward`, such as Shap-E's renderer, is called by what it decodes with.
+
+    Args:
+        module: it, or its class.
+    """
+    if is_autoencoder(module):
+        return ("encode", "decode")
+    kind = module if isinstance(module, type) else type(module)
+    if getattr(kind, "forward", None) is not torch.nn.Module.forward:
+        return ("forward",)
+    found = tuple(x for x in dir(kind) if x.startswith("decode") and callable(getattr(kind, x)))
+    return found or ("forward",)
 
 
 def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -190,17 +203,20 @@ def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee
     """List the calls of components by their names, of an autoencoder those of its methods."""
     callees: list[Callee] = []
     for name, module in modules.items():
-        if is_autoencoder(module):
-            callees += list_methods(name, module)
-        else:
-            callees.append(Callee(name, module, "forward", find_stage(name)))
+        callees += list_methods(name, module)
     return tuple(callees)
 
 
 def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
-    """List the calls through which an autoencoder is used."""
+    """List the calls through which a component is used."""
     return tuple(
-        Callee(name_call(name, method), module, method, method) for method in ("encode", "decode")
+        Callee(
+            name_call(name, method),
+            module,
+            method,
+            find_stage(name) if method == "forward" else method.partition("_")[0],
+        )
+        for method in list_entrances(module)
     )
 
 
@@ -432,16 +448,22 @@ def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
 
 
 def cast_component_(
-    module: torch.nn.Module, dtype: torch.dtype, put: Callable[..., None] | None = None
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    put: Callable[..., None] | None = None,
+    patches: Patches | None = None,
 ) -> torch.nn.Module:
     """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
 
-    Parts that its authors keep in fp32 are cast to fp32; values other than weights are not cast.
+    Parts that its authors keep in fp32 are cast to fp32. Of other values, those follow that a module makes
+    in the 16 bits that it is built in.
 
     Args:
         put: given each weight and its `StoredWeight`: `wait_` leaves parameters in the files that they
             were mapped from, for a `WeightStore` to read. None casts them.
+        patches: get back what isn't a weight when they are undone; None never does.
     """
+    before = list_own_dtypes(module)
     kept = find_kept_fp32(type(module), name_dtype(dtype))
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not tensor.is_floating_point():
@@ -452,6 +474,7 @@ def cast_component_(
             tensor.data = cast_tensor(tensor.data, wanted)
         else:
             put(tensor, StoredWeight(tensor.data, wanted))
+    set_own_dtypes(module, before, dtype, patches or Patches())
     return module
 
 
@@ -460,8 +483,7 @@ def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches)
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    before = list_own_dtypes(module)
-    set_own_dtypes(cast_component_(module, dtype), before, dtype, patches)
+    cast_component_(module, dtype, patches=patches)
 
 
 def list_block_paths(

@@ -33,7 +33,6 @@ from stopdown.component_calls.pipeline_interception import intercept_runs
 from stopdown.errors import PlanError, take_first_line
 from stopdown.frames.frame_faults import find_frame_findings
 from stopdown.interception.component_locks import find_lock
-from stopdown.interception.own_dtypes import set_own_dtypes
 from stopdown.interception.patches import Patches
 from stopdown.module_calls.call_interception import find_module
 from stopdown.module_calls.callee import GENERAL_KEEPS, Callee
@@ -228,8 +227,7 @@ class ScriptGuard:
         module = find_module(callee)
         found = next(iter(read_precisions(module)), None)
         if found in (torch.float16, torch.bfloat16) and found != wanted:
-            before = frozenset({found})
-            set_own_dtypes(cast_component_(module, wanted), before, wanted, Patches())
+            cast_component_(module, wanted)
             self._cast.add(module)
             names = name_dtype(found), name_dtype(wanted)
             self.announce(f"{callee.component_name} was in {names[0]}, and runs in {names[1]}.")
