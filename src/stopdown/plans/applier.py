@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from stopdown.component_call_names import name_component
 from stopdown.component_calls.attribute_walk import find_parts
 from stopdown.component_calls.component_interception import intercept_components
 from stopdown.component_calls.components import (
@@ -433,34 +434,40 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
     put_plan(skeleton, dataclasses.replace(plan, components=known), put)  # it is ours: never undone
 
 
-def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
+def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: bool = False) -> None:
     """Cast arguments at each component call, but for values that the component's format cannot hold.
 
-    The same on every way in: whether a pipeline was loaded component by component or as a whole.
+    The same on every way in: with exponents or without, and for a pipeline that was loaded as a whole or by
+    component. Entries may be those of single calls, such as `vae.decode`.
+
+    Args:
+        keeps_upcast: let a pipeline bring an autoencoder to fp32 whose configuration asks for that.
     """
     dtypes = {
         entry.component: FORMATS[entry.precision].torch_dtype
         for entry in plan.components
         if entry.precision in FORMATS
     }
-    halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
+    in_fp16 = [name_component(x) for x, dtype in dtypes.items() if dtype == torch.float16]
+    halves = list(dict.fromkeys(in_fp16))
     for name in [x.component for x in plan.components if x.precision == "as loaded"]:
         found = find_component(pipe, name)
         held = () if found is None or find_quantised(found) else read_precisions(found)
         if found is not None and (len(held) == 1 or PLANNED in vars(found)):
             dtypes[name] = held[0]  # of now: its plan may come off before this one
-    upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
+    dropping = () if keeps_upcast else halves
+    upcast = {name for name in dropping if drop_upcast(_find(pipe, name), patches)}
     for name in upcast:
         if (watch := find_watch(_find(pipe, name))) is not None:
             watch.accept_settings()  # else its first call is traced, as of code that goes elsewhere
 
     def put(callee: Callee, layers: Patches) -> None:
-        name = callee.component_name
-        if name in dtypes:
-            put_cast(callee, dtypes[name], layers, as_plain=False)
+        dtype = dtypes.get(callee.name, dtypes.get(callee.component_name))
+        if dtype is not None:
+            put_cast(callee, dtype, layers, as_plain=False)
 
     intercept_components(pipe, put, patches)
-    wide = [_find(pipe, x.component) for x in plan.components if _returns_wide(x)]
+    wide = [_find(pipe, name_component(x.component)) for x in plan.components if _returns_wide(x)]
     state_dtypes([_find(pipe, name) for name in halves], wide, patches)
     explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)
@@ -629,7 +636,7 @@ def _load_precision(
 
 def explain_foreign_casts(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Explain failing calls of a planned pipeline by casts that happened since."""
-    entries = {entry.component for entry in plan.components}
+    entries = {name_component(entry.component) for entry in plan.components}
     modules = {name: x for name, x in find_components(pipe).items() if name in entries}
     known = {name: _read_dtypes(module) for name, module in modules.items()}
 

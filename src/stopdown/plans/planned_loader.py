@@ -33,6 +33,7 @@ from stopdown.plans.applier import (
     compare_components,
     leaves_loras,
     load_entry,
+    put_boundaries,
     put_plan,
     refuse_differences,
 )
@@ -43,7 +44,6 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling import put_cast
 from stopdown.scaling.certificate import describe_count
 from stopdown.sources.component_classes import find_class
 from stopdown.sources.hub import Progress
@@ -137,9 +137,8 @@ def _load_bare(
     if move:
         move_program(pipe, device)
     if len(set(wanted.values())) > 1:
-        for callee in find_callees(pipe):
-            if callee.name in wanted:
-                put_cast(callee, wanted[callee.name], patches, as_plain=False)
+        calls = dataclasses.replace(plan, components=decisions)
+        put_boundaries(pipe, calls, patches, keeps_upcast=True)
     return AppliedPlan(pipe, plan, decisions, patches)
 
 
