@@ -125,7 +125,7 @@ class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def read_streams() -> dict[str, Stream]:
-    """Return the rules by which a model overflows in fp16, by class name."""
+    """Map the class of each tiny model to the weights that make it overflow when they are scaled."""
     rows = read_rows("tiny_pipelines", "stream", Stream)
     return {class_name: row for row in rows for class_name in row.classes}
 

@@ -199,7 +199,7 @@ def certified_on_arrival(
 def _list_worth(
     source: Source, precision: str, device: Device, request: Request | None
 ) -> tuple[Source, list[str]]:
-    """Return the source and components to plan; none if there is too little to download or to plan."""
+    """Return the source, and the components that are worth planning while it is downloaded."""
     if source.kind != "hub" or source.loras or find_plan_path(precision) is not None:
         return source, []
     if count_download(source) < WORTH_BYTES:

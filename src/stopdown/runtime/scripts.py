@@ -128,7 +128,7 @@ class ModuleCalls:
 
 
 def _explain_leaving(module: torch.nn.Module) -> str:
-    """Explain why a call is left alone now; "" if it is guarded."""
+    """Return why a script's call of a module runs without a guard; "" if it is guarded."""
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
     return "in training" if is_in_training(module) else ""

@@ -410,7 +410,7 @@ class _Exporter:
         return self._pad_each(node, given) if "sequences" in given else self._mix(node)
 
     def _pad_each(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Export sequences one after the other, each with zeros behind it."""
+        """Export `pad_sequence`: each sequence followed by zeros up to the longest, then stacked."""
         shape, parts = shape_of(node), []
         if not given.get("batch_first") or given.get("padding_value"):
             raise _NoRule

@@ -155,7 +155,7 @@ def _sort_inputs(
     kwargs: Mapping[str, Any],
     signatures: Collection[str],
 ) -> list[int]:
-    """Sort the numbers of the call's tensors: those that the measured calls also had come first."""
+    """Return the positions of a call's tensors, those of arguments that measured calls had first."""
     flat, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     paths = [path for path, x in flat if isinstance(x, torch.Tensor)]
     known = " ".join(signatures)
