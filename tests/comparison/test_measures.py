@@ -312,7 +312,7 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     slow = [dataclasses.replace(x, time_ratios={"all": 1.0 + (x.name != "fp32")}) for x in variants]
     assert recommend(slow, "cpu") == (
         "fp32",
-        f"{verdict} Use fp32 on cpu, and nothing that gives the same pictures is faster.",
+        f"{verdict} Use fp32 on cpu: nothing that gives the same pictures is faster.",
     )
     none, said = recommend([v for v in variants if v.name == "fp16-plain"], "cpu")
     assert none is None

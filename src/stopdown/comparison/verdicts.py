@@ -200,7 +200,7 @@ def recommend(
     is_known = ratio is not None and prompts >= FEWEST_TIMED
     speed = f", which takes {ratio:.2g} of the reference's time" if is_known else ""
     if best.verdict == "reference":
-        speed = ", and nothing that gives the same pictures is faster" if len(usable) > 1 else ""
+        speed = ": nothing that gives the same pictures is faster" if len(usable) > 1 else ""
     return best.name, f"{_word_verdicts(variants)} Use {best.name} on {device}{speed}."
 
 
