@@ -168,6 +168,9 @@ def test_a_run_has_a_page() -> None:
         assert text in page, text
     assert 'src="data:video/mp4;base64,AAAA"' in page
     assert "<video" not in render_run(RUN)
+    first, _, rest = page.partition("</header>")
+    assert RUN.device_reason not in first  # nobody asked
+    assert f"<dt>why there</dt><dd>{RUN.device_reason}</dd>" in rest
     for square in ('class="over"', 'class="nf"', 'class="far"', 'data-b="−2.0"'):
         assert square in page, square
 
