@@ -13,7 +13,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,11 +215,7 @@ def render(report: Report) -> str:
     """Draw the report in Markdown, its verdict first."""
     rows = {row.way: row for row in report.rows[: len(WAYS)]}
     versions = ", ".join(f"{name} {x}" for name, x in report.versions.items() if x)
-    with_plan, plain, bf16 = (_name_error(rows[x]) for x in ("fp16", "fp16-plain", "bf16"))
-    lines = [
-        f"**Error: {with_plan} in fp16 with a plan, {plain} in plain fp16, {bf16} in bf16.**",
-        "",
-    ]
+    lines = [f"**{_word_verdict(rows)}**", ""]
     lines += [
         f"{report.device} ({report.backend}, {format_bytes(report.memory_bytes)}). {versions}."
     ]
@@ -228,6 +224,15 @@ def render(report: Report) -> str:
         lines += ["|---|--:|--:|--:|--:|--:|"]
         lines += [_draw(row) for row in report.rows if row.subject == name]
     return "\n".join(lines) + "\n"
+
+
+def _word_verdict(rows: Mapping[str, BenchRow]) -> str:
+    """Return the errors of three ways in a sentence, and in another which of them were not measured."""
+    ways = {"fp16": "fp16 with a plan", "fp16-plain": "plain fp16", "bf16": "bf16"}
+    known = [f"{_name_error(rows[x])} in {said}" for x, said in ways.items() if not rows[x].note]
+    missing = [said for x, said in ways.items() if rows[x].note]
+    said = [f"Error: {', '.join(known)}."] if known else []
+    return " ".join([*said, *([f"Not measured: {', '.join(missing)}."] if missing else [])])
 
 
 def _name_error(row: BenchRow) -> str:

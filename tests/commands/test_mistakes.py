@@ -56,6 +56,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compare shapes 'a cat' --prompt b --steps 0", 2, "--steps 0 is less than 1."),
     ("explain ''", 2, "There is nothing to explain."),
     ("generate shapes", 2, "No PROMPT was given. Give a PROMPT that says"),
+    ("compare shapes", 2, "No --prompt was given. Give a --prompt that says"),
     ("generate shapes a -o ''", 2, "--output is empty. .* Leave --output out, or name a file."),
     ("generate shapes a --image ''", 2, "--image is empty. .* a shell variable that is not set."),
     ("convert shapes ''", 2, "OUTPUT is empty."),

@@ -38,7 +38,7 @@ from stopdown.files.outputs import (
     held_folder,
     written_beside,
 )
-from stopdown.pipelines.requests import check_seed
+from stopdown.pipelines.requests import check_seed, refuse_missing_prompt
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
 from stopdown.report.pages import check_page, render_comparison, write_page
@@ -145,6 +145,8 @@ def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison
         if name.endswith(".json"):
             read_plan(name)
     source = find_named_source(options, display)
+    first = dataclasses.replace(request, prompt=numbered[0][1] or None)
+    refuse_missing_prompt(source.pipeline_class, source.components, first)
     load_libraries(display)
     widest = "fp16" if {"fp32", "autocast"}.isdisjoint(names) else "fp32"
     if options.memory is None:
@@ -157,7 +159,7 @@ def compare_model(options: CompareOptions, display: Display) -> tuple[Comparison
         with _held(folder):
             subject = describe_subject(
                 source,
-                dataclasses.replace(request, prompt=numbered[0][1] or None),
+                first,
                 device=options.device,
                 progress=display.progress,
                 memory=None if options.memory is None else MemoryPlan(options.memory),
