@@ -468,7 +468,12 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches, *, keeps_upcast: boo
 
     intercept_components(pipe, put, patches)
     wide = [_find(pipe, name_component(x.component)) for x in plan.components if _returns_wide(x)]
-    state_dtypes([_find(pipe, name) for name in halves], wide, patches)
+    narrow = [_find(pipe, name) for name in halves]
+    if keeps_upcast:  # pipelines bring to fp32 what reports fp16
+        narrow = [
+            x for x in narrow if not getattr(getattr(x, "config", None), "force_upcast", False)
+        ]
+    state_dtypes(narrow, wide, patches)
     explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)
 
