@@ -55,7 +55,6 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
     "enable_model_cpu_offload": lambda pipe, _: pipe.enable_model_cpu_offload(device=KIND),
     "block": lambda pipe, kind: place(pipe, kind, "block"),
     "enable_group_offload, blocks": lambda pipe, _: group(pipe, "block_level"),
-    "leaf": lambda pipe, kind: place(pipe, kind, "leaf"),
     "enable_group_offload, leaves": lambda pipe, _: group(pipe, "leaf_level"),
     "enable_sequential_cpu_offload": lambda pipe, _: pipe.enable_sequential_cpu_offload(
         device=KIND

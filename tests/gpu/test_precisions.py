@@ -92,7 +92,7 @@ def test_a_loaded_pipeline_is_brought_to_fp16_there(name: str, accelerator: Devi
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sd", "cogvideox"])
-@pytest.mark.parametrize("memory", ["component", "leaf"])
+@pytest.mark.parametrize("memory", ["component", "block"])
 def test_weights_wait_on_a_small_device(
     name: str,
     memory: str,

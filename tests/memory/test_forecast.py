@@ -377,7 +377,7 @@ def count_parameters(pipe: Any) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("placement", ["component", "block", "leaf"])
+@pytest.mark.parametrize("placement", ["component", "block"])
 def test_a_placement_changes_nothing_but_memory(
     placement: Placement, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
@@ -427,7 +427,7 @@ def run_svd(pipe: Any) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("placement", ["component", "leaf"])
+@pytest.mark.parametrize("placement", ["component", "block"])
 def test_a_pipeline_casts_a_component_whose_weights_wait(
     placement: Placement, tmp_path: Path
 ) -> None:
@@ -446,7 +446,7 @@ def test_a_pipeline_casts_a_component_whose_weights_wait(
 
 
 def test_smaller_placements_take_less_and_move_more(dry_run_sd: RunMemory) -> None:
-    """From resident to leaf the predicted peak falls, and what is moved rises."""
+    """From resident to block the predicted peak falls, and what is moved rises."""
     found = [predict(dry_run_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
     assert [one.peak_bytes for one in found] == sorted((o.peak_bytes for o in found), reverse=True)
     assert [one.moved_bytes for one in found] == sorted(one.moved_bytes for one in found)
@@ -455,8 +455,8 @@ def test_smaller_placements_take_less_and_move_more(dry_run_sd: RunMemory) -> No
 def test_weights_that_others_read_stay_for_the_whole_call() -> None:
     """A layer whose weights its parent uses is loaded with the component, not by itself."""
     weights, strays = {"a": 1, "b": 1}, {"b": frozenset({""})}
-    assert group_weights(weights, (), strays, "leaf") == {"a": ("a",), "": ("b",)}
-    assert group_weights(weights, (), {}, "leaf") == {"a": ("a",), "b": ("b",)}
+    assert group_weights(weights, (), strays, "block") == {"a": ("a",), "": ("b",)}
+    assert group_weights(weights, (), {}, "block") == {"a": ("a",), "b": ("b",)}
 
 
 def one_of_each(firsts: list[Any], seconds: list[Any]) -> list[Any]:
@@ -494,7 +494,7 @@ def raise_at(
 
 @pytest.mark.parametrize(
     ("start", "component"),
-    one_of_each(["resident", "component", "block"], ["text_encoder", "unet", "vae.decode"]),
+    one_of_each(["resident", "component"], ["unet", "vae.decode", "text_encoder"]),
 )
 @pytest.mark.usefixtures("each_device")
 def test_a_call_without_memory_is_run_again(
@@ -594,7 +594,7 @@ def test_without_anything_smaller_it_says_what_would_do(
 ) -> None:
     """When even the smallest strategy fails, the message has its size and what to change."""
     pipe = make_pipeline("sd")
-    smallest = predict(dry_run_sd, Strategy("leaf"), steps=2)
+    smallest = predict(dry_run_sd, Strategy("block"), steps=2)
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, "unet", 9, patches)
         offloader = Offloader(
@@ -608,7 +608,7 @@ def test_without_anything_smaller_it_says_what_would_do(
         with offloader, pytest.raises(StopdownError) as caught:
             run_sd(pipe)
     text = str(caught.value)
-    assert "unet ran out of memory with the smallest strategy, leaf: out of memory" in text
+    assert "unet ran out of memory with the smallest strategy, block: out of memory" in text
     assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
@@ -722,7 +722,7 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
     with pytest.raises(StopdownError) as caught:
         generate_sd(folder, tmp_path / "none.png", "100KiB")
-    assert "the smallest strategy, leaf+tiling, is predicted to take" in str(caught.value)
+    assert "the smallest strategy, block+tiling, is predicted to take" in str(caught.value)
     assert re.search(
         r"KiB (during a call of \w|between the calls of components)", str(caught.value)
     )
@@ -732,10 +732,10 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
 
 def test_the_cheapest_in_time_comes_first(dry_run_sd: RunMemory) -> None:
     """A slow link puts strategies that move little first, and a fast one gives the least memory."""
-    pairs = [predict(dry_run_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
+    pairs = [predict(dry_run_sd, Strategy(one), steps=2) for one in ("block", "component")]
     fit = Fit(tuple(dataclasses.replace(one, flops=1e6) for one in pairs))
     slow = sort_by_time(fit, Speed(1e9, 1e3, ""))
-    assert [one.strategy.placement for one in slow.predictions] == ["component", "leaf"]
+    assert [one.strategy.placement for one in slow.predictions] == ["component", "block"]
     assert sort_by_time(fit, None) is fit
     assert choose_prediction(slow, 10**9) is slow.predictions[0]
     assert choose_prediction(slow, int(pairs[0].peak_bytes / 0.95) + 1) is slow.predictions[1]
@@ -749,7 +749,7 @@ def test_a_picture_without_seams_may_take_a_little_longer() -> None:
         "tiles": Prediction(Strategy(tiling=True), 50, "", 0, 0, 50.0),
         "moved": Prediction(Strategy("component"), 60, "", 2, 0, 50.0),
         "chunks": Prediction(Strategy(frames=4), 40, "", 0, 0, 49.0),
-        "slow": Prediction(Strategy("leaf"), 20, "", 14, 0, 50.0),
+        "slow": Prediction(Strategy("block"), 20, "", 14, 0, 50.0),
     }
     names = {one.strategy: name for name, one in named.items()}
     fit = sort_by_time(Fit(tuple(named.values())), Speed(1.0, 1.0, ""))

@@ -88,7 +88,7 @@ def test_a_disk_without_room_for_weights_is_a_message(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
-@pytest.mark.parametrize("placement", ["component", "block", "leaf"])
+@pytest.mark.parametrize("placement", ["component", "block"])
 def test_a_repair_finds_weights_wherever_they_wait(
     save_tiny: Callable[..., Path], placement: str, tmp_path: Path
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_repair_finds_weights_wherever_they_wait(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("placement", "is_guarded"), [("block", False), ("leaf", True)])
+@pytest.mark.parametrize(("placement", "is_guarded"), [("block", False), ("block", True)])
 def test_calls_under_a_plan_while_weights_come_and_go(
     save_tiny: Callable[..., Path], placement: str, is_guarded: bool, tmp_path: Path
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_precision_that_is_named_is_alone() -> None:
 def test_the_least_time_that_fits_is_taken_across_precisions() -> None:
     """With room fp16 is taken for its speed; where only fp32's small strategy fits, that one."""
     found = [
-        budget(WIDE, 1e9, (Strategy(), 200), (Strategy("leaf"), 20)),
+        budget(WIDE, 1e9, (Strategy(), 200), (Strategy("block"), 20)),
         budget(NARROW, 8e9, (Strategy(), 100)),
     ]
     assert choose_way(found, 1000) == (NARROW, found[1].predictions[0])
@@ -167,7 +167,7 @@ def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None
 
 def explain_offloaded(kind: str) -> str:
     """Why a strategy was chosen that takes 4 GiB on a device of this kind, with 20 GiB waiting."""
-    offloaded = Prediction(Strategy("leaf"), 4 * 2**30, "", 0, 20 * 2**30)
+    offloaded = Prediction(Strategy("block"), 4 * 2**30, "", 0, 20 * 2**30)
     tried = [Fit((offloaded,), plan=WIDE)]
     profile = SimpleNamespace(kind=kind)
     return " ".join(_explain(tried, (WIDE, offloaded), 8 * 2**30, cast(Any, profile)))
@@ -280,7 +280,7 @@ def test_weights_that_wait_are_counted_in_host_memory_or_files(folder: Path) -> 
 def test_weights_read_from_disk_at_every_step_are_said_first(folder: Path) -> None:
     """Blocks that come from files at each step are no plain yes, and the time is that of a disk."""
     rows = forecast(folder, verbose=True, host_memory="1KiB", steps=50).rows
-    blocks = min(x.peak_bytes for x in rows if x.strategy.startswith("leaf"))
+    blocks = min(x.peak_bytes for x in rows if x.strategy.startswith("block"))
     limit = f"{blocks / 0.95 / 2**10 + 1:.0f}KiB"
     slow = forecast(folder, memory=limit, host_memory="1KiB", steps=50)
     fast = forecast(folder, memory=limit, steps=50)
@@ -316,10 +316,10 @@ def test_a_limit_above_the_device_is_the_device(folder: Path) -> None:
 def test_where_all_fits_nothing_smaller_is_predicted(folder: Path) -> None:
     """The answer is the one of the whole table; with --json there is the table, and so if it is tight."""
     room = forecast(folder, memory="1GiB", height=64, width=64)
-    assert {row.strategy for row in room.rows} == {"resident", "component", "block", "leaf"}
+    assert {row.strategy for row in room.rows} == {"resident", "component", "block"}
     for shows in ({"verbose": True}, {"json": True}):
         table = forecast(folder, memory="1GiB", height=64, width=64, **shows)
-        assert "leaf+tiling" in {row.strategy for row in table.rows}
+        assert "block+tiling" in {row.strategy for row in table.rows}
         assert (table.answer, table.command) == (room.answer, room.command)
     resident = next(row.peak_bytes for row in room.rows if row.strategy == "resident")
     tight = forecast(folder, memory=f"{resident / 2**10:.0f}KiB", height=64, width=64)
@@ -338,7 +338,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(folder: Path) -> None:
     assert made.reduced is not None
     assert len(made.bits) > 1
     assert made.answer.startswith(
-        "No, it does not fit. The smallest strategy, leaf + tiling in rescaled fp16, needs "
+        "No, it does not fit. The smallest strategy, block + tiling in rescaled fp16, needs "
     )
     assert made.answer.endswith(f" The nearest size that fits is {made.reduced.made}.")
     height, width = made.reduced.made.split("x")

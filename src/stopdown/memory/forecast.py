@@ -91,7 +91,6 @@ def predict_all(
     coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
         has_tiling=any(hasattr(module, "use_tiling") for module in coders),
-        has_slicing=any(hasattr(module, "use_slicing") for module in coders),
         has_chunks=decodes_in_chunks(pipe),
         fused=fused,
     )
@@ -107,7 +106,7 @@ def predict_all(
         if room.workspace_bytes is None:
             return made
         key = one.placement, tuple(id(call.events) for call in run.calls)
-        if key not in reserved:  # slicing leaves the calls of a batch of one as they are
+        if key not in reserved:  # tiles leave the calls of the others as they are
             reserved[key] = count_reserved(run, one, workspace_bytes=room.workspace_bytes)
         return dataclasses.replace(made, reserved_bytes=reserved[key])
 

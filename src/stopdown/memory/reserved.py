@@ -91,7 +91,7 @@ class _Weights:
 
     def end(self) -> None:
         """End a call."""
-        if self._placement in ("block", "leaf"):
+        if self._placement == "block":
             self.leave("")
 
     def enter(self, path: str) -> None:

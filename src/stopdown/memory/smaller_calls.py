@@ -35,8 +35,8 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
     """Put a strategy's settings for smaller calls on a pipeline, until `patches` is undone."""
     for module in find_components(pipe).values():
         if is_autoencoder(module):
-            for name, wanted in (("slicing", strategy.slicing), ("tiling", strategy.tiling)):
-                _switch(module, name, wanted, patches)
+            for name in ("slicing", "tiling"):
+                _switch(module, name, strategy.tiling, patches)
     if strategy.frames and decodes_in_chunks(pipe):
         decode = functools.partial(_decode_in_chunks, strategy.frames, pipe.decode_latents)
         patches.set_attribute(pipe, "decode_latents", decode)
