@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,30 @@ class ComponentCall:
             if not (self.keeps(name) or is_mask(name))
             and not all(stays_finite(x, dtype) for x in iterate_tensors(value))
         ]
+
+    @property
+    def is_given_finite(self) -> bool:
+        """Whether its arguments hold no NaN and no Inf; -Inf in a mask hides a score.
+
+        Cost: a host read for each floating argument.
+        """
+        return all(
+            _bring_to_finite(x, is_mask(name)) is x
+            for name, value in self.named.items()
+            for x in iterate_tensors(value)
+        )
+
+    def bring_to_finite(self) -> ComponentCall:
+        """Return the call with 0 in the place of NaN and Inf, so that ranges can be measured.
+
+        Cost: a host read for each floating argument.
+        """
+        if self.is_given_finite:
+            return self
+        names = (*self.callee.argument_names, *[""] * len(self.args))
+        args = [_clean(name, x) for name, x in zip(names, self.args, strict=False)]
+        kwargs = {name: _clean(name, x) for name, x in self.kwargs.items()}
+        return replace(self, args=tuple(args), kwargs=kwargs)
 
     def begin_again(self, module: torch.nn.Module | None = None) -> Any:
         """Make the call again from outside of all layers; of another module if one is given."""
@@ -232,6 +256,19 @@ def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
 def is_mask(name: str) -> bool:
     """Return whether an argument of this name is added to scores or marks the values that count."""
     return "mask" in name or "bias" in name
+
+
+def _clean(name: str, value: Any) -> Any:
+    return map_tensors(value, functools.partial(_bring_to_finite, is_mask=is_mask(name)))
+
+
+def _bring_to_finite(tensor: torch.Tensor, is_mask: bool) -> torch.Tensor:
+    """Return a tensor with 0 in the place of NaN and Inf; the tensor itself where there are none."""
+    if not (tensor.is_floating_point() and is_readable(tensor) and is_plain()):
+        return tensor
+    with torch.no_grad(), without_autocast():
+        is_meant = tensor.isfinite() | ((tensor == -math.inf) if is_mask else False)
+        return tensor if bool(is_meant.all()) else torch.where(is_meant, tensor, 0.0)
 
 
 _HELD: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakIdKeyDictionary()

@@ -17,7 +17,7 @@ from torch import nn
 from models.rescaling_models import WAYS, cast_tree, make_example, scale_weights
 from models.signature_cases import add_ip_adapter, call, make_case, measure_error
 from models.snapshots import assert_untouched
-from stopdown.errors import ScalingError
+from stopdown.errors import NonFiniteError, ScalingError
 from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.offloader import predict_run
 from stopdown.plans.applier import AppliedPlan, apply_plan
@@ -264,6 +264,36 @@ def test_a_refused_argument_beyond_fp16_is_measured_as_it_is() -> None:
         run(module, first)
         assert measure_error(run(module, other), wanted) < 2e-3
         assert [(x.kind, x.action) for x in handle.repairs] == [("signature", "rescaled")]
+
+
+@pytest.mark.parametrize("other", [{"gate": torch.zeros(1)}, {"hidden": True}])
+def test_a_new_call_with_nan_casts_nothing_for_good(other: dict[str, Any]) -> None:
+    """It ends as any call with NaN does under the guard; the component stays in fp16, and right."""
+    module, first = make_encoder()
+    bad = {**first, "x": first["x"].clone(), **other}
+    bad["x"][0, 0, 0] = torch.nan
+    wanted = [run(module, x) for x in (first, {**first, **other})]
+    with guard({"part": module}, plan_module(module, first), announce=lambda text: None):
+        with pytest.raises(NonFiniteError, match="`part` was called with it as x"):
+            run(module, bad)
+        assert module.embed.weight.dtype == torch.float16
+        found = [run(module, x) for x in (first, {**first, **other})]
+        assert module.embed.weight.dtype == torch.float16
+    errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
+    assert max(errors) < 2e-3
+
+
+def test_nan_of_a_new_call_is_handed_on_by_a_plan() -> None:
+    """Exponents that hold for such calls hold for NaN: other rows are right, and nothing is refused."""
+    module, first = make_encoder()
+    bad = {**first, "x": first["x"].clone(), "hidden": True}
+    bad["x"][0, 0, 0] = torch.nan
+    wanted = run(module, bad)
+    with planned(module, first):
+        found = run(module, bad)
+    for one, right in zip(found, wanted, strict=True):
+        assert torch.equal(one.isnan(), right.isnan())
+        assert measure_error(one.nan_to_num(), right.nan_to_num()) < 2e-3
 
 
 def test_a_guard_that_raises_repairs_no_call() -> None:

@@ -89,7 +89,7 @@ class Refusal:
     """A call that exponents do not hold for.
 
     Attributes:
-        call: with its arguments as they were before it.
+        call: with its arguments as they were before it, but for NaN and Inf, which no exponents hold.
         what: how it differs from the calls that exponents were found for.
         is_traceable: exponents may be found for it and the earlier calls together.
     """
@@ -466,7 +466,8 @@ class CallWatch(SameInCopies):
         made = {id(x): x for x in iterate_tensors(output)}
         is_known = not ends.outputs or len(made) == ends.returned
         is_unread = self._is_guarded(call) or not is_plain()
-        return is_known and (is_unread or _is_finite(list(made.values()))), output
+        is_right = is_unread or _is_finite(list(made.values())) or not call.is_given_finite
+        return is_known and is_right, output
 
     def scale(self, ends: CallEnds, call: ComponentCall) -> Any:
         """Multiply arguments before a call, and outputs behind it."""
@@ -511,16 +512,14 @@ class CallWatch(SameInCopies):
     def _refuse(self, key: Key, call: ComponentCall, why: str, held: HeldContainers) -> NoReturn:
         """Have a guard repair the module for calls of a signature, or raise why they are refused."""
         path, method, settings = find_path(call), call.callee.method, self.known.settings
-        is_own_fault = why == _NOT_FINITE and not _is_finite(list(_list_tensors(call)))
-        if not is_own_fault:  # of what the call was given
-            self.known.refuse(key)
+        self.known.refuse(key)
         repair = None if path else self._options.repair
         if repair is not None:
             # earlier calls would run other code as well by now, nor would a cache be as then
             is_other = bool(settings.describe()) or held.has_objects
             what = self.known.describe_difference(key, method, names_sizes=False)
             refusal = Refusal(
-                call,
+                call.bring_to_finite(),
                 what,
                 is_traceable=why in (_NO_SOLUTION, _READ, _NOT_FINITE) and not is_other,
             )
