@@ -27,6 +27,7 @@ from stopdown.errors import InputError
 from stopdown.frames.media import write_media
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime import runs
+from stopdown.sources.sources import resolve_source
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
 PROMPTS = "a red circle moving left\na blue square\na green circle\n"
@@ -208,6 +209,25 @@ def test_all_missing_inputs_are_named_at_once(run: Run, save_tiny: Callable[...,
         f"Lines 2 and 3 of the prompts: {name} needs --image, which was not given. "
         "Give --image and --prompt. Give --image.\n",
     )
+
+
+def test_missing_inputs_are_named_before_a_repository_is_planned(
+    run: Run, save_tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the Hub is planned while its weights arrive: neither begins for wrong prompts."""
+
+    def resolve(settings: Any, **_: Any) -> Any:
+        return dataclasses.replace(resolve_source(settings.source), kind="hub")
+
+    def certify(*_: Any, **__: Any) -> Any:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(jobs, "resolve_whole", resolve)
+    monkeypatch.setattr(jobs, "certified_on_arrival", certify)
+    Path("rows.jsonl").write_text('{"prompt": "a"}')
+    model = save_tiny("cogvideox-image", "fp32")
+    code, _, err = run("batch", model, "--prompts", "rows.jsonl", "-o", "out")
+    assert (code, "Line 1 of the prompts: CogVideoXImageToVideoPipeline needs" in err) == (2, True)
 
 
 def test_a_mask_of_the_command_is_that_of_each_item() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Barrier, Event
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from models.pipeline_calls import call_pipeline, quiet
 from models.snapshots import assert_untouched
 from processes.guarded_threads import ROWS, WIDTH, call_from_threads, make_streams
 from stopdown import testing
-from stopdown.errors import InputError, NonFiniteError
+from stopdown.errors import InputError, NonFiniteError, ScalingError
 from stopdown.interception.component_locks import find_lock
 from stopdown.interception.module_paths import ModulePaths
 from stopdown.interception.patches import Patches
+from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
@@ -268,3 +270,46 @@ def test_overlapping_guards_are_refused() -> None:
     assert raised.value.remedy == "Guard the Sequential alone."
     with guard({"part": module[0]}), pytest.raises(InputError, match="requested for whole"):
         guard({"whole": module})
+
+
+class Pausing(nn.Module):
+    """Two layers, the first of which is scaled; `between` is called between them."""
+
+    between: ClassVar[Callable[[], object]] = lambda: None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 4]`, the same again."""
+        inside = self.one(x)
+        type(self).between()
+        return self.two(inside)
+
+
+def test_parts_are_watched_again_after_the_last_call_whoever_makes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that no exponents watch holds its place longest: a part alone is refused afterwards."""
+    torch.manual_seed(1)
+    module, given = Pausing().eval().requires_grad_(False), torch.ones(1, 4)
+    module.one.weight.mul_(1e6)
+    module.two.weight.mul_(1e-4)
+    inside, go_on = Event(), Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go_on.wait(120)
+
+    plan = measure_plan({"part": module}, run=lambda: module(given))
+    assert plan.components[0].in_force.exponents
+    with apply_plan({"part": module}, plan), ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Pausing, "between", wait)
+        job = pool.submit(module, given)
+        assert inside.wait(120)
+        with find_lock(module).calling():
+            go_on.set()
+            job.result(timeout=120)
+        with pytest.raises(ScalingError, match="`part:one` was called alone"):
+            module.one(given.half())

@@ -161,6 +161,8 @@ def prepare_batch(
     described = resolve_whole(settings, with_weights=False, progress=progress)
     if described.kind == "hub":  # before its weights are downloaded
         refuse_missing_packages(described)
+        with quiet_libraries():
+            _refuse_inputs(described.pipeline_class, asked)
     with certified_on_arrival(described, settings.precision, device, progress=progress):
         source = resolve_whole(settings, progress=progress)
     with naming_line(item):  # its media decide which pipeline class serves all

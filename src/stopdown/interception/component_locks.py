@@ -34,29 +34,32 @@ def _ignore() -> None: ...
 
 
 class ComponentLock:
-    """Who calls a module, and who changes it."""
+    """Who calls a module, and who changes it.
+
+    Attributes:
+        begin: called before the first of the calls that run at once.
+        end: called after the last of them, whoever began it.
+    """
 
     def __init__(self) -> None:
+        self.begin: Notice = _ignore
+        self.end: Notice = _ignore
         self._turn = threading.Condition()
         self._calls: dict[int, int] = {}  # how many, by thread
         self._owner: int | None = None
 
     @contextlib.contextmanager
-    def calling(self, begin: Notice = _ignore, end: Notice = _ignore) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
         """Hold a place among the module's calls during a call of this thread.
 
         The thread that changes a module does not wait for one that will change another after it.
-
-        Args:
-            begin: called before the first of the calls that run at once.
-            end: called after the last of them.
         """
         own = threading.get_ident()
         with self._turn:
             while not (self._owner in (None, own) or own in self._calls or _thread.is_changing):
                 self._turn.wait()
             if not self._calls:
-                begin()
+                self.begin()
             self._calls[own] = self._calls.get(own, 0) + 1
         try:
             yield
@@ -67,7 +70,7 @@ class ComponentLock:
                     del self._calls[own]
                     self._turn.notify_all()
                     if not self._calls:
-                        end()
+                        self.end()
 
     @property
     def is_calling(self) -> bool:

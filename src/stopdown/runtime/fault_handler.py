@@ -372,7 +372,6 @@ class FaultHandler:
             case.tried.append("it wrote to its arguments, so it cannot be made again.")
             return self._give_up(case, "The call cannot be made again.")
         case.before = state.applied
-        state.note_outputs(fault.call, fault.output)
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
             if remedy.residual == "fp32" and not case.is_rescaled:
@@ -380,8 +379,6 @@ class FaultHandler:
             is_good, output = self._attempt(case, remedy)
             if is_good:
                 self._record_cast(fault)
-                if state.returns_wide:
-                    state.keep_wide(list(self._session.components.values()))
                 self._record(case, remedy.recorded, _describe_remedy(remedy, state.applied))
                 return output
         state.put_on(case.before)

@@ -169,7 +169,8 @@ class Call:
         Args:
             planned: its arguments' magnitudes and sizes are held against the limits there.
         """
-        if self.summary.precisions and self.latest.applied != self.state.applied:
+        before = self.state.planned if self.latest.call is None else self.latest.applied
+        if self.summary.precisions and before != self.state.applied:
             self.record_cast()  # a call of another signature had the component repaired
         self.latest.kept = None if self.writes is False else KeptState(self.module)
         self.latest.changed, self.latest.applied = [], self.state.applied

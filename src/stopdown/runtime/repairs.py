@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.component_calls.components import read_precisions
+from stopdown.component_calls.components import find_stage, read_precisions
 from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.devices.device_choice import choose_device
 from stopdown.devices.environment import count_processes
@@ -99,6 +99,7 @@ class Calibration:
         residual: what the residual stream is kept in: `native` or `fp32`.
         stream: where it becomes fp32; None before the first call, and for `native`.
         may_repair: calls that the exponents do not hold for are repaired; False refuses them.
+        hands_back: what is not repaired is made by the model as it was found; False refuses it.
         tried: what was tried for such calls, each once: by the kind of call and the remedy.
     """
 
@@ -106,6 +107,7 @@ class Calibration:
     residual: str = "native"
     stream: ResidualStream | None = None
     may_repair: bool = True
+    hands_back: bool = False
     tried: set[Hashable] = field(default_factory=set)
     _kinds: dict[Hashable, list[MeasuredCall]] = field(default_factory=dict)
     _untraced: dict[Hashable, tuple[str, Any, Any]] = field(default_factory=dict)
@@ -237,8 +239,9 @@ class Component:
     def _list_help(self) -> WatchOptions:
         """Return a guard's reactions to calls outside the range of the exponents."""
         remedy = "Run it in bf16 or fp32, or make the plan for such calls."
-        may_repair = self.calibration.may_repair and count_processes() == 1
-        repair = self._repair_signature if may_repair else None
+        known = self.calibration
+        may_answer = known.hands_back or (known.may_repair and count_processes() == 1)
+        repair = self._answer_refusal if may_answer else None
         return WatchOptions(self.name, repair, self._report_once, remedy)
 
     def call(self, call: ComponentCall, *, is_mixed: bool = False) -> Any:
@@ -264,7 +267,7 @@ class Component:
         return torch.float16 if is_scaled else None
 
     def note_outputs(self, call: ComponentCall, output: Any) -> None:
-        """Note which tensors of a call's output are wider than its arguments, before it is repaired."""
+        """Note which tensors of a call's output are wider than its arguments, until it is repaired."""
         came_as = call.came_as
         if came_as is not None and not self.is_repaired:
             self._entrance.wide = frozenset(
@@ -292,7 +295,9 @@ class Component:
         if remedy.action == "rescaled":
             before = self.calibration
             if remedy.residual != before.residual == "native":
-                self.calibration = Calibration(residual=remedy.residual)
+                self.calibration = replace(
+                    before, calls=0, residual=remedy.residual, stream=None, _kinds={}, _untraced={}
+                )
             try:
                 with weights_at_hand(self.module):
                     scaling = self._find_scaling(call)
@@ -321,6 +326,10 @@ class Component:
                         self._put(repair)
                 if repairs != self.planned:
                     self._refuse_gradients()
+                if (
+                    self.returns_wide
+                ):  # pipelines cast its outputs to a dtype that a component states
+                    state_dtypes((), [self.module], self._patches)
             except BaseException:
                 self.take_off()
                 raise
@@ -393,25 +402,35 @@ class Component:
 
     @property
     def returns_wide(self) -> bool:
-        """Whether a repair makes it return values beyond fp16's range."""
-        return any(x.scaling is not None and x.scaling.outputs for x in self.applied)
-
-    def keep_wide(self, others: Iterable[Component]) -> None:
-        """Make pipelines keep its fp32 outputs: they cast these to a dtype that a component states."""
-        narrow = [x.module for x in others if torch.float16 in x.read_precisions()]
-        state_dtypes(narrow, [self.module], self._patches)
+        """Whether a repair makes it return values beyond fp16's range, or casts an encoder."""
+        is_encoder = find_stage(self.name) == "encode"
+        return any(
+            bool(x.in_force.outputs) or (is_encoder and name_action(x) == "cast")
+            for x in self.applied
+        )
 
     def _report_once(self, text: str) -> None:
         """Report it unless exponents that were put on before have had it reported."""
         self.log.report_once(self.name, text, text)
 
-    def _repair_signature(self, refusal: Refusal) -> bool:
+    def _answer_refusal(self, refusal: Refusal) -> bool:
         """Have a repair in force for a call that the exponents do not hold for, as at a fault.
 
         Returns:
-            Whether there is one: exponents for this kind of call and the earlier ones, with an fp32
-            residual stream if need be, or else a cast.
+            Whether the call can be made: by exponents for this kind of call and the earlier ones, with an
+            fp32 residual stream if need be, by a cast, or by the model as it was found, if that is handed
+            back.
         """
+        known = self.calibration
+        may_repair = not refusal.path and known.may_repair and count_processes() == 1
+        if may_repair and self._repair_signature(refusal):
+            return True
+        if known.hands_back:
+            self.put_on(())
+            self.log.keep(_describe_handing_back(self.name, refusal))
+        return known.hands_back
+
+    def _repair_signature(self, refusal: Refusal) -> bool:
         before, is_streamed = self.applied, False
         given = iterate_tensors((refusal.call.args, refusal.call.kwargs))
         device = next((x.device for x in given), torch.device("cpu"))  # weights may wait elsewhere
@@ -464,8 +483,12 @@ class Component:
 
     @property
     def is_planned_anew(self) -> bool:
-        """Whether the plan must change to hold the repairs in force; casts of inputs need no change."""
-        return tuple(x for x in self.applied if not is_cast_of_inputs(x)) != self.planned
+        """Whether the plan must change to hold the repairs in force.
+
+        Casts of inputs need no change, and nor does a plan that was taken off for some calls.
+        """
+        found = tuple(x for x in self.applied if not is_cast_of_inputs(x))
+        return bool(found) and found != self.planned
 
     def overlaps(self, modules: Collection[int]) -> bool:
         """Return whether it is guarded and shares modules with these, given by identity."""
@@ -485,19 +508,33 @@ class Component:
 
 
 def _describe_signature(component: str, refusal: Refusal, remedy: Remedy) -> Repair:
+    is_rescaled = remedy.action == "rescaled"
+    reason = (
+        "Its exponents were recomputed for these calls and those before."
+        if is_rescaled
+        else "No exponents were found that hold for these calls and those before."
+    )
+    return _record_refusal(component, refusal, remedy.recorded, reason)
+
+
+def _describe_handing_back(component: str, refusal: Refusal) -> Repair:
+    reason = "Its exponents were taken off, and the script gets it as the model gave it."
+    return _record_refusal(component, refusal, "none", reason)
+
+
+def _record_refusal(component: str, refusal: Refusal, action: str, reason: str) -> Repair:
     method = refusal.call.callee.method
     name = component if method == "forward" else f"{component}.{method}"
-    is_rescaled = remedy.action == "rescaled"
+    place = name_module_path(component, refusal.path)
     return Repair(
         component=name,
-        module_path=component,
+        module_path=place,
         kind="signature",
         step=None,
-        evidence=f"`{name}` was called {refusal.what}, for which its exponents did not hold.",
-        action=remedy.recorded,
-        reason="Its exponents were recomputed for these calls and those before."
-        if is_rescaled
-        else "No exponents were found that hold for these calls and those before.",
+        evidence=f"`{place if refusal.path else name}` was called {refusal.what}, for which its exponents "
+        "did not hold.",
+        action=action,
+        reason=reason,
     )
 
 

@@ -34,6 +34,7 @@ from typing import Any, Literal
 import torch
 
 from stopdown.component_calls.components import GENERAL, find_adapter, find_callees, find_components
+from stopdown.component_calls.stated_dtypes import state_dtypes
 from stopdown.component_calls.step_counter import StepCounter
 from stopdown.errors import OptionError, warn_user
 from stopdown.interception.component_locks import find_lock, is_changing
@@ -234,7 +235,7 @@ class Session(SameInCopies):
         try:
             for state in components:
                 with find_lock(state.module).changing():  # calls of other threads are over
-                    if state.is_repaired:
+                    if state.applied and state.is_repaired:
                         found.append((state, state.applied))
                     state.leave()
                     for call in self.list_calls(state):
@@ -256,8 +257,12 @@ class Session(SameInCopies):
                 state = self.components[id(module)] = Component(
                     module,
                     log=self.log,
-                    calibration=Calibration(may_repair=self.options.on_fault != "raise"),
+                    calibration=Calibration(
+                        may_repair=self.options.on_fault != "raise",
+                        hands_back=self.options.hands_back,
+                    ),
                 )
+                state_dtypes([module], (), self.patches)
                 self.patches.defer(state.leave)
             return state
 

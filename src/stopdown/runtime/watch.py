@@ -83,6 +83,7 @@ class Watch:
             self._leave_unchecked(guarded, error)
             return output
         guarded.latest.given = given
+        guarded.state.note_outputs(call, output)
         with self._session.turn:
             guarded.record(returned - called, check)
         if not check.is_seen and is_opaque(output):

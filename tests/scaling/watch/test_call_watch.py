@@ -25,7 +25,7 @@ from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime import repairs
-from stopdown.runtime.guard import Guard, guard
+from stopdown.runtime.guard import Guard, GuardOptions, guard
 from stopdown.scaling.folding.folds import cast_
 from stopdown.scaling.rescale import rescale_
 from stopdown.scaling.watch import known_calls
@@ -305,6 +305,138 @@ def test_a_guard_that_raises_repairs_no_call() -> None:
             run(module, first)
         assert handle.repairs == ()
         assert module.embed.weight.dtype == torch.float16
+
+
+def hand_back(module: nn.Module, plan: Plan) -> Guard:
+    """A guard as `stopdown run` puts on."""
+    options = GuardOptions(announce=lambda text: None, plan=plan, hands_back=True)
+    return Guard({"part": module}, options).put_on()
+
+
+def test_a_script_gets_what_no_repair_helps_as_the_model_gave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under `run` nothing is refused: the plan comes off for such a call, which is reported once."""
+    module, first = make_encoder()
+    module.half()
+    plain = copy.deepcopy(module)
+    plan = measure_plan({"part": module}, run=lambda: run(module, first))
+
+    def find_repair(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    hook = lambda part, args, output: output * 2  # noqa: E731
+    with hand_back(module, plan) as handle:
+        monkeypatch.setattr(repairs.Component, "find_repair", find_repair)
+        run(module, first, torch.float16)
+        hooks = [x.norm.register_forward_hook(hook) for x in (module, plain)]
+        for _ in range(2):
+            found = run(module, first, torch.float16)
+            assert torch.equal(found.isnan(), run(plain, first, torch.float16).isnan())
+        refused = [x for x in handle.repairs if x.kind == "signature"]
+        assert [x.action for x in refused] == ["none"]
+        assert "the script gets it as the model gave it" in refused[0].reason
+        assert handle.updated_plan() is None
+        hooks[0].remove()
+
+
+def test_a_script_calls_a_part_alone_under_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part computes with its own weights, as without a plan; the whole is right before and after."""
+    module, first = make_encoder()
+    wanted = run(module, first)
+    plain, given = copy.deepcopy(module).half(), torch.randn(2, 5, 32).half()
+    module.half()
+    plan = measure_plan({"part": module}, run=lambda: run(module, first))
+    monkeypatch.setattr(KnownCalls, "find_ends", lambda *_, **__: None)  # none hold for the part
+    with hand_back(module, plan) as handle:
+        assert measure_error(run(module, first, torch.float16), wanted) < 2e-3
+        assert torch.equal(module.up[2](given), plain.up[2](given))
+        assert [(x.kind, x.action) for x in handle.repairs] == [("signature", "none")]
+        assert measure_error(run(module, first, torch.float16), wanted) < 2e-3
+
+
+def test_a_new_thread_knows_what_a_call_was_recorded_in() -> None:
+    """Formats that a model's own code computes in stay first; only a repair comes before them."""
+    module, first = make_encoder()
+    with guard({"part": module}, plan_module(module, first), announce=lambda text: None) as handle:
+        run(module, first)
+        call = handle.session.calls["part"]
+        call.record_own_precision("bf16")
+        before = call.summary.precisions
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run, module, first).result()
+        assert call.summary.precisions == before
+
+
+class Loud(Encoder):
+    """Returns its stream, beyond fp16's range, where it is asked for that."""
+
+    def forward(self, x: torch.Tensor, loud: bool = False) -> Any:  # type: ignore[override]
+        """`[B, N, 32]`, the same again."""
+        if not loud:
+            return super().forward(x)
+        x = self.embed(x)
+        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
+            x = x + down(up(norm(x)))
+        return x
+
+
+class Denoiser(nn.Module):
+    """A norm, as at most denoisers' entrances, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.out.weight.dtype
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`[B, N, 32]`, the same again."""
+        return self.out(self.norm(states))
+
+
+class Program:
+    """Brings what its encoder returns to its denoiser's dtype, as many pipelines do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.text_encoder, self.transformer = Loud().eval(), Denoiser().eval()
+        for module in (self.text_encoder, self.transformer):
+            module.requires_grad_(False)
+        self.text_encoder.up[2].weight.mul_(2.0**10)
+        self.text_encoder.down[2].weight.mul_(2.0**9)
+
+    def draw(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        states = self.text_encoder(x, **more)
+        found: torch.Tensor = self.transformer(states.to(self.transformer.dtype))
+        return found
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_what_a_repaired_encoder_returns_stays_as_it_is_up_to_the_next_component(
+    casts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new signature's states beyond fp16's range are those of fp32, rescaled or cast, at once."""
+    monkeypatch.setattr(repairs, "computes_bf16", lambda device: False)
+    program, x = Program(), torch.randn(2, 5, 32)
+    monkeypatch.setattr(KnownCalls, "find_ends", lambda *_, **__: None)  # the plan's hold for no other
+    states = program.text_encoder(x, loud=True)
+    assert states.abs().max() > torch.finfo(torch.float16).max
+    wanted = program.draw(x, loud=True)
+    plan = measure_plan(program, run=lambda: program.draw(x))
+    if casts:  # no exponents are found
+        find = repairs.Component._find_scaling
+        monkeypatch.setattr(repairs.Component, "_find_scaling", lambda *_: find(None, None))
+    with guard(program, plan, announce=lambda text: None) as handle:
+        program.draw(x)
+        for _ in range(2):
+            assert measure_error(program.draw(x.half(), loud=True), wanted) < 2e-3
+        assert [(x.kind, x.action) for x in handle.repairs] == [
+            ("signature", "fp32" if casts else "rescaled")
+        ]
+    assert program.transformer.dtype == torch.float32
 
 
 def test_a_guard_that_can_put_nothing_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:

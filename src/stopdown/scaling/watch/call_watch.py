@@ -92,11 +92,13 @@ class Refusal:
         call: with its arguments as they were before it, but for NaN and Inf, which no exponents hold.
         what: how it differs from the calls that exponents were found for.
         is_traceable: exponents may be found for it and the earlier calls together.
+        path: of the part that was called alone, for which no other exponents do; "" for the whole module.
     """
 
     call: ComponentCall
     what: str
     is_traceable: bool
+    path: str = ""
 
 
 Repair = Callable[[Refusal], bool]
@@ -193,6 +195,9 @@ class CallWatch(SameInCopies):
         if any(find_code(x) for x in self.module.modules()):
             torch.compiler.reset()  # code with other hooks
         self._own.set_attribute(self.module, _WATCH, self)
+        lock = find_lock(self.module)
+        self._own.set_attribute(lock, "begin", self._begin)
+        self._own.set_attribute(lock, "end", self._end)
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
@@ -326,7 +331,7 @@ class CallWatch(SameInCopies):
         Raises:
             ReplacedError: the exponents were taken off while the call waited.
         """
-        with find_lock(self.module).calling(self._begin, self._end):
+        with find_lock(self.module).calling():
             if self.is_removed:
                 raise ReplacedError
             self._thread.is_inside = True
@@ -513,15 +518,17 @@ class CallWatch(SameInCopies):
         """Have a guard repair the module for calls of a signature, or raise why they are refused."""
         path, method, settings = find_path(call), call.callee.method, self.known.settings
         self.known.refuse(key)
-        repair = None if path else self._options.repair
-        if repair is not None:
+        if (repair := self._options.repair) is not None:
             # earlier calls would run other code as well by now, nor would a cache be as then
             is_other = bool(settings.describe()) or held.has_objects
-            what = self.known.describe_difference(key, method, names_sizes=False)
+            what = "alone"
+            if not path:
+                what = self.known.describe_difference(key, method, names_sizes=False)
             refusal = Refusal(
                 call.bring_to_finite(),
                 what,
                 is_traceable=why in (_NO_SOLUTION, _READ, _NOT_FINITE) and not is_other,
+                path=path,
             )
             with find_lock(self.module).changing():
                 if not self.is_removed:
@@ -537,9 +544,9 @@ class CallWatch(SameInCopies):
         raise ScalingError(
             f"{what}; its exponents were found for other calls, and {why}.",
             expected="Its exponents stay on until they are taken off with .undo()."
-            if repair is None
+            if repair is None or path
             else "The guard found no exponents for such calls, and could not cast the component.",
-            remedy=_CODE if settings.is_other_code and repair is None else remedy,
+            remedy=_CODE if settings.is_other_code and (path or repair is None) else remedy,
         )
 
 
