@@ -2,7 +2,8 @@
 
 python benchmarks/ways_in.py                  # all cells (an hour)
 python benchmarks/ways_in.py --models sdxl --ways fp16 guard
-python benchmarks/ways_in.py --missing        # cells that are not stored
+python benchmarks/ways_in.py --changes "foreign hook" "replaced class"
+python benchmarks/ways_in.py --missing        # cells that this code has not stored: it goes on
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from revision import describe_code  # noqa: E402
 
 from models.small_ways import fill_small, list_small_cells  # noqa: E402 (the path is set above)
-from models.ways_in import COMMANDS, MODELS, WAYS, Outcome, Table, list_cells  # noqa: E402
+from models.ways_in import CHANGES, COMMANDS, MODELS, WAYS, Outcome, Table, list_cells  # noqa: E402
 from stopdown.devices.environment import describe_machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "ways_in.json"
@@ -35,22 +36,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="+", default=[*WAYS, *COMMANDS], choices=[*WAYS, *COMMANDS])
-    parser.add_argument("--missing", action="store_true", help="leave out cells that are stored")
+    parser.add_argument("--changes", nargs="+", default=list(CHANGES), choices=list(CHANGES))
+    parser.add_argument("--missing", action="store_true", help="leave out cells of this code")
     options = parser.parse_args()
     stored: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     stored |= {"machine": describe_machine(), "command": "python benchmarks/ways_in.py"}
     cells: dict[str, Any] = stored.setdefault("cells", {})
     warnings.simplefilter("ignore")
-    for cell in list_small_cells():
+    done = {x for x, cell in cells.items() if options.missing and cell["code"] == describe_code()}
+    for cell in list_small_cells() if options.changes == list(CHANGES) else ():
         key = f"{cell.end} ({cell.order}) | {cell.way}"
-        if not (options.missing and key in cells):
+        if key not in done:
             _store(stored, key, fill_small(cell))
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Path(folder))
         for name, way, change in list_cells():
             key = f"{name}: {change} | {way}"
-            is_asked = name in options.models and way in options.ways
-            if is_asked and not (options.missing and key in cells):
+            is_asked = name in options.models and way in options.ways and change in options.changes
+            if is_asked and key not in done:
                 _store(stored, key, table.fill(name, way, change))
 
 
