@@ -20,6 +20,7 @@ from models.snapshots import assert_untouched
 from stopdown.errors import NonFiniteError, ScalingError
 from stopdown.interception.component_locks import ComponentLock
 from stopdown.memory.offloader import predict_run
+from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -421,7 +422,9 @@ def test_what_a_repaired_encoder_returns_stays_as_it_is_up_to_the_next_component
     """A new signature's states beyond fp16's range are those of fp32, rescaled or cast, at once."""
     monkeypatch.setattr(repairs, "computes_bf16", lambda device: False)
     program, x = Program(), torch.randn(2, 5, 32)
-    monkeypatch.setattr(KnownCalls, "find_ends", lambda *_, **__: None)  # the plan's hold for no other
+    monkeypatch.setattr(
+        KnownCalls, "find_ends", lambda *_, **__: None
+    )  # the plan's hold for no other
     states = program.text_encoder(x, loud=True)
     assert states.abs().max() > torch.finfo(torch.float16).max
     wanted = program.draw(x, loud=True)
@@ -501,6 +504,25 @@ def test_a_fault_of_a_call_whose_arguments_are_scaled() -> None:
         assert [(x.kind, x.action) for x in handle.repairs] == [("range", "rescaled")]
     errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
     assert max(errors) < 2e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("put", [apply_plan, guard])
+def test_hidden_states_of_a_vision_tower_with_a_stream_in_fp32(put: Any) -> None:
+    """CLIP's last hidden state is returned twice, beside others: all leave as they are in fp32."""
+    case = make_case("CLIP vision")
+    assert case is not None
+    module, second = case.module, {**case.first, "output_hidden_states": True}
+    wanted = call(module, second)
+    plan = measure_plan({"part": module}, run=lambda: call(module, case.first), residual="fp32")
+    assert plan.components[0].in_force.stream is not None
+    with put({"part": module}, plan) as handle:
+        found = call(module, second, torch.float16)
+        assert torch.float16 in {x.dtype for x in module.parameters()}
+        assert not getattr(handle, "repairs", ())
+    pairs = list(zip(iterate_tensors(found), iterate_tensors(wanted), strict=True))
+    assert len(pairs) == 5
+    assert max(relative_l2(x.float(), y) for x, y in pairs) < 2e-3
 
 
 @pytest.mark.thorough

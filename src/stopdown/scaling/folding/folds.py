@@ -573,8 +573,10 @@ def _narrow_tensors(
     wide: frozenset[int], change: Callable[[torch.Tensor], torch.Tensor], output: Any
 ) -> Any:
     tensors = {id(x): x for x in iterate_tensors(output)}
-    kept = {key for number, key in enumerate(tensors) if number in wide}
-    return pytree.tree_map_only(torch.Tensor, lambda x: x if id(x) in kept else change(x), output)
+    made = {
+        key: x if number in wide else change(x) for number, (key, x) in enumerate(tensors.items())
+    }  # a tensor that is returned twice stays one, as outputs are numbered
+    return pytree.tree_map_only(torch.Tensor, lambda x: made[id(x)], output)
 
 
 def _narrow_what_fits(
