@@ -36,6 +36,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _listeners: tuple[weakref.ref[Listener], ...] = ()  # replaced, never changed: a call keeps its own
+_call_on: Callable[..., Any] | None = None  # a tracer may have put back what was there before it
 _patches = Patches()
 
 
@@ -67,9 +68,12 @@ def listen(listener: Listener, patches: Patches) -> None:
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
     entry = refer(listener, _stop)
     with CALLS_REPLACED:
-        if not _listeners:
+        _listeners = (
+            *_listeners,
+            entry,
+        )  # first: a listener that is collected now leaves the calls on
+        if vars(torch.nn.Module)["__call__"] is not _call_on:
             _put_on()
-        _listeners = (*_listeners, entry)
     patches.defer(functools.partial(_leave, listener, entry))  # and holds the listener
 
 
@@ -86,6 +90,7 @@ def _stop(entry: weakref.ref[Listener]) -> None:
 
 
 def _put_on() -> None:
+    global _call_on
     original = vars(torch.nn.Module)["__call__"]
 
     @functools.wraps(original)
@@ -97,6 +102,7 @@ def _put_on() -> None:
         with _met(self, "forward"):
             return original(self, *args, **kwargs)
 
+    _call_on = call
     _patches.set_class_attribute(torch.nn.Module, "__call__", call)
 
 
