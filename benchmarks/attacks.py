@@ -57,7 +57,7 @@ COMMANDS = {
     "generate": Killed("generate shapes circle --steps 1 -o a.mp4", ("a.mp4", "a.mp4.json")),
     "plan": Killed("plan shapes -o b.json", ("b.json",)),
     "convert": Killed(
-        "convert shapes converted --plan plan.json --frames 9 --height 32 --width 32",
+        "convert shapes converted --plan plan.json",
         ("converted",),
     ),
     "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1", ("out",)),

@@ -87,6 +87,16 @@ def test_a_part_that_nothing_known_holds_says_fp32() -> None:
         assert again.dtype == FP16
 
 
+def test_a_part_that_is_alone_says_what_it_is_in_beside_other_pipelines() -> None:
+    """A wide encoder elsewhere in the process is nothing to it: its owner may cast it to its own dtype."""
+    with state(make_pipe()):
+        alone = make_pipe()
+        with state(alone, wide=False):
+            encoder = alone.encoder
+            del alone
+            assert encoder.dtype == FP16
+
+
 def test_compiled_code_reads_what_a_part_is_in() -> None:
     """The property breaks no graph."""
     pipe, value = make_pipe(), torch.ones(1, 2)

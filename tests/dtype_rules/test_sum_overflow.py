@@ -109,13 +109,12 @@ def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Pa
     """A source whose text encoder overflows: the product is named; without --sums it cannot be known."""
     folder = save_tiny("cogview3plus", overflow="text_encoder")
     words = ("check", folder, "--precision", "fp16", "--device", "v100", "--json")
-    sizes = ("--height", "32", "--width", "32")
-    code, out, err = run(*words, *sizes, "--sums")
+    code, out, err = run(*words, "--sums")
     assert (code, err) == (1, "")
     named = [f for f in json.loads(out)["findings"] if f["kind"] == "product-overflows"]
     assert named
     assert all(f["module_path"].startswith("text_encoder:encoder.block.") for f in named)
     assert "fp16's maximum is 65504" in named[0]["evidence"]
     assert f"stopdown generate {folder} PROMPT --precision fp16" in named[0]["remedy"]
-    _, out, _ = run(*words, *sizes)
+    _, out, _ = run(*words)
     assert "product-overflows" not in {f["kind"] for f in json.loads(out)["findings"]}

@@ -103,13 +103,28 @@ def _make_getter(original: Callable[[Any], torch.dtype]) -> Callable[[Any], torc
 
 
 def _is_beside_wide(module: nn.Module, frame: FrameType | None) -> bool:
-    """Return whether the object that holds a module, in running code, holds a wide module as well."""
+    """Return whether what holds a module, in running code, holds a wide module as well.
+
+    That is an object, or else the code that has the module in a variable, and what it has beside it.
+    """
+    is_beside: bool | None = None
     while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
-                continue
-            parts = [*vars(value).values(), *vars(value).get("_modules", {}).values()]
-            if any(x is module for x in parts):
-                return any(isinstance(x, nn.Module) and x in _wide for x in parts)
+        values = list(frame.f_locals.values())
+        parts = [_list_parts(value) for value in values]
+        for held in parts:
+            if any(x is module for x in held):
+                return any(map(_is_wide, held))
+        if is_beside is None and any(x is module for x in values):
+            is_beside = any(_is_wide(x) for held in (values, *parts) for x in held)
         frame = frame.f_back
-    return bool(_wide)  # nothing that is known holds it
+    return bool(_wide) if is_beside is None else is_beside  # None: nothing that is known has it
+
+
+def _list_parts(value: Any) -> list[Any]:
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values(), *vars(value).get("_modules", {}).values()]
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, nn.Module) and value in _wide

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -1120,3 +1122,14 @@ def test_a_deep_copy_refuses_other_calls_of_its_methods() -> None:
     with pytest.raises(ScalingError, match=r"A copy of .* was called as decode\(hidden=True"):
         copied.decode(z.half(), hidden=True)
     assert measure_error(module.decode(z), wanted) == 0.0
+
+
+def test_a_module_with_exponents_is_freed() -> None:
+    """Nothing keeps it, with its weights, after the last reference: not the lock that its calls take."""
+    module, calls = make_sized()
+    assert rescale_(module, (), calls[0]).scaling.exponents
+    run(module, calls[0])
+    found = weakref.ref(module)
+    del module
+    gc.collect()
+    assert found() is None

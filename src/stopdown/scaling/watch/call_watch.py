@@ -27,6 +27,7 @@ import copy
 import functools
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -196,8 +197,8 @@ class CallWatch(SameInCopies):
             torch.compiler.reset()  # code with other hooks
         self._own.set_attribute(self.module, _WATCH, self)
         lock = find_lock(self.module)
-        self._own.set_attribute(lock, "begin", self._begin)
-        self._own.set_attribute(lock, "end", self._end)
+        self._own.set_attribute(lock, "begin", _call_while_alive(self._begin))
+        self._own.set_attribute(lock, "end", _call_while_alive(self._end))
         if "__reduce_ex__" not in vars(self.module):
             self._own.set_attribute(self.module, "__reduce_ex__", CopyHook(self.module))
         self.follow()
@@ -548,6 +549,17 @@ class CallWatch(SameInCopies):
             else "The guard found no exponents for such calls, and could not cast the component.",
             remedy=_CODE if settings.is_other_code and (path or repair is None) else remedy,
         )
+
+
+def _call_while_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a method, and does not keep its object alive, nor the module."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call
 
 
 def note_weights(module: torch.nn.Module) -> None:
