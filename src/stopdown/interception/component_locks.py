@@ -37,7 +37,8 @@ class ComponentLock:
     """Who calls a module, and who changes it.
 
     Attributes:
-        begin: called before the first of the calls that run at once.
+        begin: called before the first of the calls that run at once, except for replays of a thread that
+            changes the module.
         end: called after the last of them, whoever began it.
     """
 
@@ -58,7 +59,8 @@ class ComponentLock:
         with self._turn:
             while not (self._owner in (None, own) or own in self._calls or _thread.is_changing):
                 self._turn.wait()
-            if not self._calls:
+            is_replay = self._owner == own  # in the middle of a change, from an earlier state
+            if not (self._calls or is_replay):
                 self.begin()
             self._calls[own] = self._calls.get(own, 0) + 1
         try:
@@ -69,7 +71,7 @@ class ComponentLock:
                 if not self._calls[own]:
                     del self._calls[own]
                     self._turn.notify_all()
-                    if not self._calls:
+                    if not (self._calls or is_replay):
                         self.end()
 
     @property
