@@ -136,7 +136,7 @@ KILLED = {
     ),
     "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1 --frames 9", ("out",)),
     "plan": Killed("plan shapes -o b.json --force", ("b.json",)),
-    "convert": Killed(f"convert shapes converted --plan plan.json {SMALL} --force", ("converted",)),
+    "convert": Killed("convert shapes converted --plan plan.json --force", ("converted",)),
 }
 """Commands that are killed, and what they make."""
 
