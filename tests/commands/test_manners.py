@@ -529,9 +529,11 @@ def test_each_command_refuses_a_size_that_does_not_fit(
     fit = SimpleNamespace(predictions=[SimpleNamespace(peak_bytes=2**20)])
     monkeypatch.setattr(smaller_requests, "find_largest_size", lambda sizes, *_: (sizes[-1], fit))
     (here / "prompts.txt").write_text("a\n")
-    words = {"generate": ("a",), "batch": ("--prompts", "prompts.txt", "-o", "out")}.get(
-        command, ()
-    )
+    words = {
+        "generate": ("a",),
+        "compare": ("--prompt", "a"),
+        "batch": ("--prompts", "prompts.txt", "-o", "out"),
+    }[command]
     sizes = ("--frames", 9, "--height", 96000, "--width", 96000, "--steps", 1)
     code, out, err = run(command, save_tiny("cogvideox"), *words, *sizes)
     assert (code, out) == (2, "")

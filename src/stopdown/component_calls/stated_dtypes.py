@@ -68,6 +68,11 @@ def state_dtypes(
     patches.defer(partial(_leave, narrow, wide))
 
 
+def is_upcast(module: nn.Module) -> bool:
+    """Return whether pipelines bring a module to fp32 themselves if it reports fp16: SVD's autoencoder."""
+    return bool(getattr(getattr(module, "config", None), "force_upcast", False))
+
+
 def _leave(narrow: Collection[nn.Module], wide: Collection[nn.Module]) -> None:
     with CHANGING:
         for known, modules in ((_narrow, narrow), (_wide, wide)):
