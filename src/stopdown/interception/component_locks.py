@@ -45,6 +45,7 @@ class ComponentLock:
     def __init__(self) -> None:
         self.begin: Notice = _ignore
         self.end: Notice = _ignore
+        self._to_end: Notice = _ignore
         self._turn = threading.Condition()
         self._calls: dict[int, int] = {}  # how many, by thread
         self._owner: int | None = None
@@ -61,6 +62,7 @@ class ComponentLock:
                 self._turn.wait()
             is_replay = self._owner == own  # in the middle of a change, from an earlier state
             if not (self._calls or is_replay):
+                self._to_end = self.end  # of the same: another may be put on in the middle of calls
                 self.begin()
             self._calls[own] = self._calls.get(own, 0) + 1
         try:
@@ -72,7 +74,7 @@ class ComponentLock:
                     del self._calls[own]
                     self._turn.notify_all()
                     if not (self._calls or is_replay):
-                        self.end()
+                        self._to_end()
 
     @property
     def is_calling(self) -> bool:

@@ -295,8 +295,10 @@ class Component:
         if remedy.action == "rescaled":
             before = self.calibration
             if remedy.residual != before.residual == "native":
-                self.calibration = replace(
-                    before, calls=0, residual=remedy.residual, stream=None, _kinds={}, _untraced={}
+                self.calibration = Calibration(
+                    residual=remedy.residual,
+                    may_repair=before.may_repair,
+                    hands_back=before.hands_back,
                 )
             try:
                 with weights_at_hand(self.module):

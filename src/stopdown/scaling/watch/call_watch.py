@@ -175,7 +175,7 @@ class CallWatch(SameInCopies):
             for path, part in module.named_modules()
             if path and next(part.parameters(), None) is not None
         ]
-        self.is_removed = self._has_begun = False
+        self.is_removed = False
         self._own, self._slots = Patches(), set[str]()
         self._thread, self._said = threading.local(), set[str]()
 
@@ -346,15 +346,12 @@ class CallWatch(SameInCopies):
         if not self.is_removed:
             hide_parts(self._parts)
             self.known.settings.read()
-            self._has_begun = True
 
     def _end(self) -> None:
         """Return to what was there before calls; what they set is not what leads them elsewhere."""
         if not self.is_removed:
             show_parts(self._parts)
-            if self._has_begun:  # and not in the middle of a call that was repaired
-                self.known.settings.note()
-            self._has_begun = False
+            self.known.settings.note()
 
     def _call(self, call: ComponentCall) -> Any:
         """Make a call that the exponents hold for, or refuse it.
