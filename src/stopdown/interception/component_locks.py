@@ -76,6 +76,12 @@ class ComponentLock:
                     if not (self._calls or is_replay):
                         self._to_end()
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Count what calls of several threads did, one at a time; wait for nothing inside."""
+        with self._turn:
+            yield
+
     @property
     def is_calling(self) -> bool:
         """Whether this thread is inside of a call of the module."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stopdown.interception.autocast import read_autocast
+from stopdown.interception.component_locks import find_lock
 from stopdown.interception.patches import Patches
 from stopdown.interception.randomness import Restore
 from stopdown.module_calls.call import HeldContainers, find_float_dtype
@@ -204,24 +205,27 @@ class Call:
 
     def _record_precisions(self, *precisions: str) -> None:
         """Record formats before those that are known."""
-        found = tuple(dict.fromkeys((*precisions, *self.summary.precisions)))
-        self.summary = replace(self.summary, precisions=found)
+        with find_lock(self.module).noting():
+            found = tuple(dict.fromkeys((*precisions, *self.summary.precisions)))
+            self.summary = replace(self.summary, precisions=found)
 
     def record(self, elapsed_s: float, check: CallCheck) -> None:
         """Count one more call."""
-        self.unseen += not check.is_seen
-        one = replace(
-            self.summary,
-            calls=1,
-            elapsed_s=elapsed_s,
-            non_finite=int(not check.is_good),
-            headroom_bits=check.headroom_bits,
-        )
-        self.summary = self.summary.add(one)
+        with find_lock(self.module).noting():
+            self.unseen += not check.is_seen
+            one = replace(
+                self.summary,
+                calls=1,
+                elapsed_s=elapsed_s,
+                non_finite=int(not check.is_good),
+                headroom_bits=check.headroom_bits,
+            )
+            self.summary = self.summary.add(one)
 
     def record_as_right(self) -> None:
         """Count a call as right that was counted as one with a fault."""
-        self.summary = replace(self.summary, non_finite=self.summary.non_finite - 1)
+        with find_lock(self.module).noting():
+            self.summary = replace(self.summary, non_finite=self.summary.non_finite - 1)
 
     def record_maxima(self, step: int | None, check: CallCheck) -> None:
         """Keep the largest magnitudes of its modules at a step."""
