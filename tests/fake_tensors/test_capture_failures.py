@@ -4,33 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
+from models.uncapturable_models import Branching, Leaving
 from stopdown.errors import CaptureError
 from stopdown.fake_tensors.fake_modules import build_fake
-from stopdown.scaling.graph.capture import (
-    capture_call,
-)
-
-
-class Branching(nn.Module):
-    """A branch that depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.linear(x).sum() > 0:
-            return x
-        return -x
-
-
-class Leaving(nn.Module):
-    """Values that leave PyTorch on their way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(x.numpy() * 2)
+from stopdown.scaling.graph.capture import capture_call
 
 
 def test_a_branch_on_values_is_named_with_its_line() -> None:
@@ -39,7 +17,7 @@ def test_a_branch_on_values_is_named_with_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
         capture_call(module, (torch.randn(2, 2),), dtype=torch.float16)
     assert "Branching cannot be captured as a graph" in str(caught.value)
-    assert "test_capture_failures.py" in str(caught.value)
+    assert "uncapturable_models.py" in str(caught.value)
     assert "if self.linear(x).sum() > 0:" in str(caught.value)
 
 

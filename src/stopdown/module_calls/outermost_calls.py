@@ -68,10 +68,8 @@ def listen(listener: Listener, patches: Patches) -> None:
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
     entry = refer(listener, _stop)
     with CALLS_REPLACED:
-        _listeners = (
-            *_listeners,
-            entry,
-        )  # first: a listener that is collected now leaves the calls on
+        # first: a listener that is collected now leaves the calls on
+        _listeners = (*_listeners, entry)
         if vars(torch.nn.Module)["__call__"] is not _call_on:
             _put_on()
     patches.defer(functools.partial(_leave, listener, entry))  # and holds the listener

@@ -328,9 +328,7 @@ class Component:
                         self._put(repair)
                 if repairs != self.planned:
                     self._refuse_gradients()
-                if (
-                    self.returns_wide
-                ):  # pipelines cast its outputs to a dtype that a component states
+                if self.returns_wide:  # pipelines cast outputs to a dtype that they ask for
                     state_dtypes((), [self.module], self._patches)
             except BaseException:
                 self.take_off()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.uncapturable_models import Branching, Leaving
 from stopdown.errors import CaptureError, warn_user
 from stopdown.operations import read_calls
 from stopdown.scaling.graph import capture as graph_capture
@@ -59,26 +60,6 @@ class Autocast(nn.Module):
         with torch.no_grad():
             z = self.linear(x)
         return y + z
-
-
-class Branching(nn.Module):
-    """A branch that depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.linear(x).sum() > 0:
-            return x
-        return -x
-
-
-class Leaving(nn.Module):
-    """Values that leave PyTorch on their way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(x.numpy() * 2)
 
 
 class Positions(nn.Module):
