@@ -700,9 +700,8 @@ def main() -> None:
                 continue  # made by another part
             row = make_in_process(subject)
             print(row["name"], row["outcome"], row.get("said", ""), row["seconds"], flush=True)
-            store(row, count)
-    stored = load()
-    RESULTS.with_suffix(".md").write_text(draw(stored))
+            store(row, listed=count, tests=find_version(options.checkout))
+    RESULTS.with_suffix(".md").write_text(draw_signed(load()))
 
 
 def load() -> dict[str, Any]:
@@ -710,8 +709,22 @@ def load() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
 
 
-def store(row: dict[str, Any], listed: int) -> None:
-    """Write one row among those that are stored, by whichever process; `listed`: how many there are."""
+def find_version(checkout: Path) -> str:
+    """The version of Diffusers that a checkout is of."""
+    text = (checkout / "src" / "diffusers" / "__init__.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"', text, re.M)
+    assert found is not None
+    return found[1]
+
+
+def store(row: dict[str, Any], *, listed: int, tests: str) -> None:
+    """Write one row among those that are stored, by whichever process.
+
+    Args:
+        row: with its name.
+        listed: how many rows there are to make.
+        tests: the version of Diffusers whose tests have the tiny components.
+    """
     from filelock import FileLock
 
     with FileLock(f"{RESULTS}.lock"):
@@ -720,6 +733,7 @@ def store(row: dict[str, Any], listed: int) -> None:
         stored["rows"] = dict(sorted(stored["rows"].items()))
         stored |= {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d")}
         stored |= {"command": "python benchmarks/every_pipeline.py CHECKOUT", "listed": listed}
+        stored |= {"tests": tests, "classes": list_classes()}
         stored["counts"] = dict(Counter(x["outcome"] for x in stored["rows"].values()))
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
@@ -731,10 +745,20 @@ OUTCOMES = {
     "traceback": "stopped with a traceback",
     "refused": "refused in one sentence, in fp32 as well",
     "no reference": "ran, where fp32 did not",
-    "out of time": f"took more than {LIMIT_SECONDS} s",
+    "out of time": f"took more than {LIMIT_SECONDS} s of a processor",
     "crashed": "ended the process",
     "not built": "the tiny model could not be made here",
 }
+
+
+def draw_signed(stored: dict[str, Any]) -> str:
+    """The table, with where it comes from as its last line."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        figures = importlib.import_module("figures")
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    return str(figures.sign(draw(stored), RESULTS.stem))
 
 
 def draw(stored: dict[str, Any]) -> str:
@@ -753,7 +777,8 @@ def draw(stored: dict[str, Any]) -> str:
         f"{versions['torch']}, Transformers {versions['transformers']}.",
         "",
         "Each row is a pipeline class with the tiny components and the arguments of Diffusers' own "
-        "tests. Its denoiser is made to overflow in fp16, it is saved in bf16, and `stopdown generate` "
+        f"tests, which are those of Diffusers {stored['tests']}. Its denoiser is made to overflow in fp16, "
+        "it is saved in bf16, and `stopdown generate` "
         "gets the folder and no option about precision. Errors are mean differences, of 255, to fp32 with "
         "the same seed.",
         "",
@@ -782,8 +807,8 @@ def draw(stored: dict[str, Any]) -> str:
         ]
         lines += ["|---|---|--:|--:|---|---|"]
         lines += [_draw_row(name, rows[name]) for name in names]
-    left = sorted({*list_classes()} - {x.get("class", name) for name, x in rows.items()})
-    lines += ["", f"## Without a row: {len(left)} of {len(list_classes())} classes", ""]
+    left = sorted({*stored["classes"]} - {x.get("class", name) for name, x in rows.items()})
+    lines += ["", f"## Without a row: {len(left)} of {len(stored['classes'])} classes", ""]
     lines += [
         "Not run yet, or Diffusers has no test that makes their components:",
         "",

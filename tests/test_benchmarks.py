@@ -85,3 +85,15 @@ def test_a_changed_result_is_signed(runner: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == '{"rows": []}'
     assert runner.read_seconds("rescale", tmp_path) == 12.3
     assert runner.read_seconds("speed", tmp_path) is None
+
+
+@pytest.mark.thorough
+def test_the_table_of_every_pipeline_is_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script draws from its stored rows is the stored table, to its last line."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import every_pipeline
+
+    drawn = every_pipeline.draw_signed(every_pipeline.load())
+    assert drawn == every_pipeline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    assert drawn.splitlines()[-1].startswith("Stored by `python benchmarks/every_pipeline.py")
+    assert "tests, which are those of Diffusers 0." in drawn
