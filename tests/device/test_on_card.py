@@ -58,10 +58,37 @@ def test_a_row_ends_with_whoever_started_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
+def test_a_run_that_is_killed_again_and_again_ends(tmp_path: Path) -> None:
+    """Killed behind every third fact, a row still ends, and no fact is lost on the way."""
+    output = tmp_path / "card.json"
+    kills = 0
+    known: set[str] = set()
+    while not (output.exists() and read_rows(output)["sums"].get("ended")):
+        run = start(output, "--rows", "sums")
+        assert run.stdout is not None
+        facts = (x for x in run.stdout if x.startswith("sums |"))
+        last = [x for x, _ in zip(facts, range(3 + kills), strict=False)][-1:]
+        if not last or last[0].startswith("sums | seconds"):
+            run.communicate()
+            break
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+        kills += 1
+        now = set(read_rows(output)["sums"])
+        assert known <= now
+        known = now
+    row = read_rows(output)["sums"]
+    assert row["ended"]
+    assert "failure" not in row
+    assert kills > 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
 def test_every_row_ends_on_the_simulated_device(tmp_path: Path) -> None:
     """The rehearsal ends every row, with the same bits under the guard and fp16 closer than bf16."""
     output = tmp_path / "card.json"
-    said = start(output).communicate()[0]
+    said = start(output, "--minutes", "60").communicate()[0]
     assert said.splitlines()[-1] == "missing: nothing", said[-3000:]
     for name, row in read_rows(output).items():
         if "bf16" in row:

@@ -53,6 +53,14 @@ def test_pythons_begin_with_the_oldest_that_is_allowed() -> None:
     assert matrix["include"][0]["torch"] == f"{oldest.removeprefix('torch>=')}.*"
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda x: x.stem)
+def test_a_checkout_keeps_no_password(path: Path) -> None:
+    """The token of a run isn't left in the clone, where any later step could read it."""
+    clones = [x for x in list_steps(path) if x.get("uses", "").startswith("actions/checkout@")]
+    assert clones
+    assert all(x["with"]["persist-credentials"] is False for x in clones)
+
+
 def test_nothing_is_published_without_a_person() -> None:
     """Publishing takes a start by hand with its box ticked, from a tag, and the least rights."""
     workflow = read("release")
