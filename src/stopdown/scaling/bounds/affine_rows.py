@@ -1,12 +1,12 @@
-"""Rows behind a norm, as far as they are known: `n * gain + table(t) + rest`.
+"""Affine rows: what is known of rows behind a norm, `n * gain + table[t] + rest`.
 
-A norm gives a row `n` of known length; a modulated transformer multiplies it by a scale and adds a
-shift that depend on the timestep alone, and the norm's own weight and bias do the same once for all.
-A linear that reads such a row is bounded by its weights times the gain, channel by channel, and by
-what it makes of each shift: several times tighter than from peaks and norms, which keep only the
-largest of the gain and lose the sign of the shift.
+A norm returns a row `n` of known length. A modulated transformer multiplies it by a scale and adds a
+shift, both of which depend on the timestep alone; the norm's own weight and bias do the same with
+constants. A linear that reads such a row is bounded by the norms of its weights times the gain, and by
+its products with each shift. That is several times tighter than a bound from peaks and norms, which
+uses only the largest gain and loses the sign of the shift.
 
-Not covered: norms over other dimensions, and tensors that are changed in place.
+Not covered: norms over other dimensions than the last, and tensors that are changed in place.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from stopdown.scaling.bounds.values import AffineRow, AffineRows, Bound, largest
 from stopdown.scaling.graph.nodes import is_kind, shape_of
 
 MOST_PARTS = 4
-"""Rows of one value that come from more norms than this are not followed."""
+"""A concatenation of rows behind more norms than this has no affine rows."""
 
 ROWS_AT_ONCE = 256
-"""Rows of a weight whose products with all timesteps are looked at together."""
+"""Number of rows of a weight that are multiplied by all timesteps at once."""
 
 NORM_ROUNDING = 2.0**-10
-"""Relative error of what a norm gives, before its result is rounded."""
+"""Relative error of a norm's result, before the result is rounded."""
 
 TABLE_ROUNDING = 2.0**-22
-"""Room for what fp32 rounds of a table, twice at most in one operation."""
+"""Relative allowance for fp32 arithmetic on a table, which rounds at most twice in one operation."""
 
 _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
 def follow(op: BoundedOperation) -> AffineRows:
-    """Return the affine rows of a result before rounding; () if they are not known."""
+    """Return the affine rows of an operation's result, before its own rounding; () if none are known."""
     node = op.node
     if not op.shape:
         return ()
@@ -67,12 +67,12 @@ def follow(op: BoundedOperation) -> AffineRows:
 
 
 def rounded(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
-    """Add the error of rounding to affine rows, by channel: `[d]` or `[1]`."""
+    """Add a rounding error `[d]` or `[1]` per channel to the `rest` of affine rows."""
     return tuple(replace(x, rest=x.rest + error) for x in affine_rows)
 
 
 def by_channel(bound: Bound) -> torch.Tensor:
-    """Return the largest magnitude of each channel, `[d]` or `[1]` float64."""
+    """Return the largest magnitude of each channel (last dimension), `[d]` or `[1]` float64."""
     return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
 
 
@@ -91,7 +91,7 @@ def _begin(op: BoundedOperation) -> AffineRows:
 
 
 def _load(op: BoundedOperation, name: str, count: int) -> torch.Tensor | None:
-    """Load a norm's weight or bias, `[d]` float64; zeros without one, None if it is no parameter."""
+    """Load a norm's weight or bias, `[d]` float64: zeros without one, None if it is no parameter."""
     if not isinstance(op.given.get(name), Node):
         return torch.zeros(count).double()
     found = op.load(name)
@@ -105,7 +105,7 @@ def _error_of(op: BoundedOperation, name: str, values: torch.Tensor) -> torch.Te
 
 
 def _begin_written(op: BoundedOperation) -> AffineRows:
-    """Return the affine row of a norm that is written out; its gain is 1."""
+    """Return the affine row, with a gain of 1, of a norm that is spelled out in elementwise operations."""
     bound = find_written_norm(op)
     if bound is None or bound.rows != {len(op.shape) - 1}:
         return ()
@@ -155,7 +155,7 @@ def _add(op: BoundedOperation) -> AffineRows:
 
 
 def _pairs(op: BoundedOperation) -> list[tuple[AffineRows, object]]:
-    """Return each operand with known rows, together with the other operand."""
+    """Return, for each operand that has affine rows, these rows and the other operand."""
     first, other = op.given["self"], op.given["other"]
     if first is other:
         return []
@@ -172,9 +172,9 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _read_table(op: BoundedOperation, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the table `[T, d]` of a value that depends on the timestep alone, and its radius `[d]`.
+    """Return the table `[T, d]` of a value that depends on the timestep alone, and its error `[d]`.
 
-    Return None for other values, and for one that differs between rows.
+    Return None for other values, and if the rows at one timestep differ.
     """
     held, count = op.known.exact(value) if isinstance(value, Node) else None, op.shape[-1]
     if held is None or not held.center.is_floating_point():
@@ -199,12 +199,13 @@ def _join(op: BoundedOperation) -> AffineRows:
 
 
 class Image:
-    """Columns whose products with a weight bound what it makes of rows behind norms.
+    """Columns to multiply a weight `[out, d]` by, from which products with n affine rows are bounded.
 
     Attributes:
-        plain: `[d, k]`, as of `multiply_rows`; `BASIS` columns for each of the rows.
-        magnitudes: `[d, 2 n]` of n rows.
-        squares: `[d, n]`.
+        plain: signed columns `[d, k]` for `multiply_rows`: the bases of the rows' tables side by side.
+        magnitudes: `[d, 2 n]`: the `rest` of each row with its errors, then the largest magnitudes of
+            each table.
+        squares: `[d, n]`: the squared gains.
     """
 
     def __init__(self, affine_rows: Sequence[AffineRow]) -> None:
@@ -215,13 +216,15 @@ class Image:
         self.squares = torch.stack([x.gain.square() for x in affine_rows], 1)
 
     def bound(self, products: Products, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound each element of `weight @ row` for all of the rows, and each part of its sum: `[out]` each.
+        """Bound each element of `weight @ row`, and each partial sum of it, over all rows: `[out]` each.
 
-        In a part of a sum the shifts no longer cancel: there their magnitudes count.
+        Shifts of opposite signs may cancel in the whole sum but not in a partial one, which is bounded
+        by magnitudes.
 
         Args:
-            products: with the columns; before them, one column of magnitudes, and ones among the squares.
-            device: where a table over timesteps is multiplied.
+            products: products of the weight with this object's columns, after one further column of
+                magnitudes and one of ones among the squares.
+            device: where the coefficients of the tables are multiplied.
         """
         rounding = 1 + WEIGHT_ROUNDING
         error, sizes = (products.magnitudes[:, 1:] * rounding).chunk(2, dim=1)
@@ -236,7 +239,7 @@ class Image:
 def _move_most(
     products: Products, affine_rows: Sequence[AffineRow], device: torch.device
 ) -> torch.Tensor:
-    """Return the largest product of each weight row with each table, `[out, affine_rows]`.
+    """Return the largest product of each weight row with each table over timesteps, `[out, n]`.
 
     It is computed from `products.plain`, the products with the bases of the tables side by side.
     """

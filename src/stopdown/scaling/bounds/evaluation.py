@@ -1,7 +1,7 @@
-"""Compute what depends on nothing but numbers and the timestep, for every timestep there is.
+"""Evaluation of values that depend on constants and the timestep alone, at every timestep.
 
-Values are computed in float64, and what a linear makes of them in fp32, with room for that in the radius.
-What has no rule here is bounded like everything else.
+Values are computed in float64, and products with large weights in fp32; the radius includes the error
+of that. Values whose operation has no rule here are bounded like all others.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from stopdown.scaling.graph.nodes import (
 )
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
-"""Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
+"""Relative error of one operation by the dtype of its result; each is at least twice the unit roundoff."""
 
 FLOOR = 2.0**-12
-"""Room for what is subnormal in fp16, relative to a tensor's largest magnitude."""
+"""Allowance for values that are subnormal in fp16, relative to a tensor's largest magnitude."""
 
 MOST_ELEMENTS = 1 << 24
 
@@ -48,7 +48,8 @@ SMALL_WEIGHT = 1 << 21
 """Products with a weight of at most this many values are computed in float64."""
 
 MOST_LENGTH_WORK = 1 << 35
-"""The length of an error is followed through matrices whose Gram matrix takes no more work."""
+"""The 2-norm of an error is bounded through matrices whose Gram matrix takes no more multiplications
+than this."""
 
 
 def writes_in_place(node: Node) -> bool:
@@ -58,9 +59,9 @@ def writes_in_place(node: Node) -> bool:
 
 
 def evaluate(node: Node, known: KnownValues) -> Any:
-    """Compute a node's value from exact inputs; return None if the result is not exact.
+    """Compute a node's value at every timestep from inputs that are known so, or return None.
 
-    An exact value is an `Interval`, or a list of them for an operation with several results.
+    The value is an `Interval`, or a list of them for an operation with several results.
     """
     held = {x: known.held.get(x) for x in node.all_input_nodes}
     sources = [x for x, value in held.items() if isinstance(value, (Interval, list))]
@@ -101,9 +102,10 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
 
 
 def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
-    """Run an operation on the centers, radii or largest magnitudes of its inputs.
+    """Run an operation on one field of its inputs' intervals: `center`, `radius` or `largest`.
 
-    It runs in float64, or in fp32 where that is enough.
+    It runs in float64, or in fp32 if that is accurate enough. Batched centers are mapped over the
+    timesteps.
     """
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]
@@ -134,7 +136,7 @@ def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor
 
 
 def _does_in_fp32(node: Node) -> bool:
-    """Return whether fp32 is enough: its errors are 0 or small beside the room for the result's."""
+    """Return whether fp32 suffices: its errors are 0, or small beside the allowance for rounding."""
     if has_trait(node, "rearranges"):
         return True
     numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
@@ -145,7 +147,7 @@ def _does_in_fp32(node: Node) -> bool:
 
 
 def _widen(value: Any) -> Any:
-    """Adapt an argument to float64 on the host: floating dtypes become float64, devices the CPU."""
+    """Adapt an argument for float64 on the host: floating dtypes become float64, devices the CPU."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
     return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -193,7 +195,7 @@ def _compute_known(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _round(node: Node, value: Interval) -> Interval:
-    """Add the error of rounding a result to the node's dtype; a cast rounds once."""
+    """Add the error of rounding a result to the node's dtype; a cast rounds once, others twice."""
     held = node.meta.get("val")
     if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
         return value
@@ -215,7 +217,7 @@ def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _is_held(value: Interval, dtype: torch.dtype) -> bool:
-    """Return whether a value is free of error and a dtype represents it exactly."""
+    """Return whether an interval has no error and a dtype represents its center exactly."""
     center = drop_repeated(value.center) if value.batched else value.center
     return not bool(value.radius.any()) and torch.equal(center.to(dtype).to(center.dtype), center)
 
@@ -256,7 +258,7 @@ def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 
 def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
-    """Compute a result with the given radius, before its own rounding."""
+    """Compute an elementwise result; `radius` is the error of its inputs, without its own rounding."""
     center = _run_by_element(node, values)
     batched = any(x.batched for x in values.values())
     return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
@@ -283,7 +285,7 @@ _RULES: dict[str, Rule] = {
     "exponential": _apply_exp,
 }
 _UNKNOWN = ("assertion", "random")
-"""Kinds of what gives nothing, or something else each time."""
+"""Kinds of operations that return nothing, or something else each time."""
 
 _CONSTANTS = ("constant", "counting", "filled")
 
@@ -317,10 +319,11 @@ def _bound_errors(
     bias: torch.Tensor | None,
     floor: float,
 ) -> Interval:
-    """Bound the errors of a linear's result: those carried over from its input, and its own.
+    """Bound the errors of a linear's result: those inherited from its input, and its own.
 
-    Its own are those of rounding its weights (none for weights that fp16 holds), its bias and its sums. A
-    large product is computed in fp32 here, which adds an error. The center returned is the input's.
+    Its own are those of rounding its weights (none for weights that fp16 represents), its bias and its
+    sums. A large product is evaluated in fp32, which adds an error. The interval returned still has the
+    input's center.
     """
     before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)

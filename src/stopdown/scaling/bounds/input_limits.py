@@ -1,12 +1,12 @@
-"""What the inputs of a component can be: the assumptions that a certificate rests on.
+"""Limits of a component's inputs: the assumptions on which a certificate rests.
 
-Whole-numbered timesteps are finitely many and computed one by one; others lie in cells around as many
-points. The values of token ids need no limit. Sizes, crops and positions are those of the captured call.
-Any other floating input has a limit by what its argument is called, raised if a measured call was larger.
+Integer timesteps are finitely many and are computed one by one. Others lie in cells around as many
+points. Token ids need no limit. Sizes, crops and positions are those of the captured call. Any other
+floating input has a limit by its argument's name, which is raised if a measured call was larger.
 Tokens, latents and embeddings are at most as long, high and wide as in a captured call.
 
-**Catches** latents, pictures, embeddings, rotary tables, masks, timesteps and size conditions as
-Diffusers and Transformers name them.
+**Catches** latents, pictures, embeddings, rotary tables, masks, timesteps and size conditions with the
+names that Diffusers and Transformers use.
 **Does not catch** an argument of another name that is larger than a latent: give its limit.
 """
 
@@ -26,23 +26,23 @@ from stopdown.scaling.bounds.known_values import InputLimits, Timesteps
 from stopdown.scaling.graph.capture import Capture
 
 Size = tuple[int, ...]
-"""Of an argument without its batch: `(226, 4096)` for 226 tokens."""
+"""Shape of an argument without its batch: `(226, 4096)` for 226 tokens."""
 
 LATENTS = 64.0
-"""No element of a latent, noise or picture is larger: unit noise stays under 6, and those of
-autoencoders without a scale under 40."""
+"""Limit of the elements of latents, noise and pictures: unit noise stays under 6, and the latents of
+autoencoders without a scale stay under 40."""
 
 EMBEDDINGS = 128.0
-"""No element of what a text or image encoder gives is larger, unless it hands over its hidden states."""
+"""Limit of the elements of a text or image encoder's output, unless that is its hidden states."""
 
 HIDDEN_STATES = 2.0**15
-"""No element of hidden states that fp16 holds is larger, with a bit of headroom."""
+"""Limit of the elements of hidden states that fp16 represents, with a bit of headroom."""
 
 TIMESTEPS = 1000
-"""Whole-numbered timesteps go from 0 to this one."""
+"""The largest integer timestep; the smallest is 0."""
 
 CELLS = 2000
-"""Cells that a timestep which is no whole number can lie in."""
+"""Number of cells into which the range of non-integer timesteps is divided."""
 
 _STEPS = ("timestep", "t")
 _UNIT = ("rotary", "freqs", "mask")
@@ -63,11 +63,11 @@ def state_limits(
     """Return the limits of a call's inputs.
 
     Args:
-        args, kwargs: arguments of the captured call; names, dtypes and sizes matter, and the values of
-            timesteps and of size conditions.
+        args, kwargs: arguments of the captured call. Only names, dtypes and sizes are used, and the
+            values of timesteps and of size conditions.
         names: names of the positional arguments, in order.
-        measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
-        encoded: the limit of encoder outputs.
+        measured: placeholder name to the largest magnitude seen. A limit is at least twice that.
+        encoded: limit of encoder outputs.
     """
     seen = measured or {}
     found: dict[str, float] = {}
@@ -98,7 +98,7 @@ def list_timesteps(tensor: torch.Tensor) -> Timesteps:
 
 
 def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's method, in order; "" is the module itself."""
+    """Return the argument names of a module's method, without `self`, in order; "" means `forward`."""
     called = getattr(type(module), method or "forward")
     return tuple(inspect.signature(called).parameters)[1:]
 
@@ -106,14 +106,14 @@ def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
 def name_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return a call's tensors in the order of `flatten_call`, each after the name of its argument."""
+    """Return each tensor of a call with its argument's name, in the order of `flatten_call`."""
     return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
 
 
 def _list_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[tuple[str, torch.Tensor, bool]]:
-    """Return each tensor of a call with its name, and whether it is an item of a list."""
+    """Return each tensor of a call with its argument's name, and whether it is an item of a list."""
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     return [
         (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
@@ -132,12 +132,13 @@ def _name(path: Any, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class InputStatement:
-    """What the inputs of one captured call are called, and what they can be.
+    """Names, limits and sizes of the inputs of one captured call.
 
     Attributes:
-        method: what is called; `forward` for the module itself.
-        inputs: placeholder and name of each tensor.
-        sizes: as `read_sizes` gives them.
+        method: called method; `forward` for the module itself.
+        inputs: placeholder and argument name of each tensor.
+        limits: limits of the inputs.
+        sizes: argument name and size of each tensor that has one, as in `read_sizes`.
     """
 
     method: str
@@ -146,7 +147,7 @@ class InputStatement:
     sizes: tuple[tuple[str, Size], ...]
 
     def find_size(self, placeholder: str) -> float:
-        """Return the magnitude that an input must not exceed; inf without a limit."""
+        """Return the magnitude that an input must not exceed; inf if it has no limit."""
         if placeholder in self.limits.timesteps:
             steps = self.limits.timesteps[placeholder]
             return float(steps.values[-1]) + steps.radius
@@ -161,12 +162,12 @@ def state_calls(
     measured: Sequence[Mapping[str, float]] = (),
     encoded: float = EMBEDDINGS,
 ) -> list[InputStatement]:
-    """Return the limits of several calls of a module; an argument has the same limit in all of them.
+    """Return the input limits of several calls of a module; an argument has one limit in all.
 
     Args:
-        calls: each with the arguments that it was captured with.
+        calls: each capture with the arguments that it was made with.
         measured: for each call, placeholder name to the largest magnitude seen.
-        encoded: the limit of encoder outputs.
+        encoded: limit of encoder outputs.
     """
     found, largest = [], dict[tuple[str, str], float]()
     for number, (capture, args, kwargs) in enumerate(calls):
@@ -194,7 +195,7 @@ def _raise_limits(one: InputStatement, largest: Mapping[tuple[str, str], float])
 
 
 def list_limits(stated: Sequence[InputStatement]) -> dict[str, float]:
-    """Map each argument, as `forward.hidden_states`, to the magnitude that it must not exceed.
+    """Map each argument, such as `forward.hidden_states`, to the magnitude that it must not exceed.
 
     Arguments without a limit are left out.
     """
@@ -212,8 +213,9 @@ def read_sizes(
 ) -> list[tuple[str, Size]]:
     """Return the length, or height and width, of each argument: its shape without the batch.
 
-    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size conditions
-    have no length. Rotary tables and masks are as long as something else.
+    A matrix in a list is one item of the batch, so its whole shape counts. Timesteps and size
+    conditions have no length. Rotary tables and masks are left out, as their lengths follow from other
+    arguments.
     """
     return [
         (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
@@ -225,7 +227,7 @@ def read_sizes(
 
 
 def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
-    """Map each argument, as `forward.hidden_states`, to the largest sizes for which bounds hold.
+    """Map each argument, such as `forward.hidden_states`, to the largest sizes for which bounds hold.
 
     A size that fits within another one is left out.
     """
@@ -240,7 +242,7 @@ def list_sizes(stated: Sequence[InputStatement]) -> dict[str, tuple[Size, ...]]:
 
 
 def fits(size: Size, largest: Collection[Size]) -> bool:
-    """Return whether a size is no larger in any dimension than one of several sizes."""
+    """Return whether at least one of several sizes is no smaller in any dimension than this one."""
     pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
     return any(all(x <= y for x, y in pair) for pair in pairs)
 
@@ -283,7 +285,7 @@ def _word_input(
 def find_largest_step(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> float:
-    """Return the largest timestep among a call's arguments; 0 without one."""
+    """Return the largest timestep among a call's arguments; 0 if there is none."""
     named = name_inputs(args, kwargs, names)
     steps = [x for name, x in named if _is_timestep(name, x) and has_values(x)]
     return max((measure_amax(x.float()) for x in steps), default=0.0)

@@ -1,7 +1,7 @@
-"""Values that are known for every timestep there is, each with a radius.
+"""Values that are known at every timestep, each with an error radius.
 
-Such a value is kept as what it is in exact arithmetic, for all timesteps at once: no rounding on the way,
-in the dtypes that the graph has, takes it further away than its radius. `evaluation` computes them.
+An interval stores a value in exact arithmetic, for all timesteps at once. Rounding in the dtypes of the
+graph moves the computed value by no more than the radius. `evaluation` computes intervals.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from stopdown.numerics import CACHED_VALUES
 from stopdown.scaling.bounds.values import Bound, Shape, find_largest_rows, make_bound
 
 MOST_TERMS = 256
-"""Squares that are summed in fp32 at a time."""
+"""Number of squares that are summed in fp32 at a time."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, for one or for every timestep.
+    """A tensor that depends on nothing or on the timestep alone, with a bound of its rounding error.
 
     Attributes:
-        center: in float64 or fp32 where it is floating; with a first dimension of timesteps when `batched`.
-        radius: float64, without that dimension.
+        center: exact value; float64 or fp32 if it is floating. If `batched`, its first dimension is
+            that of the timesteps.
+        radius: bound of each element's error, float64, without that dimension.
         batched: whether the value depends on the timestep.
-        length: `[..., 1]`, how far a whole row can be away in the 2-norm; None where no more is
-            known than the radius says.
-        parts: `[out]`, of a linear's result: no part of its sums is larger; None of anything else.
+        length: bound of the 2-norm of a whole row's error, `[..., 1]`; None if only `radius` is known.
+        parts: bound of each partial sum of a linear's result, `[out]`; None for other operations.
     """
 
     center: torch.Tensor
@@ -40,13 +40,13 @@ class Interval:
 
     @property
     def row_error(self) -> torch.Tensor:
-        """The largest error of a whole row in the 2-norm, `[..., 1]`."""
+        """Upper bound of the 2-norm of each row's error, `[..., 1]`."""
         found = measure_rows(self.radius)
         return found if self.length is None else torch.minimum(found, self.length)
 
     @functools.cached_property
     def largest(self) -> torch.Tensor:
-        """Largest magnitude over the timesteps, element by element, roundings aside."""
+        """The largest magnitude of each element of `center` over the timesteps, without the radius."""
         if not self.batched:
             return self.center.abs() if self.center.dtype != torch.bool else self.center.double()
         center, shape = drop_repeated(self.center), self.center.shape[1:]
@@ -56,7 +56,7 @@ class Interval:
 
     @functools.cached_property
     def row_norms(self) -> tuple[torch.Tensor, float]:
-        """The largest norm of each row over the timesteps, `[..., 1]`, and the typical size of values."""
+        """The largest 2-norm of each row over the timesteps, `[..., 1]`, and the RMS of all values."""
         shape = self.center.shape[1:] if self.batched else self.center.shape
         center = self.center if self.center.is_floating_point() else self.center.double()
         if not center.numel():
@@ -73,7 +73,7 @@ class Interval:
         return norms.expand(*shape[:-1], 1), typical
 
     def widen(self, more: torch.Tensor) -> Interval:
-        """Return the interval with `more` added to its radius; cached results are kept."""
+        """Return the interval with an error per element added to its radius; cached results are kept."""
         length = None if self.length is None else self.length + measure_rows(more)
         made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
         vars(made).update({k: x for k, x in vars(self).items() if k in ("largest", "row_norms")})
@@ -104,7 +104,7 @@ def measure_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def drop_repeated(center: torch.Tensor) -> torch.Tensor:
-    """Keep one entry of each dimension that is expanded (stride 0), as branches of guidance are."""
+    """Keep one entry of each middle dimension that is expanded (stride 0), such as guidance branches."""
     for dim, stride in enumerate(center.stride()):
         if stride == 0 and 0 < dim < center.dim() - 1:
             center = center.narrow(dim, 0, 1)
@@ -112,7 +112,7 @@ def drop_repeated(center: torch.Tensor) -> torch.Tensor:
 
 
 def find_repeated(center: torch.Tensor) -> torch.Tensor:
-    """Keep one entry of each dimension whose entries are equal, comparing values where they were copied."""
+    """Keep one entry of each middle dimension whose entries are all equal, by stride or by value."""
     for dim in range(1, center.dim() - 1):
         first = center.narrow(dim, 0, 1)
         if center.stride(dim) == 0:

@@ -1,7 +1,7 @@
-"""What is known of the values of a captured call, and what a rule of a bound is given of it.
+"""State of bound propagation: known values of a captured call, and the view of them that rules receive.
 
-Weights are asked for one at a time, where the graph first needs them, so a checkpoint can be read from
-disk as it goes and no model has to be built.
+Weights are loaded one at a time, when the graph first needs them. So a checkpoint can be read from disk
+in that order, and no model has to be built.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from stopdown.scaling.graph.nodes import (
 from stopdown.scaling.graph.range_measurement import Range
 
 SMALL = 1 << 16
-"""A parameter of at most this many values is looked at element by element wherever it is used."""
+"""A parameter with at most this many values has a bound for each element."""
 
 Load = Callable[[str], torch.Tensor]
-"""Gives a parameter or buffer by its name, as it is stored."""
+"""Returns a parameter or buffer by its name, in its stored dtype."""
 
 
 def bring_home(load: Load) -> Load:
-    """Load weights to the host, where all bounds are."""
+    """Return a loader that moves each weight to the host, where bounds are computed."""
     return lambda name: load(name).cpu()
 
 
 @dataclass(frozen=True)
 class Timesteps:
-    """The timesteps that a schedule can ask for.
+    """Timesteps that a schedule may contain.
 
     Attributes:
         values: `[T]`.
-        radius: no timestep is further than this from one of them; 0 where they are all there are.
+        radius: largest distance of a timestep from the nearest of the values; 0 if these are all.
     """
 
     values: torch.Tensor
@@ -67,12 +67,12 @@ class Timesteps:
 
 @dataclass(frozen=True)
 class InputLimits:
-    """What the inputs of a call can be, by the name of its placeholder.
+    """Assumptions about a call's inputs, by placeholder name.
 
     Attributes:
-        largest: magnitude that no element of a floating input exceeds; inf for no limit.
-        timesteps: of inputs that hold one.
-        fixed: inputs that are always the same.
+        largest: upper bound of the magnitude of a floating input's elements; inf for no limit.
+        timesteps: possible values of inputs that hold a timestep.
+        fixed: values of inputs that are the same in all calls.
     """
 
     largest: Mapping[str, float] = field(default_factory=dict)
@@ -82,14 +82,15 @@ class InputLimits:
 
 @dataclass
 class Bounds:
-    """What was found for one captured call.
+    """Bounds of one captured call.
 
     Attributes:
-        values: node name to its bound; None where there is none.
-        ranges: node name to the ranges of its blocks, as `run_capture` gives them; values
-            without a bound are not there.
-        scores: `component:path` of attention to the bound of its scores.
-        exact, rowed: names of nodes that were known for every timestep, or by rows behind a norm.
+        values: node name to its bound; None if it has none.
+        ranges: node name to the ranges of its blocks, as in `run_capture`'s result; nodes without a
+            bound are missing.
+        scores: `component:path` of an attention to the bound of its scores.
+        exact: names of nodes whose values were computed at every timestep.
+        rowed: names of nodes with affine rows.
     """
 
     values: dict[str, Bound | None] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Bounds:
 
 
 class KnownValues:
-    """What is known so far of each value of a captured call; weights are read when they are asked for."""
+    """Bounds, intervals and affine rows of the values visited so far; weights are loaded on demand."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class KnownValues:
         return None if is_float(value) else self._bound_whole(value)
 
     def _bound_whole(self, node: Node) -> Bound | None:
-        """Return the bound of integers or booleans, such as a mask or a view of one; None for others."""
+        """Return the bound of integers or booleans, such as a mask or a view of one, else None."""
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
             return uniform(1.0, shape_of(node))
@@ -144,7 +145,7 @@ class KnownValues:
         return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
-        """Load a parameter's stored values, or those of a part of one; return None for other nodes."""
+        """Load the stored values of a parameter or of a part split off one; None for other nodes."""
         name = self.capture.parameters.get(node.name)
         if name is None:
             return self._load_part(node)
@@ -172,15 +173,15 @@ class KnownValues:
         return part
 
     def find_largest(self, node: Node) -> float | None:
-        """Return the largest magnitude of a loaded parameter; None for a part of one."""
+        """Return the largest magnitude of a loaded parameter; None for a part of a parameter."""
         ranges = self.found.ranges.get(node.name) if node.name in self.capture.parameters else None
         found = max((x.amax for x in ranges or ()), default=math.nan)
         return found if math.isfinite(found) else None
 
     def floor(self, node: Node) -> float:
-        """Return the room for a parameter's subnormals in fp16, relative to its largest magnitude.
+        """Return the allowance for a parameter's subnormals in fp16, relative to its largest magnitude.
 
-        The room of a part is known once it is loaded. It is that of the whole, relative to the part's
+        For a part, load it first. Its allowance is that of the whole parameter, relative to the part's
         largest magnitude.
         """
         if node in self._shares:
@@ -192,7 +193,7 @@ class KnownValues:
         return NARROW_WEIGHT_FLOOR if name in self._narrow else WEIGHT_FLOOR
 
     def narrow_floor(self, node: Node) -> None:
-        """Reduce the room for a loaded parameter's subnormals, if its values are large enough."""
+        """Reduce the allowance for a loaded parameter's subnormals if its values are large enough."""
         name, ranges = self.capture.parameters.get(node.name), self.found.ranges.get(node.name)
         least = 2.0**-25 / NARROW_WEIGHT_FLOOR
         if name is None or name in self._loose or not ranges:
@@ -202,11 +203,11 @@ class KnownValues:
             self.found.ranges[node.name] = tuple(replace(x, least_stored=least) for x in ranges)
 
     def affine_rows(self, node: Node) -> AffineRows:
-        """Return the affine rows of a value behind a norm; () if they are not known."""
+        """Return the affine rows of a value behind a norm; () if none are known."""
         return self.rows.get(node, ())
 
     def exact(self, node: Node) -> Interval | None:
-        """Return the interval of a value that is known up to rounding; None for others."""
+        """Return the interval of a value that was computed at every timestep; None for other values."""
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
@@ -242,9 +243,9 @@ class KnownValues:
 
 
 def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Measure the largest magnitude of each column, the longest row, and the root mean square.
+    """Measure the largest magnitude of each column, the largest 2-norm of a row, and the root mean square.
 
-    The first two are float64 of the tensor's rank, with size 1 in all dimensions but the last, and in all.
+    The first two are float64 of the tensor's rank: `[1, ..., columns]` and `[1, ..., 1]`.
     """
     rows = tensor.reshape(-1, tensor.shape[-1])
     sizes, longest, squares = torch.zeros(rows.shape[1]), torch.zeros(1), torch.zeros(1).double()
@@ -261,17 +262,18 @@ def _measure_table(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, fl
 
 
 class UnboundedError(Exception):
-    """An argument has no bound, or the rule has none for such arguments."""
+    """Raised if an argument has no bound, or if the rule has none for these arguments."""
 
 
 @dataclass
 class BoundedOperation:
-    """One operation whose result is to be bounded.
+    """One operation whose result is to be bounded: the input of a rule.
 
     Attributes:
-        known: what is known of the values before it.
-        parts: what a rule knows of the parts of the result's sums, where the bound of the result is
-            none of theirs; it broadcasts to the result.
+        node: node of the operation.
+        known: bounds of the values before it.
+        parts: set by a rule whose bound of the result doesn't hold for its partial sums: a bound of
+            these, which broadcasts to the result.
     """
 
     node: Node
@@ -289,7 +291,7 @@ class BoundedOperation:
         return self.bound(self.node.args[0])
 
     def find(self, value: Any) -> Bound | None:
-        """Return the bound of a node, or the magnitude of a number as a bound; None if there is none."""
+        """Return the bound of a node, or of a number its magnitude; None if it has no bound."""
         if isinstance(value, (int, float)):
             return uniform(read_magnitude(self.node, value), ())
         return self.known.bound(value) if isinstance(value, Node) else None
@@ -298,7 +300,7 @@ class BoundedOperation:
         """Return the bound of an argument.
 
         Raises:
-            UnboundedError: it has none.
+            UnboundedError: if it has none.
         """
         found = self.find(value)
         if found is None:
@@ -310,7 +312,7 @@ class BoundedOperation:
         return broadcast(self.bound(value), shape_of(value), self.shape)
 
     def load(self, name: str) -> torch.Tensor | None:
-        """Load the stored values of an argument by its name; return None if it is no parameter."""
+        """Load the stored values of the argument with this name; return None if it is no parameter."""
         given = self.given.get(name)
         return self.known.load(given) if isinstance(given, Node) else None
 
@@ -320,4 +322,4 @@ class BoundedOperation:
 
 
 Rule = Callable[[BoundedOperation], Bound]
-"""Raises `UnboundedError` where the result has no bound."""
+"""Returns the bound of an operation's result, or raises `UnboundedError`."""

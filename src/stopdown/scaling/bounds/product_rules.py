@@ -1,8 +1,8 @@
-"""Bounds of what multiplies and sums: linears, convolutions, matrix products, attention.
+"""Bounds of linears, convolutions, matrix products and attention.
 
-A sum of products has two bounds, and the smaller one is taken: the largest magnitudes times the
-absolute weights, and (Cauchy and Schwarz) the norm of the weights times that of the inputs. Both hold
-for every part of the sum as well, so no partial sum is larger.
+A sum of products has two bounds, the smaller of which is used: the largest magnitudes times the
+absolute weights, and, by Cauchy and Schwarz, the norm of the weights times that of the inputs. Both
+hold for every partial sum as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stopdown.scaling.bounds.values import Bound, Shape, largest_over, norm_over
 from stopdown.scaling.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
 
 SUM_ROUNDING = 2.0**-23
-"""Relative error of one addition in fp32, doubled for that of the product."""
+"""Relative error of adding one product to a sum in fp32, including the rounding of the product."""
 
 
 def _bias(op: BoundedOperation) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _bias(op: BoundedOperation) -> torch.Tensor:
 
 
 def _load_weight(op: BoundedOperation) -> tuple[torch.Tensor, float]:
-    """Load the weight, and return it with the room for its subnormals in fp16."""
+    """Load an operation's weight; return it with the allowance for its subnormals in fp16."""
     if (values := op.load("weight")) is None:
         raise UnboundedError
     return values, op.known.floor(op.given["weight"])
@@ -85,11 +85,16 @@ def _sum_linear(
     largest: float | None,
     affine_rows: Sequence[AffineRow],
 ) -> tuple[RowSums, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Sum over the rows of a weight, and bound its products with affine rows, in one pass over it.
+    """Sum over the rows of a weight and bound its products with affine rows, in one pass over it.
 
     Args:
-        peak, floor, largest: as of `sum_rows`.
-        affine_rows: known affine rows of its input.
+        weight: `[out, in]`.
+        peak: largest magnitude of each input, `[in]` or `[1]` float64.
+        floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
+        largest: the weight's largest magnitude, if known.
+        affine_rows: known affine rows of the linear's input.
+
+    Returns: the sums, and the pair that `Image.bound` returns; None if there are no affine rows.
     """
     if not affine_rows:
         return sum_rows(weight, peak, floor, largest), None
@@ -108,8 +113,8 @@ def _sum_linear(
 def _is_worth_its_length(weight: torch.Tensor) -> bool:
     """Return whether a weight's largest singular value is worth computing.
 
-    For a large weight it is only if rows get at least twice as long. Behind such a weight the elements of a
-    row are many, and its norm is far below that of a row of peaks.
+    For a large weight it is only if rows get at least twice as long. Rows then have many elements, and
+    their norm is far below that of a row of peaks.
     """
     work = count_work(weight)
     return work <= SMALL or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
@@ -143,7 +148,11 @@ def _bound_length(
 def _bound_affine_length(
     weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
 ) -> float:
-    """Bound the length behind a norm by gain and shift together, not by the largest of either."""
+    """Bound the 2-norm of `weight @ row` for an affine row by gain and shift of the same timestep.
+
+    `sigma` is the weight's largest singular value, `rounded` an upper bound of the norm of its rounding
+    error.
+    """
     gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
     shifted = float((row.table.double() @ weight.T).square().sum(-1).sqrt().max())
@@ -154,9 +163,10 @@ def _bound_affine_length(
 def _compose_heads(op: BoundedOperation, outer: torch.Tensor) -> torch.Tensor | None:
     """Bound a linear after attention by the product of value and output weights of each head, `[out]`.
 
-    Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
+    Attention returns `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one. So
     the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
-    times the norm of one input row. What rounding adds passes through `|O|`.
+    times the norm of one input row, plus `|O b|`. Rounding errors of the values are multiplied by
+    `|O|`.
     """
     found = _find_values(op.node)
     if found is None:
@@ -202,10 +212,11 @@ def _sum_heads(
 
 
 def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return an upper bound of `sum_h norm((O_h V_h)_i)`, `[out]` float64.
+    """Return an upper bound of `sum_h norm((O_h V_h)_i)` for each row i, `[out]` float64.
 
-    The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
-    places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
+    Each norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix. Its Cholesky decomposition in
+    float64 is accurate to a few ulps of its trace. In fp32 each sum is off by at most `n 2^-24` of the
+    norms of both factors.
     """
     width, scale = outer.shape[1] // heads, choose_scale(find_largest_magnitude(outer))
     device = outer.device
@@ -231,9 +242,10 @@ def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.
 
 
 def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor `L_h` of each head over its size, and the sizes; inf where the factoring fails.
+    """Return each head's Cholesky factor `L_h`, divided by its size, and the sizes.
 
-    The factors are `[heads, width, width]` in fp32, the sizes `[heads]` in float64.
+    The factors are `[heads, width, width]` in fp32, the sizes `[heads]` in float64: the root of the
+    trace of `V_h V_h^T`, or inf if the decomposition fails.
     """
     roots, sizes = list[torch.Tensor](), list[float]()
     values = torch.empty(inner.shape[0] // heads, inner.shape[1], dtype=torch.float64)
@@ -249,9 +261,9 @@ def _factor_heads(inner: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:
-    """Find the attention whose heads a linear reads side by side, and the linear that gave its values.
+    """Find the attention whose heads a linear reads side by side, and the linear that computed its values.
 
-    Return None where the graph has another form.
+    Return None if the graph has another form.
     """
     behind = strip_casts(node.args[0])
     if not is_kind(behind, "reshape"):
@@ -292,7 +304,7 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
 
 
 def bound_convolve(op: BoundedOperation) -> Bound:
-    """Bound a convolution as `bound_linear` does, over the channels and places of its kernel."""
+    """Bound a convolution as `bound_linear` does, over the channels and positions of its kernel."""
     bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
     values, floor = _load_weight(op)
     channel = len(before) - (values.dim() - 1)
@@ -319,14 +331,14 @@ def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
-    """Return the peak of the channel that each entry of a flattened kernel multiplies, `[in * places]`."""
+    """Return the input peak for each entry of a group's flattened kernel, `[in * places]`."""
     if peak.numel() == 1:
         return peak
     return peak[group * width : (group + 1) * width].repeat_interleave(places)
 
 
 def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> float:
-    """Bound the norm of a kernel's patch, by the whole map or by its places one by one."""
+    """Bound the 2-norm of a kernel's patch by that of the whole map, or of `places` positions."""
     spatial = range(channel + 1, len(shape))
     whole = float(norm_over(bound, shape, (channel, *spatial)).max())
     single = float(norm_over(bound, shape, (channel,)).max()) * math.sqrt(places)
@@ -334,10 +346,7 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
 
 
 def bound_transposed(op: BoundedOperation) -> Bound:
-    """Bound a transposed convolution as `bound_convolve` does, by magnitudes alone.
-
-    Each result is a sum over some of the kernel's entries.
-    """
+    """Bound a transposed convolution by magnitudes alone: its results sum over parts of the kernel."""
     bound, (values, floor) = op.source, _load_weight(op)
     if int(op.given.get("groups", 1)) != 1:
         raise UnboundedError
@@ -350,15 +359,15 @@ def bound_transposed(op: BoundedOperation) -> Bound:
 
 
 def bound_matmul(op: BoundedOperation) -> Bound:
-    """Bound a product of matrices: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
+    """Bound a matrix product by the largest norms: `|a_i . b_j| <= norm(a_i) norm(b_j)`.
 
-    After a softmax the product is a mean of the rows of `b`.
+    If `a` is a softmax, the product is a mean of the rows of `b`.
     """
     return _bound_matrices(op, op.given["self"], op.given.get("mat2", op.given.get("other")))
 
 
 def bound_matmul_added(op: BoundedOperation) -> Bound:
-    """Bound the sum of a product of matrices and another value, each times a number (`addmm`)."""
+    """Bound `beta * self + alpha * (a @ b)`, as `addmm` and `baddbmm` compute it."""
     first = op.given.get("mat1", op.given.get("batch1"))
     product = _bound_matrices(op, first, op.given.get("mat2", op.given.get("batch2")))
     alpha, beta = (abs(float(op.given.get(name, 1))) for name in ("alpha", "beta"))
@@ -409,7 +418,7 @@ def bound_outer(op: BoundedOperation) -> Bound:
 
 
 def bound_attention(op: BoundedOperation) -> Bound:
-    """Bound attention by its values: each token is a mean of them.
+    """Bound attention by its values: each output token is a mean of them.
 
     The weights of the mean are not negative and sum to one.
     """
@@ -427,9 +436,9 @@ def bound_attention(op: BoundedOperation) -> Bound:
 
 
 def limit_scores(op: BoundedOperation) -> float:
-    """Bound the products of queries and keys before the softmax; return inf if either has no bound.
+    """Bound attention scores, the scaled products of queries and keys; return inf if either has no bound.
 
-    The bound holds for every part of the sum, with the scale taken before or after it.
+    The bound holds for every partial sum, with the scale applied before or after it.
     """
     query, key = op.given["query"], op.given["key"]
     a, b = op.find(query), op.find(key)

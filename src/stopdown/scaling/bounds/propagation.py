@@ -1,9 +1,9 @@
-"""Bounds that hold for every input, carried through a captured graph from the weights alone.
+"""Propagation of bounds through a captured graph, from the weights alone and for every input.
 
-Weights are read as the graph needs them (`known_values`). What depends on the timestep alone is computed
-for every timestep (`evaluation`); everything else has a largest magnitude by channel and a norm by
-row (`values`), by one rule for each operation (`rules`, `product_rules`). Each result
-that is rounded gets room for the rounding. `docs/certificates.md` has the argument and its
+Weights are loaded as the graph needs them (`known_values`). Values that depend on the timestep alone
+are computed at every timestep (`evaluation`). Every other value has a largest magnitude per channel and
+a norm per row (`values`), from one rule for each operation (`rules`, `product_rules`). Each result that
+is rounded is widened by the rounding error. `docs/certificates.md` has the argument and its
 assumptions.
 
 **Catches** every prompt, latent, seed and timestep within the stated limits.
@@ -53,28 +53,30 @@ from stopdown.scaling.graph.nodes import (
 from stopdown.scaling.graph.range_measurement import Range, find_sentinels
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
-"""Room for the rounding of one operation, at least four times the unit roundoff."""
+"""Relative allowance for the rounding of one operation; each is at least four times the unit roundoff."""
 
 LEAST_STORED = 2.0**-12
-"""A value's bound has to be at least this as it is stored, so that its room for what is subnormal is
-enough: 2**-25 for its own rounding and as much for that of a bias."""
+"""A value's bound must be at least this after scaling, so that the allowance for subnormals suffices:
+2**-25 for its own rounding, and as much for that of a bias."""
 
 LEAST_STORED_WEIGHT, LEAST_STORED_LOOSE = 2.0**-25 / WEIGHT_FLOOR, 2.0**-25 / LOOSE_WEIGHT_FLOOR
-"""The same of a weight's largest magnitude, with the room that it has and with the loose one."""
+"""Least scaled size of a weight's largest magnitude for which the usual, or the loose, allowance for
+subnormals suffices."""
 
 RULES: dict[str, Rule] = {
     name.removeprefix("bound_"): rule
     for name, rule in (vars(rules) | vars(product_rules)).items()
     if name.startswith("bound_")
 }
-"""The rules by the names that the table of operations gives them: `any` is `bound_any`."""
+"""Rules by their names in the table of operations: `any` is `bound_any`."""
 
 _WITHOUT_SIZES = {
     **dict.fromkeys(("same", "reshape", "permute", "expand", "part"), 0),
     **dict.fromkeys(("tokens", "places", "any"), 0),
     "copied": 1,
 }
-"""Rules of results whose elements are those of one argument, or means of them; which argument it is."""
+"""Rules that need no sizes, as the result's elements are those of one argument or means of them; the
+argument's index."""
 
 
 def bound_call(
@@ -88,15 +90,15 @@ def bound_call(
     """Bound every float value of a captured call, from the weights alone.
 
     Args:
-        capture: capture of the call in the dtype to come.
+        capture: capture of the call in the dtype that it will run in.
         load: returns a parameter by name, from a checkpoint or a module.
         limits: limits of the inputs.
-        blocks: values that carry several exponents.
-        loose: parameters with the loose room for their subnormals.
-        before: bounds of the same call without loose parameters; only the values that these change are
-            computed.
+        blocks: values that have several exponents.
+        loose: names of parameters with the loose allowance for subnormals.
+        before: bounds of the same call without loose parameters. If given, only the values that these
+            affect are computed.
 
-    Cost: each weight is asked for about once, in the order of the graph, and read a few times.
+    Cost: each weight is loaded about once, in the order of the graph, and read a few times.
     """
     walk = Propagation(capture, load, limits, blocks, frozenset(loose))
     if before is not None:
@@ -110,7 +112,7 @@ def bound_call(
 
 
 class Propagation(KnownValues):
-    """Visits the nodes of a graph in order."""
+    """Bounds the nodes of a graph, visited in order."""
 
     def __init__(
         self,
@@ -187,10 +189,10 @@ class Propagation(KnownValues):
         self.held[node] = made
 
     def _hold_timesteps(self, node: Node) -> None:
-        """Hold every timestep, in each element of the call's tensor at once.
+        """Store the interval of all timesteps for a placeholder, as if each filled the call's tensor.
 
-        Several timestep inputs vary independently, and a result computed for all values of one at once
-        would hold only for pairs. So they are bounded like any other value.
+        With several timestep inputs, which vary independently, such intervals would hold only if all
+        had the same timestep. Then each is bounded like any other value.
         """
         steps, shape = self.limits.timesteps[node.name], shape_of(node)
         if len(self.limits.timesteps) > 1:
@@ -201,7 +203,7 @@ class Propagation(KnownValues):
         self.held[node] = replace(made, radius=made.radius + steps.radius)
 
     def load_rest(self) -> None:
-        """Measure the parameters that no rule asked for."""
+        """Load the parameters that no rule loaded, so that their ranges are measured."""
         for name in self.capture.parameters:
             node = self.placeholders[name]
             if name not in self.found.ranges and is_float(node):
@@ -268,7 +270,7 @@ class Propagation(KnownValues):
             self._follow(op, bound)
 
     def _follow(self, op: BoundedOperation, bound: Bound) -> None:
-        """Keep the affine rows of a value behind a norm."""
+        """Store the affine rows of a result, if known, with the error of its rounding."""
         rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
@@ -314,7 +316,7 @@ class Propagation(KnownValues):
         self.found.ranges.pop(node.name, None)
 
     def _change_aliases(self, node: Node) -> None:
-        """Apply a write in place to every other name of the same storage."""
+        """Apply a write in place to the bounds of all other nodes that share the storage."""
         root = self.aliases.get(node)
         if root is None:
             return
@@ -341,10 +343,11 @@ class Propagation(KnownValues):
 
 
 class _Update(Propagation):
-    """Visits what parameters with the loose room change; the rest is taken from what was found before.
+    """Bounds a call again where loose parameters affect it; the rest is reused from earlier bounds.
 
-    Nothing passes a norm: its result rests on its own weights. Of other inputs a bound is known; what was
-    known beside it (values at every timestep, rows, what is written in place) is found where it counts.
+    Changes don't pass a norm, whose result is bounded by its own weights. Earlier bounds hold no
+    intervals and affine rows, and values written in place change. So the nodes before these are visited
+    again where an affected node needs them.
     """
 
     def begin(self, before: Bounds) -> None:
@@ -374,7 +377,7 @@ class _Update(Propagation):
         return self.capture.parameters.get(node.name) in self._loose
 
     def _find_changed(self) -> set[Node]:
-        """Find the values that loose parameters can change, and all other names of their storages."""
+        """Find the values that loose parameters can change, and all nodes that share their storages."""
         changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
         before = -1
         while before < len(changed):
@@ -387,7 +390,7 @@ class _Update(Propagation):
         return changed
 
     def _list_read(self, node: Node) -> list[Node]:
-        """List the inputs that a node's bound depends on."""
+        """List the inputs on which a node's bound depends; that of a norm ignores its input."""
         sources = node.all_input_nodes
         if node.name in self.before.exact or node in self.aliases:
             return sources
@@ -402,7 +405,7 @@ class _Update(Propagation):
         return sources
 
     def _find_needed(self, changed: set[Node]) -> set[Node]:
-        """Find the nodes to visit: all changed ones, and sources whose bounds alone are not enough."""
+        """Find the nodes to visit: changed ones, and inputs whose earlier bounds don't suffice."""
         needed: set[Node] = set()
         asked = list(changed)
         while asked:
@@ -416,7 +419,7 @@ class _Update(Propagation):
         return needed
 
     def _is_asked(self, source: Node, user: Node) -> bool:
-        """Return whether a user needs more of an input than its bound."""
+        """Return whether a user needs more of an input than its bound, such as affine rows."""
         if source.name in self.before.rowed or source in self.aliases:
             return True
         sources = [x for x in user.all_input_nodes if x.name not in self.capture.parameters]
@@ -426,10 +429,10 @@ class _Update(Propagation):
 
 
 def _bound_unsized(name: str, op: BoundedOperation) -> Bound:
-    """Bound a result where a size depends on values, which rules read as 0.
+    """Bound a result with a size that depends on data, which rules would read as 0.
 
     Raises:
-        UnboundedError: the bound depends on the size.
+        UnboundedError: if the bound depends on the size.
     """
     if name not in _WITHOUT_SIZES:
         raise UnboundedError
@@ -442,9 +445,9 @@ def _as_range(amax: float, typical: float) -> Range:
 
 
 def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """Map each value of a storage that is written in place to the first value of the storage.
+    """Map each node whose storage is written in place to the first node of that storage.
 
-    It may include values of other storages, but leaves none out.
+    It may include nodes of other storages, but leaves none out.
     """
     roots: dict[Node, Node] = {}
     changed: set[Node] = set()
@@ -461,7 +464,7 @@ def find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
-    """Map each node to the values that are not needed after it."""
+    """Map each node to the inputs that no later node uses."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:

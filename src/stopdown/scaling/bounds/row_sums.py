@@ -1,9 +1,9 @@
-"""Products of a weight's rows with columns: plain, of magnitudes and of squares, read once, in fp32.
+"""Products of a weight's rows with columns, in fp32 and in one pass: plain, of magnitudes and of squares.
 
-A weight is read in parts that stay in a processor's cache, each scaled by one power of two so that its
-largest value lies between a half and one. A sum of n products in fp32 is off by at most `n u / (1 - n u)`
-of the sum of their magnitudes (u is 2**-24): what is given back has room for that. Products that are too
-small for fp32 are covered by the room for weights that are subnormal in fp16.
+A weight is read in parts that stay in a processor's cache. Each is scaled by one power of two so that
+its largest value lies between a half and one. A sum of n products in fp32 is off by at most `n u / (1 -
+n u)` of the sum of their magnitudes (u is 2**-24); the results include that error. Products that are
+too small for fp32 are covered by the allowance for weights that are subnormal in fp16.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ import torch
 from stopdown.numerics import HALVES, multiply_matrices
 
 WEIGHT_ROUNDING = 2.0**-11
-"""A weight's relative error in fp16."""
+"""Relative error of a weight that is rounded to fp16."""
 
 WEIGHT_FLOOR = 2.0**-14
-"""Room for what is subnormal of a weight, relative to its largest magnitude: enough where that is stored
-at 2**-11 or more."""
+"""Allowance for a weight's subnormals in fp16, relative to its largest magnitude. It suffices if that
+is stored at 2**-11 or more."""
 
 LOOSE_WEIGHT_FLOOR = 2.0**-10
-"""The same of a weight that is stored lower, down to 2**-15. With rows of unequal size it is far more than
-all other roundings of a small row."""
+"""Allowance for the subnormals of a weight whose largest magnitude is stored lower, down to 2**-15. For
+a row much smaller than the largest, it is far more than all other roundings."""
 
 NARROW_WEIGHT_FLOOR = 2.0**-20
-"""The same of a weight that is stored at 2**-5 or more."""
+"""Allowance for the subnormals of a weight whose largest magnitude is stored at 2**-5 or more."""
 
 ENTRIES = 1 << 18
-"""Weights are widened in parts of at most this many values."""
+"""Weights are widened to fp32 in parts of at most this many values."""
 
 DEVICE_ENTRIES = 1 << 24
-"""The same on an accelerator, which has no such cache and takes its time to start a kernel."""
+"""Values per part on an accelerator, which has no such cache, and where starting a kernel costs time."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """Products of a weight `[out, in]` with columns, `[out, k]` float64 each.
+    """Products of a weight `W [out, in]` with columns `[in, k]`, each `[out, k]` float64.
 
     Attributes:
-        plain: `W @ columns`, each within `plain_error` times the norms of its row and column.
-        magnitudes: no less than `|W| @ columns`.
-        squares: no less than `W**2 @ columns`.
-        slack: how far a value of the weight that is subnormal in fp16 can be rounded.
+        plain: `W @ columns`, each off by at most `plain_error` times the norms of its row and column.
+        magnitudes: upper bound of `|W| @ columns`.
+        squares: upper bound of `W**2 @ columns`.
+        plain_error: relative error of `plain`.
+        slack: largest error of rounding a value of the weight that is subnormal in fp16.
     """
 
     plain: torch.Tensor
@@ -63,14 +64,14 @@ def multiply_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> Products:
-    """Multiply a weight `[out, in]` by float64 columns `[in, k]`; products of omitted ones are empty.
+    """Multiply a weight `[out, in]` by float64 columns `[in, k]`; products with omitted columns are empty.
 
-    The weight is read where it is; columns and products are the host's.
+    The weight is read on its device; columns and products are on the host.
 
     Args:
         magnitudes, squares: columns without negative values.
-        floor: room for the weight's subnormals in fp16, relative to its largest magnitude.
-        largest: the weight's largest magnitude, where it is known; of a part that of the whole.
+        floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
+        largest: the weight's largest magnitude, if known; for a part of a weight, that of the whole.
 
     Cost: one pass; values are widened in parts (`split_rows`).
     """
@@ -102,7 +103,7 @@ def multiply_rows(
 
 
 def split_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split the rows of a weight `[out, in]` into parts to work on one at a time."""
+    """Split the rows of a weight `[out, in]` into parts to be processed one at a time."""
     entries = ENTRIES if weight.device.type == "cpu" else DEVICE_ENTRIES
     return weight.split(max(1, entries // max(weight.shape[1], 1)))
 
@@ -113,7 +114,7 @@ def find_largest_magnitude(weight: torch.Tensor) -> float:
 
 
 def is_exact_in_fp16(weight: torch.Tensor) -> bool:
-    """Return whether fp16 holds each value of a weight, subnormals aside: it has at most 11 digits."""
+    """Return whether fp16, its range aside, represents each value of a weight: 11 bits suffice."""
     if weight.dtype in HALVES:
         return True
     significands = torch.frexp(weight.float()).mantissa.mul_(2.0**11)
@@ -127,12 +128,12 @@ def choose_scale(largest: float) -> float:
 
 @dataclass(frozen=True)
 class RowSums:
-    """What a product needs to know of its weight, row by row, as it may be rounded to fp16.
+    """Sums over each row of a weight, with room for its rounding to fp16.
 
     Attributes:
-        absolute: `sum |w| peak` of each row.
-        euclidean: `sqrt(sum w**2)` of each row.
-        slack: as of `Products`.
+        absolute: upper bound of `sum |w| peak` of each row, `[out]` float64.
+        euclidean: upper bound of `sqrt(sum w**2)` of each row, `[out]` float64.
+        slack: largest error of rounding a value of the weight that is subnormal in fp16.
     """
 
     absolute: torch.Tensor
@@ -146,13 +147,14 @@ def sum_rows(
     floor: float = WEIGHT_FLOOR,
     largest: float | None = None,
 ) -> RowSums:
-    """Sum over the rows of a matrix `[out, in]`: magnitudes times `peak`, and squares.
+    """Sum over each row of a matrix `[out, in]`: the magnitudes times `peak`, and the squares.
 
     Args:
-        peak: `[in]` or `[1]` float64.
-        floor, largest: as of `multiply_rows`.
+        peak: largest magnitude of each input, `[in]` or `[1]` float64.
+        floor: allowance for the weight's subnormals in fp16, relative to its largest magnitude.
+        largest: the weight's largest magnitude, if known.
 
-    Cost: one pass.
+    Cost: one pass over the weight.
     """
     peaks = peak.expand(weight.shape[1])[:, None]
     squares = torch.ones_like(peaks)
@@ -161,7 +163,7 @@ def sum_rows(
 
 
 def read_sums(found: Products, peaks: torch.Tensor) -> RowSums:
-    """Read sums over rows from products: with the peaks `[in, 1]`, and with ones, in the first columns."""
+    """Read row sums from products with `peaks` `[in, 1]` and with ones, both in the first columns."""
     width, spread, rounding = len(peaks), float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,

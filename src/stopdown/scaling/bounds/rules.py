@@ -1,11 +1,11 @@
-"""How large the result of each operation can be, given bounds of its inputs: one rule per operation.
+"""Bounds of one operation's result from bounds of its inputs: one rule per operation.
 
-A rule gets an `BoundedOperation` and returns the bound of the exact result on the inputs that the operation
-really gets; rounding is added by `propagation`. If there is no bound, it raises `UnboundedError`.
-`docs/certificates.md` has a proof of two lines for each.
+A rule receives a `BoundedOperation` and returns the bound of the exact result for the inputs that the
+operation really receives. `propagation` adds the rounding of the result. A rule raises `UnboundedError`
+if there is no bound. `docs/certificates.md` has a proof of two lines for each.
 
-Not covered: an operation without a rule: its result has no bound, and neither has what
-follows, up to the next norm or saturating function.
+Not covered: operations without a rule. Their results have no bound, and neither has what is computed
+from these, up to the next norm or saturating function.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def bound_normalise(op: BoundedOperation) -> Bound:
 
 
 def bound_normalise_groups(op: BoundedOperation) -> Bound:
-    """Bound a group norm as `bound_normalise` does, over the channels and places of a group.
+    """Bound a group norm as `bound_normalise` does a row, over a group's channels and positions.
 
-    The places are as many as the captured call has.
+    The bound depends on the number of positions, which is that of the captured call.
     """
     groups, rank = int(op.given["num_groups"]), len(op.shape)
     count = math.prod(op.shape[1:]) // groups
@@ -76,9 +76,9 @@ def bound_normalise_groups(op: BoundedOperation) -> Bound:
 
 
 def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tensor:
-    """Return the magnitudes of a norm's weight or bias, in `shape` or as one number of that rank.
+    """Return the magnitudes of a norm's weight or bias, float64, in `shape` or as one number of that rank.
 
-    They are inf if unknown. Without a weight they are 1, without a bias 0.
+    They are inf if unknown. A missing weight counts as 1, a missing bias as 0.
     """
     given = op.given.get(name)
     if not isinstance(given, Node):
@@ -93,9 +93,9 @@ def _magnitudes(op: BoundedOperation, name: str, shape: list[int]) -> torch.Tens
 
 
 def find_written_norm(op: BoundedOperation) -> Bound | None:
-    """Bound a norm that is written out, `x * rsqrt(mean(x**2) + eps)`; return None for anything else.
+    """Bound a norm that is spelled out, as in `x * rsqrt(mean(x**2) + eps)`; None for other values.
 
-    No row has a larger norm than the root of its length.
+    No row has a larger 2-norm than the root of its length.
     """
     first, other = op.given["self"], op.given["other"]
     inverse = is_kind(op.node, "divide")
@@ -113,9 +113,10 @@ def find_written_norm(op: BoundedOperation) -> Bound | None:
 
 
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
-    """Find the source `y` and the dimensions of a written `(mean(y**2) + eps) ** -0.5`.
+    """Find the source `y` and the dimensions of a factor `(mean(y**2) + eps) ** -0.5` in the graph.
 
-    The flag returned is True for a 2-norm, without a mean. With `inverse`, the node is the divisor.
+    With `inverse`, the node is a divisor instead. The returned flag is True if the divisor is a 2-norm,
+    a sum of squares without the mean. Return None for other values.
     """
     node = strip_casts(node)
     if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
@@ -153,9 +154,9 @@ def _is_square(node: Node) -> bool:
 
 
 def read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
-    """Return the source and dimensions of a 2-norm, and True: it has no mean.
+    """Return a 2-norm's source and dimensions, and True because it sums without dividing by the count.
 
-    Return None for other norms, and for one that drops its dimensions.
+    Return None for other norms, and if `keepdim` is false.
     """
     given, source = arguments(node), node.args[0]
     if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
@@ -179,7 +180,7 @@ def bound_add(op: BoundedOperation) -> Bound:
 
 
 def bound_multiply(op: BoundedOperation) -> Bound:
-    """Bound a product: elements by both bounds, rows by the norm of one times the largest of the other."""
+    """Bound a product; a row's norm by that of one factor times the largest element of the other."""
     if (normed := find_written_norm(op)) is not None:
         return normed
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
@@ -193,7 +194,7 @@ def bound_multiply(op: BoundedOperation) -> Bound:
 
 
 def bound_divide(op: BoundedOperation) -> Bound:
-    """Bound a division by a number, by a value clamped from below, by a norm, or by a mask's sum."""
+    """Bound a division by a number, by a value clamped from below, by a norm, or by the sum of a mask."""
     divisor = op.given["other"]
     if isinstance(divisor, Node):
         if (found := find_written_norm(op) or _bound_masked_mean(op)) is not None:
@@ -208,14 +209,14 @@ def bound_divide(op: BoundedOperation) -> Bound:
 
 
 def _find_least(node: Node) -> float | None:
-    """Return the lower limit of a clamp; None without one that is a normal number of fp16."""
+    """Return a clamp's lower limit; None if it has none or if fp16 has no such normal number."""
     node = strip_casts(node)
     least = arguments(node).get("min") if is_kind(node, "clamp") else None
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
 def _bound_masked_mean(op: BoundedOperation) -> Bound | None:
-    """Bound `sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values.
+    """Bound `sum(x m) / sum(m)` with a mask `m` of zeros and ones by the values: it is the mean of some.
 
     Return None for other divisions.
     """
@@ -260,7 +261,7 @@ def bound_saturate(op: BoundedOperation) -> Bound:
 
 
 def bound_softmax(op: BoundedOperation) -> Bound:
-    """Bound a softmax: no weight of a mean is above 1, and neither is their norm."""
+    """Bound a softmax: neither an element nor the 2-norm over its dimension exceeds 1."""
     if not op.shape:
         return uniform(1.0, op.shape, 1.0)
     dim = int(op.given["dim"]) % len(op.shape)
@@ -293,7 +294,7 @@ def bound_subtract_from(op: BoundedOperation) -> Bound:
 
 
 def bound_clamp(op: BoundedOperation) -> Bound:
-    """Bound a clamp: nothing exceeds the larger of two limits; one at fp16's maximum has no effect."""
+    """Bound a clamp by the larger of its two limits; a clamp at fp16's maximum counts as no operation."""
     if is_range_clamp(op.node):
         return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]
@@ -357,12 +358,12 @@ def bound_ones(op: BoundedOperation) -> Bound:
 
 
 def bound_same(op: BoundedOperation) -> Bound:
-    """Return the first input's bound, for a result of its shape that is no larger element by element."""
+    """Return the first input's bound, for a result that is no larger in any element."""
     return op.bound(op.node.all_input_nodes[0])
 
 
 def bound_copied(op: BoundedOperation) -> Bound:
-    """Bound a value that is overwritten by the bound of its new content."""
+    """Bound a value that is overwritten (`copy_`) by the bound of its new content."""
     return op.spread(op.node.args[1])
 
 
@@ -379,13 +380,13 @@ def bound_expand(op: BoundedOperation) -> Bound:
 
 
 def bound_any(op: BoundedOperation) -> Bound:
-    """Bound a result whose elements are elements of the input, averages of some, or 0."""
+    """Bound a result whose elements are elements of the input, means of some, or 0, by the largest one."""
     bound = bound_same(op)
     return uniform(bound.largest, op.shape, bound.typical)
 
 
 def bound_places(op: BoundedOperation) -> Bound:
-    """Bound pooling and upsampling of `[N, C, ...]` as `bound_any` does, channel by channel."""
+    """Bound pooling and upsampling of `[N, C, ...]` by channel: results are elements or their means."""
     if op.given.get("divisor_override"):
         raise UnboundedError
     if len(op.before) != len(op.shape):
@@ -394,7 +395,7 @@ def bound_places(op: BoundedOperation) -> Bound:
 
 
 def bound_tokens(op: BoundedOperation) -> Bound:
-    """Bound a result as `bound_any` does, but by channel where the last dimension is not touched."""
+    """Bound selected elements, by channel if the operation doesn't touch the last dimension."""
     bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
     if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
@@ -408,7 +409,7 @@ def bound_tokens(op: BoundedOperation) -> Bound:
 
 
 def bound_repeat(op: BoundedOperation) -> Bound:
-    """Bound `repeat` and its kin: a repeated element is no larger, wherever it is."""
+    """Bound `repeat` and similar operations: repeating an element doesn't change its magnitude."""
     added = len(op.shape) - len(op.before)
     if added < 0 or isinstance(op.given.get("repeats"), Node):  # flattened first, or anywhere
         return bound_any(op)
@@ -465,7 +466,7 @@ def bound_stack(op: BoundedOperation) -> Bound:
 
 
 def bound_choose(op: BoundedOperation) -> Bound:
-    """Bound `where` and `masked_fill` by both of their choices, the sentinels of a mask aside."""
+    """Bound `where` and `masked_fill` by both alternatives; a mask's fill value (-inf) counts as 0."""
     names = ("self", "other", "value", "source")
     bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
     return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
@@ -488,12 +489,12 @@ def bound_embedding(op: BoundedOperation) -> Bound:
 
 
 def bound_complex(op: BoundedOperation) -> Bound:
-    """Bound the modulus of a complex number by the norm of its pair."""
+    """Bound the modulus of a complex number by the 2-norm of its real and imaginary part."""
     peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
     return op.made(peak, op.source.typical * 2**0.5)
 
 
 def bound_real(op: BoundedOperation) -> Bound:
-    """Bound the pair of a complex number: neither part, nor its norm, is larger than the modulus."""
+    """Bound real and imaginary parts by the complex number's modulus, which bounds their 2-norm too."""
     peak = op.source.peak.unsqueeze(-1)
     return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))

@@ -1,8 +1,9 @@
-"""The largest singular value of a weight: how much longer a linear can make a row.
+"""Upper bounds of a weight's largest singular value: how much longer a linear can make a row.
 
-The largest eigenvalue of the Gram matrix is estimated, and a Cholesky decomposition shows that none lies
-above; what its making and that decomposition may round is added before the root is taken. The Gram matrix
-of a small weight is made in float64, that of a large one in fp32 and in parts.
+The largest eigenvalue of the Gram matrix is estimated. A Cholesky decomposition then proves that none
+is above a value slightly larger. The rounding errors of the Gram matrix and of the decomposition are
+added before the root is taken. The Gram matrix of a small weight is computed in float64, that of a
+large one in fp32 and in parts.
 """
 
 from __future__ import annotations
@@ -15,31 +16,35 @@ import torch
 from stopdown.scaling.bounds.row_sums import choose_scale, find_largest_magnitude
 
 SMALL = 1 << 27
-"""`out * in * min(out, in)` up to which a Gram matrix is made in float64."""
+"""Largest `out * in * min(out, in)` for which a Gram matrix is computed in float64."""
 
 MOST_WORK = 1 << 38
-"""Beyond this a Gram matrix takes longer than its bound is worth (12288 x 3072: 2**36.8, 0.5 s)."""
+"""Beyond this many multiplications a Gram matrix takes longer than its bound is worth (12288 x 3072:
+2**36.8, 0.5 s)."""
 
 GRAM_ROWS = 512
-"""Products that are summed in fp32 at a time."""
+"""Number of products that are summed in fp32 at a time."""
 
 MOST_COLUMNS = 512
-"""Larger matrices are taken apart: six parts of 3072 columns take a sixth of the time, for a bit.
+"""Matrices with more columns are split: six parts of 3072 columns take a sixth of the time, for a bit
+of tightness.
 
-Three parts take twice as long, for 0.6 bits. One exponent in thirteen of CogVideoX-5B is another bit then.
+Three parts take twice as long and lose 0.6 bits. One exponent in thirteen of CogVideoX-5B is another
+bit then.
 """
 
 GRAM_COLUMNS = 256
-"""A Gram matrix is symmetric: it is made in blocks of so many rows, each from the diagonal on."""
+"""A Gram matrix is symmetric, so it is computed in blocks of this many rows, each from the diagonal on."""
 
 MARGIN = 1 + 1e-9
-"""Of a decomposition in float64."""
+"""Factor that covers the error of a decomposition in float64."""
 
 STEPS = 40
-"""Of Lanczos's method: its estimate is then within some 2e-4 of the largest eigenvalue."""
+"""Steps of Lanczos's method. Its estimate is then within some 2e-4 of the largest eigenvalue."""
 
 ABOVE = (1.001, 1.01, 1.1, 1.5)
-"""How far above its estimate a largest eigenvalue is looked for, before all of them are computed."""
+"""Factors above the estimate at which the largest eigenvalue is tested, before all eigenvalues are
+computed."""
 
 
 def count_work(weight: torch.Tensor) -> int:
@@ -50,14 +55,14 @@ def count_work(weight: torch.Tensor) -> int:
 def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
     """Return an upper bound of the largest singular value of a weight `[out, in]`.
 
-    A large weight is taken apart. For columns `A` and `B` side by side, the square of the value is at most
-    the sum of the squares of theirs.
+    A large weight is split into column parts. The square of its value is at most the sum of the squares
+    of theirs.
 
     Args:
-        largest: the weight's largest magnitude, where it is known.
+        largest: the weight's largest magnitude, if known.
 
-    Cost: `count_work` in float64 for a small weight, at most half of it in fp32 for a large one; Cholesky
-    decompositions of squares of `MOST_COLUMNS`.
+    Cost: `count_work` in float64 for a small weight, at most half of it in fp32 for a large one;
+    Cholesky decompositions of squares of `MOST_COLUMNS`.
     """
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     largest = find_largest_magnitude(weight) if largest is None else largest
@@ -70,9 +75,9 @@ def measure_sigma(weight: torch.Tensor, largest: float | None = None) -> float:
 
 
 def bound_parts(weight: torch.Tensor) -> list[float]:
-    """Bound the squares of the largest singular values of column parts of `[out, in]`, side by side.
+    """Bound the squared largest singular values of parts of `[out, in]` with few columns each.
 
-    Cost: as of `measure_sigma` for a large weight.
+    Cost: at most half of `count_work` in fp32; Cholesky decompositions of squares of `MOST_COLUMNS`.
     """
     count = math.ceil(weight.shape[1] / MOST_COLUMNS)
     cuts = torch.linspace(0, weight.shape[1], count + 1, dtype=torch.float64).long().tolist()
@@ -82,7 +87,7 @@ def bound_parts(weight: torch.Tensor) -> list[float]:
 
 
 def estimate_sigma(weight: torch.Tensor) -> float:
-    """Estimate the largest singular value of a weight `[out, in]` on any device, from below.
+    """Estimate the largest singular value of a weight `[out, in]` on its device, from below.
 
     Cost: sixteen products of the weight with a vector, and a host read.
     """
@@ -95,7 +100,7 @@ def estimate_sigma(weight: torch.Tensor) -> float:
 
 
 class _Room:
-    """Memory for the matrices of a weight's parts in turn; the system clears what is fresh.
+    """Buffers that are reused for all parts of a weight, as the system clears freshly allocated memory.
 
     Args:
         device: the weight's.
@@ -107,7 +112,7 @@ class _Room:
     def take(
         self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return memory for `[rows, columns]` with any values, in place of the last one of that name."""
+        """Return uninitialised memory for `[rows, columns]`; it overwrites the last one of that name."""
         held, count = self._held.get(name), rows * columns
         if held is None or held.numel() < count:
             held = torch.empty(count, dtype=dtype, device=self._device)
@@ -116,17 +121,18 @@ class _Room:
 
 
 def _bound_small_gram(weight: torch.Tensor) -> float:
-    """Bound the largest eigenvalue of `W^T W` for `W` in float64, with the errors of its sums."""
+    """Bound the largest eigenvalue of `W^T W` for `W` in float64, with the rounding errors of its sums."""
     gram = weight.T @ weight
     return bound_top(gram) + 1.01 * len(weight) * 2.0**-53 * float(gram.trace())
 
 
 def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
-    """Bound the largest eigenvalue of `W^T W` times `scale**2`, with the errors of its sums.
+    """Bound the largest eigenvalue of `W^T W` times `scale**2`, with the rounding errors of its sums.
 
-    Half of the matrix is computed. A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the
-    sum of magnitudes (u is 2**-24), so the error of all parts has no larger 2-norm than that times the
-    squares of `W`. Values below the least normal number are lost, which is added too.
+    Half of the matrix is computed. A sum of n products in fp32 is off by at most `n u / (1 - n u)` of
+    the sum of their magnitudes (u is 2**-24). So the 2-norm of the whole error is at most that factor
+    times the sum of the squares of `W`. Products below the smallest normal number are lost, which is
+    added too.
     """
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
     gram = room.take("gram", columns, columns).zero_()
@@ -150,8 +156,8 @@ def _bound_gram(weight: torch.Tensor, scale: float, room: _Room) -> float:
 def bound_top(gram: torch.Tensor, room: _Room | None = None) -> float:
     """Bound the largest eigenvalue of a positive semidefinite matrix `[n, n]` in fp32 or float64.
 
-    When the Cholesky decomposition of `A` runs to its end in float64, `A` has no eigenvalue below
-    `-2 (n + 1) u trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
+    If the Cholesky decomposition of `A` succeeds in float64, `A` has no eigenvalue below `-2 (n + 1) u
+    trace(A)` (u is 2**-53; Rump, Verification of positive definiteness, 2006).
     """
     size, near = len(gram), _estimate_top(gram.float())
     room, info = room or _Room(), torch.empty((), dtype=torch.int32)

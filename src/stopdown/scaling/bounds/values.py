@@ -1,8 +1,7 @@
-"""What is known of a value for every input: a largest magnitude by channel, and a norm by row.
+"""Bounds that hold for every input: the largest magnitude per channel and the 2-norm per row of a tensor.
 
-A `Bound` has tensors that broadcast to the value's shape, so it says as much by channel, token or
-head as there is to say and costs as little as one number. `docs/certificates.md` has the argument.
-All arithmetic is in float64.
+The tensors of a `Bound` broadcast to the value's shape. They can therefore differ by channel, token or
+head, or be a single number. `docs/certificates.md` has the argument. All arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -17,26 +16,28 @@ import torch
 Shape = tuple[int, ...]
 
 MOST_ENTRIES = 1 << 19
-"""A bound is kept by channel, not by token, where it would have more entries than this."""
+"""A bound with more entries than this is reduced to maxima over its longest dimensions, channels last."""
 
 
 BASIS = 16
-"""A table over timesteps is taken apart into so many rows and what they leave over."""
+"""A table over timesteps `[T, d]` with more rows than this is factored into this many basis rows and a
+remainder."""
 
 TIMESTEPS_AT_ONCE = 16
-"""Rows of such a table that are looked at together."""
+"""Number of timesteps of such a table that are processed together."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound of one value that holds for every input.
+    """A bound on the magnitudes of one tensor that holds for every input.
 
     Attributes:
-        peak: float64, of the value's rank, each size 1 or the value's: no element is larger.
-        norm: as `peak`, of size 1 in the dimensions `rows`: no 2-norm over those dimensions is
-            larger; a part of a row has no larger norm than the row.
-        rows: dimensions counted from 0.
-        typical: a guess of the root mean square; it sets prices and promises nothing.
+        peak: upper bound of each element's magnitude. float64, of the value's rank; each size is 1 or
+            the value's.
+        norm: upper bound of the 2-norm over the dimensions `rows`, in which it has size 1; otherwise as
+            `peak`. It also bounds the norm of every part of a row.
+        rows: dimensions of a row, counted from 0.
+        typical: estimate of the root mean square. It only sets prices; nothing that is proved uses it.
     """
 
     peak: torch.Tensor
@@ -46,19 +47,19 @@ class Bound:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of any element."""
+        """The largest entry of `peak`: no element of the value exceeds it."""
         return float(self.peak.max()) if self.peak.numel() else 0.0
 
 
 @dataclass(frozen=True)
 class AffineRow:
-    """A row that is `n * gain + table[t] + v`, for one timestep `t` of the table's.
+    """A row `n * gain + table[t] + v` of `d` channels at a timestep `t`; `n` and `v` are only bounded.
 
     Attributes:
-        radius: the 2-norm of `n` is at most this.
-        gain: `[d]` float64, not negative.
-        table: `[T, d]` or `[1, d]`, float64 or fp32.
-        rest: `[d]` float64: no element of `v` is larger.
+        radius: upper bound of the 2-norm of `n`.
+        gain: factor of each channel, `[d]` float64, not negative.
+        table: shift at each timestep, `[T, d]`, or `[1, d]` if it is constant; float64 or fp32.
+        rest: upper bound of the magnitude of each element of `v`, `[d]` float64.
     """
 
     radius: float
@@ -68,12 +69,12 @@ class AffineRow:
 
     @functools.cached_property
     def largest(self) -> torch.Tensor:
-        """`[d]`: the largest magnitude of each channel of the table."""
+        """`[d]` float64: the largest magnitude in each channel of the table."""
         return find_largest_rows(self.table.split(TIMESTEPS_AT_ONCE)).double()
 
     @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
+        """The table as `coefficients [T, k] @ rows [k, d]`, and a bound `[d]` of the remainders."""
         if len(self.table) <= BASIS:
             ones = torch.eye(len(self.table), dtype=torch.float64)
             return ones, self.table.double(), torch.zeros_like(self.rest)
@@ -91,7 +92,7 @@ class AffineRow:
 
 
 def find_largest_rows(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude by column of a bound's table, in parts that fit a processor's cache."""
+    """Return the largest magnitude in each column of a table that is passed in parts of its rows."""
     ends = [torch.maximum(part.amax(0), part.amin(0).neg()) for part in parts]
     return torch.stack(ends).amax(0).abs()
 
@@ -107,9 +108,10 @@ def make_bound(
     norm: torch.Tensor | None = None,
     rows: Iterable[int] = (),
 ) -> Bound:
-    """Make a bound from a peak and, where one is known, a norm over some dimensions.
+    """Make a bound of a value of `shape` from peaks and, if known, a norm over the dimensions `rows`.
 
-    Without a norm, that of a row of peaks is taken. Peaks are reduced to the norm of their row.
+    Without a norm, that of a row of peaks over the last dimension is used. Peaks are capped at the norm
+    of their row.
     """
     peak = collapse(peak.double(), shape)
     dims = frozenset(rows) if norm is not None else frozenset({len(shape) - 1} if shape else ())
@@ -136,7 +138,7 @@ def unsized(magnitude: float, typical: float, rank: int) -> Bound:
 
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Reduce a bound to `MOST_ENTRIES`: take the largest of tokens, frames or rows, not of channels."""
+    """Reduce a bound to at most `MOST_ENTRIES` by maxima over dimensions, the last of all over channels."""
     while bound.numel() > MOST_ENTRIES:
         bound = bound.amax(_choose_collapsed(bound.shape, len(shape) - 1), keepdim=True)
     return bound
@@ -165,7 +167,7 @@ def _take_smaller(first: torch.Tensor, other: torch.Tensor, shape: Shape) -> tor
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Sum squares over dimensions; an entry of size 1 counts for every index of its dimension."""
+    """Sum squares over dimensions, which keep size 1; a broadcast entry counts once for each index."""
     for dim in dims:
         repeated = squares.shape[dim] == 1
         squares = squares * shape[dim] if repeated else squares.sum(dim, keepdim=True)
@@ -173,7 +175,7 @@ def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> tor
 
 
 def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
-    """Return a bound of the 2-norm over the given dimensions, which have size 1 in it."""
+    """Return an upper bound of the 2-norm over the given dimensions; it has size 1 in them."""
     dims = frozenset(dims)
     by_peak = sum_squares(bound.peak**2, shape, dims).sqrt()
     by_norm = sum_squares(bound.norm**2, shape, dims - bound.rows).sqrt()
@@ -181,7 +183,7 @@ def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
 
 
 def largest_over(bound: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """Return the largest entries over dimensions, which keep size 1."""
+    """Return the maximum over the given dimensions, which keep size 1."""
     for dim in dims:
         bound = bound.amax(dim, keepdim=True)
     return bound
@@ -201,7 +203,12 @@ def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
 
 
 def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
-    """Add room for one rounding: relative to each element, and to the largest one of the tensor."""
+    """Widen a bound by the error of one rounding.
+
+    Args:
+        relative: error relative to each element.
+        floor: absolute error of each element, relative to the tensor's largest one.
+    """
     slack = floor * bound.largest
     width = math.sqrt(math.prod(shape[dim] for dim in bound.rows))
     return replace(
@@ -212,11 +219,11 @@ def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
 
 
 def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
-    """Return the bound of a value that is the first one or, in some part of it, the second.
+    """Return a bound of a value whose elements come from a first value or, in any part, from a second.
 
     Args:
-        shape: shape of the first.
-        other: shape of the second, which is a part of the first or a view of it.
+        shape: shape of the first value.
+        other: shape of the second, which is a part or a view of the first.
     """
     typical = max(first.typical, second.typical)
     if len(shape) != len(other):
@@ -248,7 +255,7 @@ def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
 def _regroup(
     tensor: torch.Tensor, groups: list[tuple[list[int], list[int]]], shape: Shape, target: Shape
 ) -> torch.Tensor:
-    """Reshape a bound's entries; a group of dimensions that shares one number still does."""
+    """Reshape the entries of a bound; size 1 over a whole group of dimensions stays size 1."""
     sizes, pieces = list(tensor.shape), list[int]()
     for source, result in groups:
         whole = math.prod(shape[d] for d in source)
@@ -260,7 +267,7 @@ def _regroup(
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """Group the dimensions of two shapes into runs that hold the same elements."""
+    """Group the dimensions of two shapes, as a reshape pairs them: shortest runs with equal sizes."""
     groups, i, j = list[tuple[list[int], list[int]]](), 0, 0
     while i < len(shape) or j < len(target):
         a, b = i, j
@@ -286,7 +293,7 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
 
 
 def take(bound: Bound, target: Shape, dim: int, start: int, stop: int, op: int = 1) -> Bound:
-    """Return the bound of a slice along one dimension; `op` is the slice's step."""
+    """Return the bound of the slice `start:stop:op` along one dimension; `target` is its shape."""
     peak, norm = (_slice(x, dim, start, stop, op) for x in (bound.peak, bound.norm))
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
 
@@ -298,7 +305,7 @@ def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, op: int) -> to
 
 
 def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape, dim: int) -> Bound:
-    """Return the bound of values that are concatenated along a dimension."""
+    """Return the bound of values that are concatenated along `dim` into a value of shape `target`."""
     typical = max(b.typical for b in bounds)
     peak = _cat([b.peak for b in bounds], shapes, target, dim)
     dims = frozenset.intersection(*(b.rows for b in bounds))
@@ -315,7 +322,7 @@ def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape,
 def _cat(
     tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], target: Shape, dim: int
 ) -> torch.Tensor:
-    """Concatenate bounds where the result stays small; else return the largest of them."""
+    """Concatenate the entries of bounds along `dim`, or return their maximum if that would be too large."""
     sizes = [max(t.shape[d] for t in tensors) for d in range(len(target))]
     sizes[dim] = target[dim]
     if math.prod(sizes) > MOST_ENTRIES or (dim != len(target) - 1 and target[dim] > 4096):
