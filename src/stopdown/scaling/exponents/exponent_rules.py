@@ -1,11 +1,12 @@
-"""What each operation demands of the exponents of its inputs and outputs: one rule per operation.
+"""Equations between the exponents of an operation's inputs and outputs: one rule per operation.
 
-A rule gets a `PlacedOperation` and states equations. Three kinds cover most of ATen: *homogeneous* (a
-factor on the inputs comes out unchanged), *product* (factors multiply), *pinned* (only the values
-themselves will do: exp, softmax, gelu, comparisons with a number). Norms, powers, attention and
-clamps have rules of their own. An operation without a rule is pinned and reported, never guessed.
+A rule receives a `PlacedOperation` and adds equations to a system. Three kinds cover most of ATen:
+*homogeneous* (a factor on the inputs comes out unchanged), *product* (factors multiply), *pinned* (the
+operation is only right on unscaled values: exp, softmax, gelu, comparisons with a number). Norms,
+powers, attention and clamps have rules of their own. An operation without a rule is pinned and
+reported, never guessed.
 
-Not covered: an eps that is a literal in the code: the sum that it is in is pinned.
+Not covered: an eps that is a literal in the code: the sum that contains it is pinned.
 """
 
 from __future__ import annotations
@@ -33,29 +34,36 @@ from stopdown.scaling.graph.nodes import (
 
 
 class CallUnknowns(Protocol):
-    """What rules ask of the call whose equations are stated (`problem.CallStatement`)."""
+    """Interface by which rules look up a call's unknown exponents; `problem.CallStatement` has it."""
 
     system: System
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """Return the exponent of a value as its user sees it."""
+        """Return the unknown exponent of a node's value, or of one block of it, as its user reads it."""
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the exponent of an eps that is an attribute of the module at this place, or None."""
+        """Return the unknown of an eps attribute with this value of the node's module; None without one."""
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the exponent of a number that this place clamps from below, or None if it is fixed."""
+        """Return the unknown of the lower limit of a node's clamp; None if that number can't be scaled."""
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp is part of the model's computation."""
+        """Return whether a clamp at fp16's maximum belongs to the model, and is no overflow guard."""
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep the argument of a root or reciprocal in 16 bits away from 0."""
+        """Keep the 16-bit argument of a root or reciprocal from underflowing to 0."""
 
 
 @dataclass
 class PlacedOperation:
-    """One operation at one place, for one block of its output."""
+    """One operation of a captured call, or one block of it: the input of a rule.
+
+    Attributes:
+        node: node of the operation.
+        block: number of the block of its output, or of its weight's columns; None if neither has
+            several exponents.
+        around: unknown exponents of the call.
+    """
 
     node: Node
     block: int | None
@@ -67,19 +75,19 @@ class PlacedOperation:
 
     @property
     def out(self) -> int:
-        """Exponent of the result."""
+        """Unknown exponent of the result."""
         return self.around.unknown(self.node, self.block, self.node)
 
     def of(self, value: Any) -> int:
-        """Return the exponent of an argument: of a float tensor its own, of anything else 0."""
+        """Return the unknown exponent of an argument; `ZERO` unless it is a floating tensor."""
         return self.around.unknown(value, self.block, self.node) if is_float(value) else ZERO
 
     def floats(self) -> list[Node]:
-        """List the float tensors among the arguments."""
+        """List the floating tensors among the arguments."""
         return [x for x in self.node.all_input_nodes if is_float(x)]
 
     def tensors(self, *names: str) -> list[int]:
-        """List the exponents of those of the named arguments that are given."""
+        """List the unknown exponents of those named arguments that are not None."""
         return [self.of(self.given[name]) for name in names if self.given.get(name) is not None]
 
     def pin(self) -> None:
@@ -93,7 +101,7 @@ Rule = Callable[[PlacedOperation], None]
 
 
 def keep_first(op: PlacedOperation) -> None:
-    """Give the result the exponent of the first float input."""
+    """Equate the result's exponent with that of the first floating input."""
     floats = op.floats()
     if is_float(op.node) and floats:
         op.system.equate(op.out, op.of(floats[0]))
@@ -102,7 +110,7 @@ def keep_first(op: PlacedOperation) -> None:
 
 
 def length(op: PlacedOperation) -> None:
-    """Give a norm the exponent of its input; pin orders that count values or whose powers are rounded."""
+    """Equate a vector norm's exponent with its input's; pin orders other than 1, 2 and infinity."""
     order = op.given.get("ord", op.given.get("p"))
     if order in (None, 1, 2, math.inf, -math.inf):
         keep_first(op)
@@ -111,18 +119,18 @@ def length(op: PlacedOperation) -> None:
 
 
 def parts(op: PlacedOperation) -> None:
-    """Give a single result the exponent of the first float input; `pick` does so for each of several."""
+    """Equate a single result's exponent with the first floating input's; `pick` handles several results."""
     if is_float(op.node):
         keep_first(op)
 
 
 def keep_all(op: PlacedOperation) -> None:
-    """Give the result and every float input the same exponent."""
+    """Equate the exponents of the result and of every floating input."""
     op.system.equate(op.out, *(op.of(x) for x in op.floats()))
 
 
 def scatter(op: PlacedOperation) -> None:
-    """Apply `keep_all` to a scatter; pin it if it writes a number other than 0 or multiplies."""
+    """Equate all exponents of a scatter; pin it if it writes a number other than 0 or multiplies."""
     if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
         op.pin()
     else:
@@ -130,11 +138,11 @@ def scatter(op: PlacedOperation) -> None:
 
 
 def free(op: PlacedOperation) -> None:
-    """Demand nothing: the result is no float, or only zeros."""
+    """State no equation, as the result is no floating tensor or contains only zeros."""
 
 
 def pinned_source(op: PlacedOperation) -> None:
-    """Pin a value that is made here from numbers at exponent 0."""
+    """Pin the exponent of a tensor that is created from numbers, such as by `arange`."""
     if is_float(op.node):
         op.system.pin(op.out)
 
@@ -154,12 +162,12 @@ def product(*words: str) -> Rule:
 
 
 def multiply_all(op: PlacedOperation) -> None:
-    """Add the exponents of all inputs (einsum)."""
+    """Equate the result's exponent with the sum of all inputs' exponents (einsum)."""
     op.system.relate((op.out, -1), *((op.of(x), 1) for x in op.given["tensors"]))
 
 
 def quotient(op: PlacedOperation) -> None:
-    """Subtract the exponent of the divisor; pin a division with a rounding mode."""
+    """Equate a quotient's exponent with the difference of its operands'; pin it if it rounds."""
     if op.given.get("rounding_mode") is not None:
         return op.pin()
     terms = (op.of(op.given["self"]), 1), (op.of(op.given["other"]), -1)
@@ -167,7 +175,7 @@ def quotient(op: PlacedOperation) -> None:
 
 
 def add(op: PlacedOperation) -> None:
-    """Give a sum and its terms the same exponent; an added number scales as an eps, or pins the sum."""
+    """Equate the exponents of a sum and its terms; an added number scales as an eps, or pins the sum."""
     first, other = op.given["self"], op.given["other"]
     if not is_float(op.node):
         return
@@ -188,7 +196,7 @@ def _add_number(op: PlacedOperation, first: Any, number: Any) -> None:
 
 
 def subtract_from(op: PlacedOperation) -> None:
-    """Pin `number - x`, unless the number is 0."""
+    """Pin `number - x` unless the number is 0."""
     if op.given["other"] == 0:
         op.system.equate(op.out, op.of(op.given["self"]))
     else:
@@ -196,7 +204,7 @@ def subtract_from(op: PlacedOperation) -> None:
 
 
 def power(op: PlacedOperation) -> None:
-    """Give `x ** n` n times the exponent of `x`, which must be even for half-integer n."""
+    """Equate the exponent of `x ** n` with n times that of `x`; pin unless 2 n is an integer."""
     exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return op.pin()
@@ -247,7 +255,7 @@ def _affine(op: PlacedOperation) -> None:
 
 
 def attention(op: PlacedOperation) -> None:
-    """Cancel the exponents of query and key, as scores must not be scaled; the result has the value's."""
+    """Equate result and value, and query with minus key, as attention scores aren't scaled."""
     query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
     op.system.relate((query, 1), (key, 1))
     op.system.equate(op.out, value)
@@ -256,9 +264,9 @@ def attention(op: PlacedOperation) -> None:
 
 
 def attend_by_kernel(op: PlacedOperation) -> None:
-    """Treat an attention kernel as attention: query, key, value come first; other results are statistics.
+    """Treat an attention kernel as attention of its first three arguments; further results are statistics.
 
-    Other inputs, such as those of the function that changes a score, are pinned.
+    Other inputs, such as those of a function that changes the scores, are pinned.
     """
     first = op.node.args[:3]
     query, key, value = (op.of(x) for x in first)
@@ -278,7 +286,7 @@ def cast(op: PlacedOperation) -> None:
 
 
 def align_choice(op: PlacedOperation) -> None:
-    """Give all parts of `where` and `masked_fill` the same exponent; a number must be 0 or infinite."""
+    """Equate all exponents of `where` or `masked_fill`; pin if it fills with a finite number but 0."""
     names = ("self", "other", "value", "src", "source")
     numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
     parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
@@ -289,7 +297,7 @@ def align_choice(op: PlacedOperation) -> None:
 
 
 def align_comparison(op: PlacedOperation) -> None:
-    """Give both sides of a comparison the same exponent; 0 demands nothing, another number pins."""
+    """Equate the exponents of both sides of a comparison; a number other than 0 pins the tensor."""
     other = op.given.get("other")
     if isinstance(other, Node):
         op.system.equate(*(op.of(x) for x in (op.given["self"], other)))
@@ -298,7 +306,10 @@ def align_comparison(op: PlacedOperation) -> None:
 
 
 def clamp(op: PlacedOperation) -> None:
-    """Keep the exponent of a clamp at fp16's maximum, which must not clip, or at 0; scale or pin others."""
+    """Equate the exponents of a clamp's input and result if its limits are 0 or scale with it; else pin.
+
+    A clamp at fp16's maximum that doesn't belong to the model has no effect, and counts as a copy.
+    """
     bounds = [op.given.get(name) for name in ("min", "max")]
     source = op.given["self"]
     if is_range_clamp(op.node):
@@ -312,7 +323,7 @@ def clamp(op: PlacedOperation) -> None:
 
 
 def clamp_infinities(op: PlacedOperation) -> None:
-    """Treat `nan_to_num` at fp16's maximum as a clamp; with other numbers pin it."""
+    """Treat `nan_to_num` at fp16's maximum as a clamp; pin it with other numbers."""
     if is_range_clamp(op.node):
         clamp(op)
     else:
@@ -320,7 +331,7 @@ def clamp_infinities(op: PlacedOperation) -> None:
 
 
 def _clamp_below(op: PlacedOperation, source: Node, bound: float) -> None:
-    """Scale the number in `max(norm, eps)` with the norm, or pin the norm."""
+    """Equate the exponents of both operands of `max(norm, eps)`; pin the norm if eps can't scale."""
     if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
     else:
@@ -332,7 +343,7 @@ def _equate_with(op: PlacedOperation, source: Node) -> None:
 
 
 def pad(op: PlacedOperation) -> None:
-    """Keep the exponent if the padding is zeros or the value's own edge; else pin it."""
+    """Keep the exponent if the padding is zeros or taken from the value's edge; else pin it."""
     own_edge = op.given.get("mode", "constant") != "constant"
     if own_edge or not op.given.get("value"):
         _equate_with(op, op.given["self"])
@@ -341,7 +352,7 @@ def pad(op: PlacedOperation) -> None:
 
 
 def pad_all(op: PlacedOperation) -> None:
-    """Give sequences that are padded with zeros to one length the same exponent."""
+    """Equate the exponents of sequences that are padded with zeros to one length; pin other padding."""
     if op.given.get("padding_value"):
         op.pin()
     else:
@@ -356,7 +367,7 @@ def fill(op: PlacedOperation) -> None:
 
 
 def pick(op: PlacedOperation) -> None:
-    """State the exponent of one result of an operation with several."""
+    """State the equations of one result, picked by `getitem`, of an operation with several results."""
     parent = op.node.args[0]
     assert isinstance(parent, Node)
     sources = [x for x in parent.all_input_nodes if is_float(x)]
@@ -384,12 +395,12 @@ def pick(op: PlacedOperation) -> None:
 
 
 def pin(op: PlacedOperation) -> None:
-    """Pin the inputs and the result: only unscaled values are right."""
+    """Pin the inputs and the result at exponent 0, as the operation is only right on unscaled values."""
     op.pin()
 
 
 def extremum(op: PlacedOperation) -> None:
-    """Give `max(x)` the exponent of `x`; `max(x, other)` demands the same one of both."""
+    """Equate the exponents of `max(x)` and `x`, or of `max(x, other)` and both operands."""
     if is_float(op.node):
         keep_all(op)
 
@@ -428,20 +439,20 @@ RULES: dict[str, Rule] = {
     "pick": pick,
     "extremum": extremum,
 }
-"""Rules by the names that the table of operations gives them."""
+"""Rules by their names in the table of operations."""
 
 _MAKERS: dict[str, Callable[..., Rule]] = {"product": product, "halves": fixed_power}
 
 
 @functools.cache
 def read_rule(cell: str) -> Rule:
-    """Return the rule that a row of the table names: `add`, `product self vec2`."""
+    """Return the rule of a cell in the table of operations, such as `add` or `product self vec2`."""
     name, *words = cell.split()
     return _MAKERS[name](*words) if name in _MAKERS else RULES[name]
 
 
 def find_rule(node: Node) -> tuple[Rule | None, bool]:
-    """Return the rule of a node's operation, None if there is none, and whether it works in place."""
+    """Return the rule of a node's operation, or None, and whether the operation works in place."""
     if node.target is operator.getitem:
         return pick, False
     name = operation(node)
@@ -459,14 +470,14 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
 
 
 def _tells_no_value(target: Any) -> bool:
-    """Return whether an operation returns sizes, strides and the like: numbers that depend on no value."""
+    """Return whether an operation returns only integers that depend on no value, such as sizes."""
     returns = target._schema.returns
     is_number = all(str(entry.type) in ("int", "bool", "List[int]") for entry in returns)
     return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags
 
 
 def state_equations(op: PlacedOperation) -> bool:
-    """Put an operation's demands into the system; False when it has no rule and was pinned."""
+    """Add an operation's equations to the system; return False if it has no rule and was pinned."""
     rule, in_place = find_rule(op.node)
     (rule or pin)(op)
     changed = op.node.args[0] if in_place and op.node.args else None

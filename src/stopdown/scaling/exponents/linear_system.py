@@ -1,9 +1,8 @@
 """Unknown exponents and the linear equations between them.
 
-Every value, parameter and eps gets an integer unknown: what is stored is the value times
-`2**unknown`. Most operations only say that two unknowns are equal, so equal ones are merged as they
-come (union-find) and the solver sees few. Unknown 0 is the constant zero: to pin is to merge with
-it.
+Every value, parameter and eps has an integer unknown: it is stored multiplied by `2**unknown`. Most
+operations only equate two unknowns, so equal ones are merged at once (union-find) and few are left for
+the solver. Unknown 0 is the constant zero: to pin an unknown is to merge it with that.
 """
 
 from __future__ import annotations
@@ -12,12 +11,17 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 ZERO = 0
-"""The unknown that is always 0."""
+"""Index of the unknown that is always 0."""
 
 
 @dataclass
 class System:
-    """Unknowns, merged where they are equal, and equations `sum(factor * unknown) == 0`."""
+    """Integer unknowns, merged if equal, and equations `sum(factor * unknown) == 0`.
+
+    Attributes:
+        keys: key of a value, parameter or eps to the index of its unknown.
+        equations: equations as index of an unknown to its factor.
+    """
 
     keys: dict[Hashable, int] = field(default_factory=dict)
     equations: list[dict[int, int]] = field(default_factory=list)
@@ -28,14 +32,14 @@ class System:
         return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
 
     def unknown(self, key: Hashable) -> int:
-        """Return the unknown with a key, made if the key is new."""
+        """Return the index of a key's unknown, which is added if the key is new."""
         if key not in self.keys:
             self.keys[key] = len(self._parents)
             self._parents.append(self.keys[key])
         return self.keys[key]
 
     def find(self, unknown: int) -> int:
-        """Return the representative of all unknowns that equal this one."""
+        """Return the representative of all unknowns that are merged with this one."""
         root = unknown
         while self._parents[root] != root:
             root = self._parents[root]
@@ -44,24 +48,24 @@ class System:
         return root
 
     def equate(self, *unknowns: int) -> None:
-        """Make all of them one unknown."""
+        """Merge these unknowns into one."""
         roots = sorted({self.find(x) for x in unknowns})
         for root in roots[1:]:
             self._parents[root] = roots[0]
 
     def pin(self, *unknowns: int) -> None:
-        """Make all of them 0."""
+        """Merge these unknowns with the constant 0."""
         self.equate(ZERO, *unknowns)
 
     def relate(self, *terms: tuple[int, int]) -> None:
-        """Demand that the sum of `factor * unknown` over pairs (unknown, factor) is 0."""
+        """Add the equation that the sum of `factor * unknown` over pairs (unknown, factor) is 0."""
         row: dict[int, int] = {}
         for unknown, factor in terms:
             row[unknown] = row.get(unknown, 0) + factor
         self.equations.append(row)
 
     def reduced(self) -> list[dict[int, int]]:
-        """Return the equations between representatives, without zero terms, empty rows and repetitions."""
+        """Return the distinct equations between representatives, without zero terms or empty ones."""
         rows: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         while self._merge_simple():
             pass
@@ -79,7 +83,7 @@ class System:
         return {unknown: factor for unknown, factor in merged.items() if factor}
 
     def _merge_simple(self) -> bool:
-        """Merge along equations of the forms `a = 0` and `a = b`; True when one was found."""
+        """Merge unknowns by equations `a = 0` and `a = b`; return whether there were any."""
         found, rest = False, []
         for row in self.equations:
             reduced = self._reduce(row)

@@ -1,7 +1,7 @@
-"""From captured calls and measured ranges to one problem: unknowns, equations, limits, prices.
+"""Statement of the scaling problem of captured calls with their ranges: unknowns, equations and limits.
 
-Several calls of a component (other lengths, other resolutions, encode and decode) give one problem
-together: each has its own values, the parameters and eps are the same unknowns in all of them.
+Several calls of a component (other lengths, other resolutions, encode and decode) are one problem. Each
+call has its own values; the parameters and eps are the same unknowns in all calls.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ from stopdown.scaling.graph.range_measurement import Range, Ranges, find_saturat
 from stopdown.scaling_records import Operands, ResidualStream
 
 SMALLEST_BITS = -22.0
-"""What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""
+"""log2 of the least scaled argument of a root or reciprocal: fp16 ends at 2**-24."""
 
 _PATHS = "stopdown_module_paths"
-"""Where a node keeps the paths of its modules: every problem that is stated of a graph asks for them."""
+"""Key of a node's `meta` under which its module paths are cached, as every problem of a graph needs
+them."""
 
 
 @dataclass(frozen=True)
 class MeasuredCall:
-    """One captured call with the ranges of its values and the blocks that they fall into.
+    """One captured call with the ranges of its values.
 
     Attributes:
-        args, kwargs: that it was captured with, where they are wanted later.
+        blocks: values that have several exponents, and the blocks that they are split into.
+        ranges: node name to the ranges of the value's blocks.
+        args, kwargs: arguments of the captured call, if they are needed later.
     """
 
     capture: Capture
@@ -59,26 +62,29 @@ class MeasuredCall:
 
     @property
     def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
-        """The capture with its arguments."""
+        """The capture with the arguments of the call."""
         return self.capture, self.args, self.kwargs
 
     @property
     def seen(self) -> dict[str, float]:
-        """Placeholder name of each input to the largest magnitude that was measured."""
+        """Placeholder name of each input to its largest measured magnitude."""
         inputs = [name for name in self.capture.inputs if name in self.ranges]
         return {name: max(part.amax for part in self.ranges[name]) for name in inputs}
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One value or parameter that must stay in range.
+    """The range of one block of a value or parameter, which must stay finite after scaling.
 
     Attributes:
-        range: what was measured.
+        unknown: its unknown exponent.
+        range: its measured or bounded magnitudes.
+        dtype: dtype that it must fit into.
         place: `component:dotted.path (operation)`, or a parameter's name.
-        weight: 0 for a value; for a parameter how much its fold should be avoided.
-        interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
-        source: number of the call, name of the node and number of the block whose range it is.
+        weight: 0 for a value; for a parameter the factor on the price of its fold.
+        interiors: modules that the value does not leave, outermost first. If one of these stays in
+            fp32, there is no limit.
+        source: number of the call, name of the node and number of the block.
     """
 
     unknown: int
@@ -92,25 +98,29 @@ class Limit:
 
 @dataclass
 class Problem:
-    """What the solver gets.
+    """Unknown exponents with their equations and limits: the input of the solver.
 
     Attributes:
-        parameters: name, `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the unknown.
+        system: unknowns and equations.
+        limits: values and parameters that must stay in range.
+        parameters: name, or `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the
+            unknown.
         eps: (module path, attribute or name of a clamp) to the unknown.
         clamps: (module path, number that its code clamps from below) to the unknown.
-        multiplies: module path to the unknown that multiplies its output.
-        floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
-        pinned: operation without a rule to the places where it is.
+        multiplies: module path to the unknown by which its output is multiplied.
+        floors: (unknown, smallest allowed exponent, modules that, in fp32, lift this limit).
+        pinned: operation without a rule to the places where it is called.
         flops: module path to the share of the calls' matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
-        operands: what the calls were captured with because their code mixes dtypes.
-        guests: module path to parameters of modules from elsewhere that only run inside of it.
+        operands: casts and fp32 modules that the captures needed because their code mixes dtypes.
+        guests: module path to parameters that belong to other modules by name but are only used inside
+            it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
-        outputs: number of an output whose exponent is taken off behind the call to its unknown.
-        inputs: number of an argument that may be multiplied before the call to its unknown.
+        outputs: number of an output to its unknown; the output is divided by that power after the call.
+        inputs: number of an argument that may be multiplied before the call, to its unknown.
         layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
-            `path[:,0:64]` of its inputs, to the unknowns of its input and output in each call of it.
-        apart: the system before unknowns of like modules were merged; None when none were.
+            `path[:,0:64]` of its inputs, to the unknowns of its input and output in each of its calls.
+        apart: the system before unknowns of modules that are alike were merged; None if none were.
     """
 
     system: System = field(default_factory=System)
@@ -132,24 +142,24 @@ class Problem:
     apart: System | None = None
 
     def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
-        """List the limits of values that are fp16 while these modules stay in fp32."""
+        """List the limits of fp16 values that are computed outside these fp32 modules."""
         wide = {*fp32_modules}
         return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
-    """Find the values of a capture that carry several exponents."""
+    """Return the values of a capture that have several exponents, with the blocks that these belong to."""
     return find_blocks(capture.graph.graph, capture.parameters)
 
 
 def list_outputs(node: Node) -> list[Any]:
-    """List the values that a graph's output node returns, in order."""
+    """List the values that an output node returns, in the order of the flattened output."""
     leaves: list[Any] = pytree.tree_leaves(node.args[0])
     return leaves
 
 
 def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
-    """Return the numbers of a module's fp16 outputs, in its own calls, whose values fp16 cannot hold."""
+    """Return the indices of fp16 outputs of `forward` that have values beyond fp16."""
     if any(call.capture.method for call in calls):
         return frozenset()
     return frozenset(
@@ -164,7 +174,7 @@ def find_wide_outputs(calls: Sequence[MeasuredCall]) -> frozenset[int]:
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
-    """Find the clamps at fp16's maximum that are part of the model's computation."""
+    """Return the clamps at fp16's maximum that belong to the model, and are no guard against overflow."""
     return frozenset(
         node
         for node in capture.graph.graph.nodes
@@ -192,11 +202,11 @@ def state_problem(
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
-        stream: under which the calls were captured; where it casts an output, a multiply is allowed in
-            any case.
-        wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
+        stream: residual stream in fp32 of the captured calls. At the outputs that it casts, a multiply
+            is always allowed.
+        wide_outputs: indices of outputs that the module may return in fp32, each with an exponent.
         narrow: classes of modules inside which fp32 values must fit into fp16 as well.
-        has_free_ends: of one call, let each floating argument and output have an exponent.
+        has_free_ends: for a single call, give each floating argument and output an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
@@ -218,7 +228,7 @@ def state_problem(
 
 
 class Statements:
-    """Problems of the same calls with other ranges: each is stated once, and then gets the ranges."""
+    """Cache of stated problems: calls that differ only in their ranges get a copy with other limits."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Sequence[MeasuredCall], dict[str, Any], Problem]] = []
@@ -226,7 +236,7 @@ class Statements:
     def state(
         self, module: torch.nn.Module, calls: Sequence[MeasuredCall], **options: Any
     ) -> Problem:
-        """Return the problem that `state_problem` states with these options; reuse one stated before."""
+        """Return what `state_problem` returns for these arguments, from the cache if possible."""
         known = (x for x in self._made if x[1] == options and _are_stated_alike(x[0], calls))
         if (found := next(known, None)) is None:
             found = calls, options, state_problem(module, calls, **options)
@@ -240,7 +250,7 @@ class Statements:
 
 
 def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCall]) -> bool:
-    """Return whether the problems of two sets of calls differ only in the sizes of their limits."""
+    """Return whether the problems of two lists of calls differ only in the sizes of their limits."""
     return len(calls) == len(others) and all(
         one.capture is other.capture
         and one.blocks is other.blocks
@@ -255,13 +265,13 @@ def _are_stated_alike(calls: Sequence[MeasuredCall], others: Sequence[MeasuredCa
 
 
 def _find_harmless(call: MeasuredCall) -> frozenset[Node]:
-    """Find the values that may be Inf before a saturating function; unbounded ones could be NaN as well."""
+    """Find the values that may overflow to Inf, as a saturating function follows; none that may be NaN."""
     found = find_saturating(call.capture.graph.graph, call.ranges)
     return frozenset(x for x in found if not any(p.unbounded for p in call.ranges.get(x.name, ())))
 
 
 def _free_ends(problem: Problem, call: MeasuredCall) -> None:
-    """Give the arguments and outputs of a call unknowns, so that they are not pinned."""
+    """Add unknowns for the arguments and outputs of a call, which would be pinned otherwise."""
     graph, capture = call.capture.graph.graph, call.capture
     floats = {node.name for node in graph.nodes if is_float(node)}
     for number, name in enumerate(capture.inputs):
@@ -273,7 +283,7 @@ def _free_ends(problem: Problem, call: MeasuredCall) -> None:
 
 
 def _unite_blocks(problem: Problem) -> None:
-    """Give one exponent to a parameter that calls split differently, or that only some of them split."""
+    """Equate the exponents of a parameter's blocks unless all calls split it in the same way."""
     named: dict[str, list[str]] = {}
     for fold in problem.parameters:
         named.setdefault(split_fold_name(fold)[0], []).append(fold)
@@ -290,7 +300,7 @@ def _unite_blocks(problem: Problem) -> None:
 def _find_guests(
     module: torch.nn.Module, calls: Sequence[MeasuredCall]
 ) -> dict[str, frozenset[str]]:
-    """Find the parameters that belong to one module by name and to another by use.
+    """Map each module to the parameters of modules outside it that only run inside it.
 
     SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
     """
@@ -313,7 +323,7 @@ def _find_guests(
 
 
 class CallStatement:
-    """States one call's equations and limits; answers what rules ask."""
+    """States one call's equations and limits, and looks up unknowns for the rules."""
 
     def __init__(
         self,
@@ -350,7 +360,10 @@ class CallStatement:
         self._add_flops()
 
     def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """Return the exponent of a value as its user sees it."""
+        """Return the unknown exponent of a value, or of one block of it, as its user reads it.
+
+        Outside a module whose output is multiplied, the exponent includes that multiply.
+        """
         split = self.call.blocks.get(node)
         if split is None:
             inner = self.system.unknown(self._key(node, 0))
@@ -362,7 +375,7 @@ class CallStatement:
         return every[0]
 
     def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """Return the exponent of an eps attribute of the module at this place; None without one."""
+        """Return the unknown of an eps attribute with this value of the node's module; None without one."""
         path = module_path(node)
         found = find_eps(self.module, path, value)
         if found is None:
@@ -372,10 +385,10 @@ class CallStatement:
         return unknown
 
     def clamp_unknown(self, node: Node, value: float) -> int | None:
-        """Return the exponent of a number that this place clamps from below; None if nothing can scale it.
+        """Return the unknown of a number that a node's code clamps from below; None if it can't be scaled.
 
-        A number in code is scaled while its module is called. One that depends on the dtype is another
-        in fp32, and a method's own code is no module's call.
+        A number in code is scaled during calls of its module. One that depends on the dtype differs in
+        fp32, and a method's own code isn't a module call.
         """
         path, info = module_path(node), torch.finfo(torch.float16)
         unknown = self.eps_unknown(node, float(value))
@@ -391,14 +404,14 @@ class CallStatement:
         return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
-        """Return whether a clamp is part of the model's computation."""
+        """Return whether a clamp at fp16's maximum belongs to the model, and is no overflow guard."""
         return _is_kept(node, self.call.capture)
 
     def keep_from_zero(self, node: Node) -> None:
-        """Keep the argument of a root or reciprocal in 16 bits away from 0: it would give Inf.
+        """Keep the 16-bit argument of a root or reciprocal from underflowing to 0, which would return Inf.
 
-        An RMS norm in its own dtype over a stream that is scaled down has squares and an eps that
-        fp16 does not hold, in the first row that is nothing but zeros.
+        In a row of zeros, an RMS norm's argument is its eps alone. If the residual stream is scaled
+        down, fp16 may not represent it.
         """
         parts = self.call.ranges.get(node.name, ())
         least = min((part.least for part in parts), default=0.0)
@@ -477,19 +490,19 @@ class CallStatement:
         return None
 
     def _find_split(self, node: Node) -> Blocks | None:
-        """Return the blocks that an operation is stated for: of its result, or of its weight's columns."""
+        """Return the blocks by which an operation is stated: of its result or its weight's columns."""
         weight = arguments(node).get("weight")
         columns = self._find_columns(weight) if isinstance(weight, Node) else None
         return self.call.blocks.get(node, columns)
 
     def _find_columns(self, weight: Node) -> Blocks | None:
-        """Return the columns of a matrix that have exponents of their own."""
+        """Return the blocks of a matrix's columns if these have several exponents."""
         split = self.call.blocks.get(weight)
         is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
         return split if split is not None and split.dim == 1 and is_read_so else None
 
     def _note_layer(self, stated: PlacedOperation) -> None:
-        """Note the exponents of the input and output of a product with a parameter of the module."""
+        """Record the unknowns of the input and output of a product with one of the module's parameters."""
         node, weight = stated.node, stated.given.get("weight")
         if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
             return
@@ -503,7 +516,7 @@ class CallStatement:
         self.problem.layers.setdefault(path, []).append(ends)
 
     def _state_part(self, node: Node) -> None:
-        """Give a part of a split value the exponents of the blocks that it covers."""
+        """Equate the exponents of a part, such as a slice, with those of the blocks that it covers."""
         if not is_float(node):
             return None
         source, place, dim = find_part(node)
@@ -512,14 +525,19 @@ class CallStatement:
         return self._tie(node, source, place, dim, node)
 
     def _state_joint(self, node: Node) -> None:
-        """Give joined values the exponents of the blocks that they fill."""
+        """Equate the exponents of concatenated values with those of the blocks that they fill."""
         dim, places = list_joined(node)
         for part, place in places:
             if is_float(part):
                 self._tie(part, node, place, dim, node)
 
     def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
-        """Give the blocks of a part the exponents of the whole's blocks at their place."""
+        """Equate the exponents of a part's blocks with those of the whole's blocks at the same place.
+
+        Args:
+            place: first index and end of the part along dimension `dim` of the whole.
+            user: node that reads them.
+        """
         split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
         if split is None or split.dim != dim:
             self.system.equate(self.unknown(part, None, user), self.unknown(whole, None, user))
@@ -544,7 +562,7 @@ class CallStatement:
                 self._state_limit(node, block, part, interiors)
 
     def _find_interiors(self, node: Node) -> tuple[str, ...]:
-        """List the modules that keep a value in fp32 if they are: for a parameter, those that hold it."""
+        """List the modules that keep a value in fp32 if they are; for a parameter, its owners."""
         name = self.call.capture.parameters.get(node.name)
         if name is None:
             return find_interiors(node)
@@ -570,14 +588,14 @@ class CallStatement:
         return torch.float16 if is_narrow else dtype
 
     def _is_unread(self, node: Node) -> bool:
-        """Return whether this call does not read a parameter; a call of another size may."""
+        """Return whether a node is a parameter that this call doesn't read; a call of another size may."""
         return self._is_parameter(node) and not node.users
 
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters
 
     def _clamped(self) -> frozenset[Node]:
-        """Find the inputs of kept clamps, which may overflow, and their outputs, at most 65504."""
+        """Find the clamps that belong to the model, and their inputs, which may overflow."""
         kept = find_kept_clamps(self.call.capture)
         return kept.union(x for node in kept for x in node.all_input_nodes)
 
@@ -605,9 +623,10 @@ def _is_narrowing(node: Node) -> bool:
 
 
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
-    """Return (module path, attribute) of the eps of this value that a problem may scale; None if none.
+    """Return (module path, attribute) of a module's eps with this value; None if it has none.
 
-    Where the code has the same number itself, it is not known which of the two is there.
+    Return None also if the module's `forward` contains the same number as a literal: either could be
+    meant.
     """
     try:
         owner = module.get_submodule(path)
@@ -623,7 +642,7 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
 
 
 def list_running(node: Node) -> tuple[str, ...]:
-    """List the paths of the modules that were running when this value was made, outermost first."""
+    """List the paths of the modules that were running when a value was computed, outermost first."""
     known: tuple[str, ...] | None = node.meta.get(_PATHS)
     if known is None:
         stack = node.meta.get("nn_module_stack") or {}
@@ -634,7 +653,7 @@ def list_running(node: Node) -> tuple[str, ...]:
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
-    """List the running modules that a value does not leave, outermost first."""
+    """List the running modules that a value doesn't leave, outermost first."""
     if any(user.op == "output" for user in node.users) or node.op == "placeholder":
         return ()
     inside = list_running(node)
@@ -663,7 +682,7 @@ def find_exits(call: MeasuredCall) -> dict[Node, str]:
 
 
 def _runs_in(node: Node, path: str) -> bool:
-    """Return whether a value is made while a module runs, also by a module from elsewhere."""
+    """Return whether a value is computed during a call of the module, also by other modules in it."""
     return path in list_running(node) or is_inside(module_path(node), path)
 
 
@@ -673,7 +692,7 @@ def _may_multiply(node: Node, path: str, call: MeasuredCall) -> bool:
 
 
 def count_node_flops(node: Node) -> float:
-    """Count the FLOPs of a matrix product or convolution; 0 for anything else."""
+    """Count the FLOPs of a matrix product or convolution; return 0 for other operations."""
     if not is_kind(node, *PRODUCTS):
         return 0.0
     given = arguments(node)

@@ -1,10 +1,10 @@
-"""The cheapest exponents that keep everything in range: a small mixed-integer program for HiGHS.
+"""Solver for the cheapest exponents that keep all values in range: a small mixed-integer program for HiGHS.
 
-Hard limits keep every 16-bit value finite. Prices do the rest: a fold costs a little for each bit,
-more beyond 3 and much beyond 6 bits, so that a large exponent spreads over all parameters that can
-share it; a typical size below 2^-11, where fp16 begins to lose bits, costs more than any fold, for
-weights and values alike. Explicit multiplies are tried when folding alone does not do, fp32 modules
-in fp32 when multiplies do not either, priced by their share of the FLOPs.
+Hard limits keep every 16-bit value finite. Prices decide the rest. A fold has a small price for each
+bit, a larger one beyond 3 bits, and a much larger one beyond 6, so that a large exponent is spread over
+all parameters that can share it. A typical size below 2^-11, where fp16 begins to lose bits, costs more
+than any fold, for weights and values alike. Explicit multiplies are tried if folding alone fails, and
+modules in fp32, priced by their share of the FLOPs, if multiplies fail too.
 """
 
 from __future__ import annotations
@@ -28,48 +28,61 @@ from stopdown.scaling.exponents.problem import Limit, Problem
 from stopdown.scaling.graph.range_measurement import log2_of
 
 FREE_BITS = 4.0
-"""Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
+"""Headroom in bits, below fp16's maximum, up to which a value costs nothing. Measured maxima are
+exceeded by other calls."""
 
 ASKED_BITS = 1.0
-"""What every 16-bit value keeps, and a matrix that hooks leave in fp16."""
+"""Headroom in bits that every 16-bit value keeps, and that a matrix needs to stay in fp16 under hooks."""
 
 HARDLY_BITS = 0.01
-"""The same where that takes too much in fp32. It holds for the calls that were measured and few others."""
+"""Headroom in bits that is accepted if `ASKED_BITS` keeps too many modules in fp32. It holds for the
+measured calls and few others."""
 
 CALIBRATED_BITS = 4.0
-"""Over what was measured, where a bound is not taken although there are bounds."""
+"""Headroom in bits over the measured maximum of a value that has a bound which isn't used."""
 
 
 WIDEST = 48
-"""No exponent of a parameter, value or multiply goes beyond this many bits."""
+"""Largest exponent of a parameter, value or multiply, in bits."""
 
 WIDEST_MULTIPLY = 30.0
-"""No explicit multiply goes beyond this many bits: it leads from one fp16 value to another, whose normal
-numbers span 2**-14 to 2**16. The tighter this is, the sooner the search for multiplies ends."""
+"""Largest exponent of an explicit multiply, in bits. It leads from one fp16 value to another, and
+fp16's normal numbers span 2**-14 to 2**16. A tighter limit ends the search for multiplies sooner."""
 
 MOST_NODES = {"folds": 100, "fp32_modules": 300}
-"""Branches after which the best exponents found so far are taken. A count ends a search at the same place
-on every machine and under every load, which seconds do not. SVD's UNet, the largest program that was
-measured, takes 46 of them and 17 s."""
+"""Number of branches after which the best exponents found so far are used. Unlike seconds, a count ends
+a search at the same point on every machine and under every load. SVD's UNet, the largest program that
+was measured, takes 46 of them and 17 s."""
 
 LONGEST_S = 600.0
-"""Seconds after which a search ends that branches cannot end; no model that was measured comes near."""
+"""Seconds after which a search ends that the count of branches doesn't end. No measured model comes
+close."""
 
 INFEASIBLE = 2
-"""The status that `milp` gives for a program without a solution."""
+"""Status with which `milp` reports a program without a solution."""
 
 LOW_BITS, LOWEST_BITS = -11.0, -14.0
-"""Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
+"""log2 of typical sizes below which fp16 loses a few bits, and then one in each binade."""
 
 
 SIZE_STEPS = 64
-"""Sizes that set a price are rounded to a 64th of a bit. Exponents of the same price would otherwise be
-chosen by digits that differ from one processor to another: 1e-7 of SVD's bounds moved three multiplies."""
+"""log2 sizes that set a price are rounded to multiples of 1/64. Otherwise digits that differ between
+processors would choose among exponents of nearly the same price: 1e-7 of SVD's bounds moved three
+multiplies."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Cost of what the solver may do; only ratios matter."""
+    """Prices in the solver's objective; only their ratios matter.
+
+    Attributes:
+        fold, fold_beyond_3, fold_beyond_6: each bit of a fold, beyond 0, 3 and 6 bits; they add up.
+        top: each bit by which a value's headroom is below `FREE_BITS`.
+        low, lowest: each bit by which a typical size is below `LOW_BITS` or `LOWEST_BITS`.
+        multiply: each explicit multiply.
+        fp32_module: each module kept in fp32.
+        fp32_flops: all matmul FLOPs of the calls in fp32; a module costs its share.
+    """
 
     fold: float = 0.5
     fold_beyond_3: float = 0.5
@@ -84,11 +97,12 @@ class Prices:
 
 @dataclass(frozen=True)
 class Solution:
-    """Exponents and what else was needed.
+    """Exponents that solve a problem.
 
     Attributes:
         exponents: representative of an unknown to its exponent.
         fp32_modules: paths of the modules that stay in fp32.
+        cost: sum of the prices.
     """
 
     exponents: Mapping[int, int]
@@ -97,24 +111,24 @@ class Solution:
 
 
 def is_hopeless(problem: Problem, *, fp32_modules: bool) -> bool:
-    """Return whether no exponents, integer or not, keep the values in range with hardly any headroom.
+    """Return whether no exponents, integer or not, keep all values in range with `HARDLY_BITS` of headroom.
 
     Args:
         fp32_modules: allow modules to stay in fp32.
 
-    Cost: a linear program without a price.
+    Cost: a linear program without prices.
     """
     program, _, _ = _state_program(problem, HARDLY_BITS, fp32_modules)
     return program.is_infeasible()
 
 
 def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
-    """Return whether the cheapest modules to keep in fp32 are the whole component.
+    """Return whether the cheapest set of modules to keep in fp32 is the whole component.
 
-    Then they are with the other prices, too, because no other price depends on what is kept in fp32.
+    It is then the cheapest with all other prices too, as none of these depends on what is kept in fp32.
 
-    Cost: a program with the prices of these modules alone. Kandinsky 3's UNet takes 0.2 s, and 6 to 18 s
-    with all prices, although nothing needs an exponent there.
+    Cost: a program with the prices of these modules alone. Kandinsky 3's UNet takes 0.2 s, and 6 to 18
+    s with all prices, although nothing needs an exponent there.
     """
     program, _, lifts = _state_program(problem, hard_top_bits, fp32_modules=True)
     result = program.solve("fp32_modules") if "" in lifts else None
@@ -122,10 +136,10 @@ def needs_whole(problem: Problem, *, hard_top_bits: float) -> bool:
 
 
 def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
-    """Find the cheapest exponents; None if there are none.
+    """Find the cheapest exponents; return None if none are found.
 
     Args:
-        hard_top_bits: headroom that every 16-bit value must keep.
+        hard_top_bits: headroom in bits that every 16-bit value must keep.
         fp32_modules: allow modules to stay in fp32.
     """
     program, representatives, lifts = _state_program(problem, hard_top_bits, fp32_modules)
@@ -143,7 +157,11 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
 def _state_program(
     problem: Problem, hard_top_bits: float, fp32_modules: bool
 ) -> tuple[_Program, list[int], dict[str, int]]:
-    """State the constraints on exponents without their costs; return also the unknowns and fp32 columns."""
+    """Make a program with the constraints on exponents and the prices of fp32 modules, but no others.
+
+    Return also the representatives of its unknowns, and the column of each module that may stay in
+    fp32.
+    """
     program = _Program()
     representatives = _add_unknowns(program, problem)
     for row in problem.system.equations:
@@ -158,7 +176,7 @@ def _state_program(
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Explain the lack of exponents by the values that are too large and that nothing may scale."""
+    """Make the error for a problem without a solution; it names too large values that nothing can scale."""
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
@@ -172,7 +190,7 @@ def explain_failure(problem: Problem) -> ScalingError:
 
 @dataclass
 class _Program:
-    """Rows and columns of a mixed-integer program while it is put together."""
+    """Columns (variables) and rows (constraints) of a mixed-integer program under construction."""
 
     costs: list[float] = field(default_factory=lambda: [0.0])
     lows: list[float] = field(default_factory=lambda: [0.0])
@@ -190,7 +208,7 @@ class _Program:
         return len(self.costs) - 1
 
     def column(self, root: int) -> int:
-        """Return the column of an unknown's representative; that of zero is column 0, always 0."""
+        """Return the column of an unknown's representative; column 0 is the constant zero."""
         return self.columns[root]
 
     def demand(
@@ -201,17 +219,22 @@ class _Program:
         high: float = math.inf,
         extra: Mapping[int, float] | None = None,
     ) -> None:
-        """Add a row over representatives, and over other columns given as `extra`."""
+        """Add the row `low <= sum(factor * variable) <= high`.
+
+        Args:
+            terms: representative of an unknown to its factor.
+            extra: further columns to their factors.
+        """
         row = {self.columns[root]: factor for root, factor in terms.items()}
         for column, factor in (extra or {}).items():
             row[column] = row.get(column, 0.0) + factor
         self.rows.append((row, low, high))
 
     def solve(self, search: str) -> tuple[np.ndarray, float] | None:
-        """Return the values of all columns and the cost; None if no solution was found in time.
+        """Return the values of all columns and the cost; None if no solution was found within the limits.
 
         Args:
-            search: a key of `MOST_NODES`.
+            search: key of `MOST_NODES`.
         """
         options = {"time_limit": LONGEST_S, "node_limit": MOST_NODES[search]}
         result = milp(
@@ -251,7 +274,7 @@ def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
 
 
 def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
-    """Add a column for each module that could stay in fp32."""
+    """Add a priced 0/1 column for each module that could stay in fp32; map its path to the column."""
     prices = Prices()
     paths = {path for limit in problem.limits for path in limit.interiors}
     return {
@@ -272,7 +295,7 @@ def _add_limit(
     hard_top_bits: float,
     lifts: Mapping[str, int],
 ) -> None:
-    """Demand that `log2(amax) + exponent` stays below the maximum of the value's dtype."""
+    """Demand that `log2(amax) + exponent` stays below the dtype's maximum less the headroom."""
     if limit.range.amax == 0:
         return
     root = problem.system.find(limit.unknown)
@@ -288,14 +311,14 @@ def _add_limit(
 
 
 def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
-    """Count the unknowns that each representative has represented since like modules were merged."""
+    """Count, for each representative, the distinct unknowns that `merge_alike` merged into it."""
     apart = problem.apart or problem.system
     pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
     return Counter(root for root, _ in pairs)
 
 
 def _price_folds(program: _Program, problem: Problem) -> None:
-    """Set the price of each bit of a fold, higher further from 0, and of the presence of a multiply."""
+    """Price each bit of a fold, more beyond 3 and 6 bits, and each explicit multiply."""
     prices, weights = Prices(), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -334,7 +357,7 @@ def _price_beyond(program: _Program, root: int, low: float, high: float, price: 
 
 
 def _price_sizes(program: _Program, problem: Problem) -> None:
-    """Charge for 16-bit values near the top, and for typical sizes where fp16 loses bits."""
+    """Price 16-bit values with little headroom, and typical sizes at which fp16 loses bits."""
     prices, tops, lows = Prices(), dict[int, float](), dict[int, float]()
     for limit in problem.limits:
         root = problem.system.find(limit.unknown)
@@ -354,7 +377,7 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
 
 
 def _round_size(size: float) -> float:
-    """Round the log2 of a size, which sets a price, to a grid coarser than a sum's rounding errors."""
+    """Return the log2 of a size on a grid that is coarser than rounding errors of sums."""
     return round(SIZE_STEPS * log2_of(size)) / SIZE_STEPS
 
 

@@ -1,10 +1,10 @@
-"""Modules that are alike, so that the search for multiplies sees one block of a model and not forty.
+"""Merging of the unknowns of repeated modules, which makes the search for multiplies fast.
 
-Which modules' outputs have to be multiplied is a search: each one is there or not, and hundreds of
-them take minutes. But blocks of one list whose parameters have the same shapes want the same. So
-the search is done with their unknowns merged, and the exponents are then found anew with the
-multiplies that it chose, each block by itself. Merging adds demands and takes none away: whatever
-it finds holds for the whole problem, and where it finds nothing the whole problem is searched.
+The search decides for each module whether its output is multiplied. With hundreds of independent
+modules it takes minutes. But blocks of one list whose parameters have the same shapes usually need the
+same exponents. So their unknowns are merged for the search. The exponents are then solved again, for
+each block by itself, with only the multiplies that the search chose. Merging adds equations and removes
+none: a solution holds for the whole problem too. If there is none, the whole problem is searched.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from stopdown.scaling.exponents.problem import Problem
 
 
 def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
-    """Map the path of each module to that of the first one like it: `blocks.7.attn` to `blocks.0.attn`.
+    """Map each module's path to that of the first module like it: `blocks.7.attn` to `blocks.0.attn`.
 
-    Alike are the members of one list (children with numbers for names) whose classes and
-    parameter shapes are the same.
+    Modules are alike if they are members of one list (children with numbers for names) and have the
+    same class and parameter shapes.
     """
     names = {"": ""}
     for path, owner in module.named_modules():
@@ -34,10 +34,10 @@ def name_likenesses(module: torch.nn.Module) -> dict[str, str]:
 
 
 def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """Return the same problem with one exponent for like modules; its prices count each of them.
+    """Return the problem with one unknown for all modules that are alike; each of them still has its price.
 
     Args:
-        names: of `name_likenesses`.
+        names: path of each module to that of the first one like it (`name_likenesses`).
     """
     system = problem.system.copy()
     groups: dict[Hashable, list[int]] = {}
@@ -54,7 +54,7 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
 
 
 def tie_columns(problem: Problem) -> Problem | None:
-    """Return a problem where columns of a weight share one exponent; None if no weight has several."""
+    """Return the problem with one exponent for all columns of a weight; None if no weight has several."""
     groups: dict[str, list[int]] = {}
     for name, unknown in problem.parameters.items():
         bare, place = split_fold_name(name)
@@ -69,7 +69,7 @@ def tie_columns(problem: Problem) -> Problem | None:
 
 
 def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
-    """Return the same problem with multiplies at these modules only."""
+    """Return the problem with explicit multiplies only at the outputs of these modules."""
     system = problem.system.copy()
     left = {path: unknown for path, unknown in problem.multiplies.items() if path in kept}
     system.pin(*(problem.multiplies[path] for path in problem.multiplies if path not in left))
@@ -77,7 +77,11 @@ def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
 
 
 def find_used(problem: Problem, exponents: Mapping[int, int]) -> frozenset[str]:
-    """Find the modules whose multiply is not by 1, given the exponents of representatives."""
+    """Return the modules whose outputs a solution multiplies by another number than 1.
+
+    Args:
+        exponents: the solution, by representative of an unknown.
+    """
     used = problem.multiplies.items()
     return frozenset(path for path, unknown in used if exponents[problem.system.find(unknown)])
 
