@@ -1,6 +1,6 @@
-"""What scales one component, as plain data: exponents, casts, an fp32 stream, and what a trial showed.
+"""Records of one component's scaling, as plain data: exponents, casts, an fp32 stream, a trial's results.
 
-Records of the core. `stopdown.records` has them too, beside those of plans and runs.
+These are the records of the core. `stopdown.records` exports them too, beside those of plans and runs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from stopdown.record_display import Displayed
 
 @dataclass(frozen=True, repr=False)
 class ResidualStream(Displayed):
-    """Where a component's residual stream becomes fp32, and where it becomes fp16 again.
+    """Casts that keep a component's residual stream in fp32.
 
     Attributes:
-        cast_output_up: paths of the modules whose output is cast to fp32: they write the stream.
-        cast_input_down: paths of the modules that cast what reaches them in fp32 to fp16: they multiply.
-        cast_input_up: paths of the modules that cast what reaches them in fp16 to fp32.
+        cast_output_up: paths of the modules whose output is cast to fp32: they write to the stream.
+        cast_input_down: paths of the modules that cast their fp32 inputs to fp16: they multiply.
+        cast_input_up: paths of the modules that cast their fp16 inputs to fp32.
         kept: parameters and buffers that stay in fp32.
-        returns: True when the component casts what it returns in fp32 back to fp16.
-        cast_output_down: paths of the modules that cast what they return in fp32 back to fp16; where
-            there are some, the stream is fp32 inside them alone.
+        returns: True if the component casts its fp32 outputs back to fp16.
+        cast_output_down: paths of the modules that cast their fp32 outputs back to fp16. If there are
+            any, the stream is fp32 only inside these.
     """
 
     cast_output_up: tuple[str, ...]
@@ -35,11 +35,12 @@ class ResidualStream(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Operands(Displayed):
-    """What makes the operands of a component's layers one where its code mixes dtypes.
+    """Casts and fp32 parameters that give operations one dtype where a component's code mixes dtypes.
 
     Attributes:
-        cast_inputs: paths of the layers that cast what reaches them to the dtype of their weight.
-        fp32_parameters: parameters that stay in fp32, of layers whose own code widens their input.
+        cast_inputs: paths of the layers that cast their inputs to the dtype of their weight.
+        fp32_parameters: parameters that stay in fp32, of layers whose own code casts their input to
+            fp32.
     """
 
     cast_inputs: tuple[str, ...] = ()
@@ -51,13 +52,13 @@ class Operands(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Trial(Displayed):
-    """What a component gave when it was run once in its precision, exponents and casts in place.
+    """Result of running a component once in its precision, with exponents and casts applied.
 
     Attributes:
-        calls: how many were run; 0 when none was, and `note` says why.
-        rel_err: largest relative L2 difference of an output from fp32's; None where none was compared.
-        bf16_rel_err: the same of the component cast to bf16; None where that does not run.
-        note: what was not run or not compared, and why; "" when everything was.
+        calls: number of calls that were run; if 0, `note` has the reason.
+        rel_err: largest relative L2 difference of an output from fp32's; None if none was compared.
+        bf16_rel_err: the same for the component cast to bf16; None if that doesn't run.
+        note: what was not run or not compared, and why; "" if everything was.
     """
 
     calls: int = 0
@@ -68,42 +69,43 @@ class Trial(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Scaling(Displayed):
-    """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
+    """Exponents of one component as plain data: each value is stored multiplied by `2**exponent`.
 
     Attributes:
-        exponents: parameter or buffer name to the exponent; `name[0:64]` for rows, `name[:,0:64]`
-            for columns.
-        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
-        multiplies: module path to the exponent that its output is multiplied with.
+        exponents: parameter or buffer name to the exponent; `name[0:64]` for rows, `name[:,0:64]` for
+            columns.
+        eps: `module.path.attribute` of a norm's eps to the exponent e of its factor 2**e.
+        multiplies: module path to the exponent e of the factor 2**e on its output.
         fp32_modules: paths of the modules that stay in fp32; "" is the component itself.
-        headroom_bits: bits between the largest 16-bit value seen and the format's maximum; None
-            where nothing was measured.
-        tightest: the value with the least headroom.
-        certified: True when the ranges are bounds; False when they were measured.
-        pinned: operation without a rule to the places where it is.
+        headroom_bits: bits between the largest 16-bit value seen and the format's maximum; None if
+            nothing was measured.
+        tightest: place of the value with the least headroom.
+        certified: True if the ranges are bounds; False if they were measured.
+        pinned: operation without a rule to the places where it is called.
         fp32_flops: share of the matmul FLOPs that is done in fp32 modules.
-        kept_buffers: buffers that keep their dtype when the component is cast; None for those
-            that `find_kept_buffers` names.
-        outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
-            the exponent that is taken off there.
-        stream: where the residual stream is fp32 when the component is cast; None for nowhere.
-        operands: what is cast, or stays fp32, because the component's code mixes dtypes.
-        values: how many fp16 values and weights there are; 0 where bounds were not asked for.
-        bounded: how many of them rest on bounds.
-        uncertain: places of those that no bound keeps in range, so that they rest on what was measured.
-        measured_bits: bits between the largest that was measured of those and the format's maximum; None
-            where there are none, or nothing was measured.
+        kept_buffers: buffers that keep their dtype when the component is cast; None for those that
+            `find_kept_buffers` returns.
+        outputs: index of an output that the module returns in fp32, as fp16 can't represent it, to the
+            exponent that is removed there.
+        stream: casts of the fp32 residual stream; None if there is none.
+        operands: casts and fp32 parameters that are needed because the component's code mixes dtypes.
+        values: number of fp16 values and weights; 0 if bounds were not requested.
+        bounded: number of these that bounds keep in range.
+        uncertain: places of those that no bound keeps in range, so that they rest on measurements.
+        measured_bits: bits between the largest measured magnitude of these and the format's maximum;
+            None if there are none, or nothing was measured.
         limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
-        sizes: `method.argument` to the sizes, the batch left out, up to which bounds hold: one of them
+        sizes: `method.argument` to the sizes, without the batch, up to which bounds hold: one of them
             has to be as large in every dimension.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
-        note: why it is not fp32 although it was asked for; "" when there is nothing to say.
-        trial: what the module gave when it was run once with all that; None if it was not tried.
+        note: why the residual stream is not fp32 although that was requested; "" otherwise.
+        trial: result of running the module once with this scaling; None if it was not run.
         layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
-            `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
-            have none.
-        signatures: of the calls that they were found for, as `call_signatures` writes them.
-        shapes: signature to the sizes of those calls, as `call_signatures.list_sizes` has them.
+            `path[:,0:64]` of its inputs, to the exponents of its input and output; layers without
+            exponents are left out.
+        signatures: signatures of the calls that the exponents were solved for, in the format of
+            `call_signatures`.
+        shapes: signature to the sizes of those calls, as in `call_signatures.list_sizes`.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)

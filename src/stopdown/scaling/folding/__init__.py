@@ -1,1 +1,1 @@
-"""Exponents, casts and fp32 streams put into the weights and attributes of a module."""
+"""Application of exponents, casts and fp32 residual streams to a module's weights and attributes."""

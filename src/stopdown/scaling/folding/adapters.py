@@ -1,22 +1,22 @@
-"""Adapters on a module with folded exponents: they take the exponents of the weights that they add to.
+"""Adapters on a module with folded exponents: they are scaled like the weights that they are added to.
 
-A layer that PEFT wraps while exponents are folded in is noticed when it is put into its place. From then
-on its adapters are brought to the right exponents before each call of the layer, and before anything is
-merged into its weight or taken out again; saving and loading see them as they were. So a LoRA may be
-loaded, fused, weighed, switched and deleted in any order, by Diffusers, Transformers or PEFT, and in fp32
-every bit is that of the same steps on the original.
+A layer that PEFT wraps while exponents are folded in is noticed when it is assigned. From then on its
+adapters are scaled before each call of the layer, and before anything is merged into its weight or
+unmerged; saving and loading see them unscaled. So a LoRA may be loaded, fused, weighted, switched and
+deleted in any order, by Diffusers, Transformers or PEFT. In fp32 every bit is that of the same steps on
+the original.
 
-A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own, and blocks of its columns
-with exponents besides:
+A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own; blocks of its columns
+may have further exponents:
 
-    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole; A takes columns
-    DoRA    m (W + s B A) / |W + s B A|   a magnitude for each row takes that row's k as well
+    LoRA    W + s B A                 B's rows have k, less a share in A; A also has the columns'
+    DoRA    m (W + s B A) / |W + s B A|   the magnitude of each row has that row's k as well
 
-A strength, an alpha and a rank are factors besides and stay.
+The strength, alpha and rank are further factors and don't change.
 
-**Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any other
-kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
-**Does not catch** adapters that are no wrapped layers (IP-Adapter), values written into a parameter's
+**Catches** LoRA and DoRA of linears, convolutions and embeddings, with biases, several at once; any
+other kind (LoHa, LoKr, GLoRA, OFT…) is refused, by name, when the layer is called.
+**Does not catch** adapters that aren't wrapped layers (IP-Adapter), values written into a parameter's
 `.data` other than by `load_lora_adapter(hotswap=True)`, and the eps that ComfyUI adds to a DoRA's norm.
 """
 
@@ -41,32 +41,34 @@ from stopdown.scaling.bounds.singular_values import estimate_sigma
 from stopdown.scaling_records import Scaling
 
 RESCALED = "stopdown_rescaled"
-"""Attribute of a module while exponents are folded into it, which made it fit fp16: its `AdapterFolds`."""
+"""Attribute that a module has while exponents are folded into it to make it fit fp16: its
+`AdapterFolds`."""
 
 _ROLES = {"lora_magnitude_vector": "magnitude"}
 
 Parts = Mapping[str, torch.Tensor]
-"""A role, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
+"""Role of a tensor in an adapter, as PEFT names it (`lora_B`, `magnitude`), to the tensor."""
 
 MERGING = (
     "Take it out. Merge it into the original's weights instead (load it there, fuse_lora(), "
     "unload_lora_weights()), and make the plan of those."
 )
-"""What to do with an adapter that has no rule."""
+"""Remedy for an adapter that has no rule."""
 
 _ROOM_BITS = -6.0
-"""Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
+"""log2 of the largest magnitude from which fp16 represents values 256 times smaller without loss: its
+normal numbers end at 2**-14."""
 
 _ROLES_WITH_RULES = re.compile(r"lora_(A|B|B\.bias|mid|embedding_[AB])|magnitude|diff|diff_b")
 
 
 def is_adapter_layer(module: object) -> bool:
-    """Return whether a module is a layer that PEFT put around another."""
+    """Return whether a module is a PEFT layer that wraps another."""
     return isinstance(module, torch.nn.Module) and hasattr(type(module), "adapter_layer_names")
 
 
 def unwrap_name(name: str) -> str:
-    """Return the name that a parameter or module has without adapters around it."""
+    """Return a parameter's or module's name without the `base_layer` of adapters around it."""
     return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
 
 
@@ -76,7 +78,7 @@ def list_adapter_names(layer: Any) -> set[str]:
 
 
 def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """Map the roles in one adapter of a layer to its tensors."""
+    """Map the roles (`lora_B`, `magnitude`) in one adapter of a layer to its tensors."""
     found: dict[str, torch.Tensor] = {}
     for kind in layer.adapter_layer_names:
         holder = getattr(layer, kind, {})
@@ -92,15 +94,15 @@ def find_role_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 class AdapterFolds(SameInCopies):
-    """Keeps the adapters of one module at the exponents of the weights that they add to."""
+    """Scales the adapters of one module with the exponents of the weights that they are added to."""
 
     def __init__(
         self, module: torch.nn.Module, scaling: Scaling, exponents: Mapping[str, Folds]
     ) -> None:
-        """Follow the adapters that come; those that are there have their exponents by name.
+        """Record the module's layers; adapters whose names are in the scaling are not scaled again.
 
         Args:
-            exponents: name of a parameter, every alias, to its folds.
+            exponents: name of a parameter, or any alias of it, to its folds.
         """
         self.module, self.scaling, self.exponents = module, scaling, exponents
         self.paths = {part: path for path, part in module.named_modules()}
@@ -113,7 +115,7 @@ class AdapterFolds(SameInCopies):
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def put_on(self, patches: Patches) -> None:
-        """Follow the adapters of the module until `patches` is undone."""
+        """Scale present and future adapters of the module until `patches` is undone."""
         for layer in _list_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
@@ -127,7 +129,7 @@ class AdapterFolds(SameInCopies):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
     def _see(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Follow a module that was just assigned somewhere, if it wraps a layer of ours."""
+        """Scale the adapters of a module that was just assigned, if it wraps a layer of this module."""
         if not is_adapter_layer(child) or _find_followed(child) is not None:
             return
         layer: Any = child
@@ -153,7 +155,7 @@ class AdapterFolds(SameInCopies):
 
 
 def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """Make a hook for all modules that does not keep its owner, and the owner's weights, alive."""
+    """Make a registration hook for all modules that doesn't keep its owner alive."""
 
     def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
         found = see()
@@ -164,7 +166,7 @@ def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
 
 
 class _FollowedLayer(SameInCopies):
-    """Keeps the adapters of one layer, whose hooks alone hold it, so that both go together."""
+    """Scales the adapters of one layer. Only the layer's hooks refer to it, so both are freed together."""
 
     def __init__(self, layer: Any, folds: AdapterFolds) -> None:
         self._layer, self._folds = weakref.ref(layer), folds
@@ -178,11 +180,11 @@ class _FollowedLayer(SameInCopies):
             patches.set_attribute(layer, method, self._following(getattr(layer, method)))
 
     def take_off(self) -> None:
-        """Restore the layer and its adapters."""
+        """Remove the hooks from the layer and restore its adapters."""
         self._patches.undo()
 
     def release(self) -> None:
-        """Give the adapters the values that they had; the next call scales them again."""
+        """Restore the unscaled values of the adapters; the next call scales them again."""
         while self._done:
             self._done.popitem()[1][2].undo()
 
@@ -203,7 +205,12 @@ class _FollowedLayer(SameInCopies):
             self.release()
 
     def follow(self, *, is_merging: bool = False) -> None:
-        """Bring the adapters to the exponents of the weight that they add to."""
+        """Scale the layer's adapters with the exponents of its weight, unless they are already scaled.
+
+        Args:
+            is_merging: for a merge into the weight, which the multiply of the layer's output doesn't
+                scale.
+        """
         layer: Any = self._layer()
         names = list_adapter_names(layer) - self._folds.planned
         for name in self._done.keys() - names:
@@ -221,7 +228,7 @@ class _FollowedLayer(SameInCopies):
             self._done[name] = state, list(parts.values()), patches
 
     def _fold(self, name: str, parts: Mapping[str, torch.Tensor], is_merged: bool) -> Patches:
-        """Scale one adapter; undoing the returned patches restores it."""
+        """Scale one adapter in place; undoing the returned patches restores it."""
         layer: Any = self._layer()
         base, folds, patches = layer.get_base_layer(), self._folds, Patches()
         path = unwrap_name(folds.paths[base])
@@ -263,13 +270,13 @@ class _FollowedLayer(SameInCopies):
 
 
 def _find_followed(layer: Any) -> _FollowedLayer | None:
-    """Return what keeps the adapters of a layer, or of the layer that this is a copy of; None without."""
+    """Return the scaler of a layer's adapters, or of the layer that it was copied from, else None."""
     owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _FollowedLayer)), None)
 
 
 def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
-    """Stop a backward pass that reaches a tensor with an exponent, until `patches` is undone."""
+    """Raise an error in a backward pass that reaches a scaled tensor, until `patches` is undone."""
 
     def refuse(gradient: torch.Tensor) -> None:
         raise ScalingError(
@@ -284,7 +291,7 @@ def refuse_gradient(tensor: torch.Tensor, what: str, patches: Patches) -> None:
 
 
 def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
-    """Return the exponents of the rows of a layer's weight or bias; None without such a tensor."""
+    """Return the exponents of the rows of a layer's weight or bias, `[out]`; None without such a tensor."""
     tensor = getattr(base, name, None)
     if tensor is None:
         return None
@@ -294,7 +301,7 @@ def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.
 
 
 def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
-    """Return the exponents of a weight's columns, which add to those of its rows; None for a vector."""
+    """Return the exponents of a weight's columns, `[in]`, which add to its rows'; None for a vector."""
     found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
     if base.weight.dim() < 2:
         return None
@@ -307,7 +314,7 @@ def _read_factor(folds: AdapterFolds, base: Any) -> int:
 
 
 def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
-    """Scale the norm of a merged DoRA, which PEFT keeps for unmerging, with its magnitudes."""
+    """Scale the weight norm of a merged DoRA, which PEFT caches for unmerging, as its magnitude vector."""
     kept = getattr(layer, "_caches", {}).get(f"{name}-weight_norm")
     if kept is not None:
         shape = kept.shape if exponents.numel() == kept.numel() else (1,) * kept.dim()
@@ -315,7 +322,7 @@ def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
 
 
 def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the magnitudes of a DoRA are still the norms of the weight that it was put on."""
+    """Return whether a DoRA is untrained: its magnitudes are the row norms of the present weight."""
     if weight.is_meta or parts["lora_B"].any():
         return False
     norms = torch.linalg.vector_norm(weight.detach().float(), dim=tuple(range(1, weight.dim())))
@@ -324,7 +331,7 @@ def _is_fresh(weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _is_wide(scaling: Scaling, path: str) -> bool:
-    """Return whether a layer stays in fp32, as a module or beside a stream: fp16 may not hold its input."""
+    """Return whether a layer stays in fp32 because of an fp32 module or stream: fp16 may overflow in it."""
     kept = () if scaling.stream is None else map(unwrap_name, scaling.stream.kept)
     return is_inside(path, *scaling.fp32_modules) or f"{path}.weight" in kept
 
@@ -342,15 +349,16 @@ def find_part_exponents(
     bias: torch.Tensor | None,
     columns: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Find the exponents of an adapter's tensors in one layer, by role; zeros are left out.
+    """Return the exponents of an adapter's tensors in one layer, by role, without those that are 0.
 
     Args:
-        rows: `[out]` integers, exponents of the rows of the weight.
-        bias: those of the layer's bias, None where it has none.
-        columns: `[in]` integers, exponents of the columns, added to those of the rows; None for zeros.
+        rows: exponents of the weight's rows, `[out]` integers.
+        bias: exponents of the layer's bias; None if it has none.
+        columns: exponents of the weight's columns, `[in]` integers, which add to those of its rows;
+            None for zeros.
 
     Returns:
-        Exponents of a shape that is spread over the tensor.
+        Exponents that broadcast to the tensor of each role.
     """
     if other := sorted(role for role in parts if not _ROLES_WITH_RULES.fullmatch(role)):
         raise ScalingError(f"it is neither a LoRA nor a DoRA, and there is no rule for {other[0]}")
@@ -377,7 +385,7 @@ def find_part_exponents(
 
 
 def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
-    """Give the factor with the columns of the weight their exponents as well."""
+    """Add the exponents of the weight's columns to those of the adapter's factor that has these columns."""
     if strange := sorted(parts.keys() & {"magnitude", "lora_embedding_A"}):
         raise ScalingError(
             f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
@@ -387,7 +395,7 @@ def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Ten
 
 
 def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Put all of the exponents on B's rows, except the share that A takes so that fp16 holds both."""
+    """Return exponents of a LoRA: the rows' for B, less a share for A if fp16 represents both better so."""
     if "lora_B" not in parts or "lora_A" not in parts:
         raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
     if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
@@ -398,7 +406,7 @@ def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
-    """Choose the exponent that A takes: 0 if fp16 holds B with all of it, else up to a balance of both."""
+    """Choose the exponent of A: 0 if fp16 represents B with all of it, else up to a balance of both."""
     if not rows.any():
         return 0
     first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
@@ -419,7 +427,7 @@ def _is_uniform(rows: torch.Tensor) -> bool:
 
 
 def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Reshape the exponents of rows for a tensor: along one of its dimensions, or one for all of it."""
+    """Reshape the exponents of rows to broadcast along a tensor's dimension, or as one number."""
     if tensor.dim() and tensor.shape[dim] == len(rows):
         return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
     if not _is_uniform(rows):
@@ -430,7 +438,7 @@ def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def keep_merges(module: torch.nn.Module, patches: Patches) -> Callable[[], object]:
-    """Keep adapters merged that are merged while values are replaced, once `patches` restores those.
+    """Preserve merges of adapters that happen while weights are replaced, when `patches` restores these.
 
     Returns:
         A function that unmerges them. `patches` must run it first, so it is deferred last.
@@ -461,7 +469,7 @@ def _list_layers(module: torch.nn.Module) -> list[Any]:
 
 
 def measure_growth(module: torch.nn.Module, name: str) -> tuple[float, str]:
-    """Return the bits by which an adapter lengthens a layer's output, at most, and the path of that layer.
+    """Return the most bits by which an adapter can lengthen a layer's output, and the path of that layer.
 
     The growth of a layer is the log2 of `1 + s |B A| / |W|` in largest singular values.
     """
@@ -489,7 +497,7 @@ def _measure_layer(layer: Any, name: str) -> float:
 
 
 def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
-    """List a module's adapters without the exponents of their weights, with the reason."""
+    """Map each adapter that isn't scaled with the exponents of its weights to the reason."""
     found: dict[str, str] = {}
     for layer in _list_layers(module):
         followed = _find_followed(layer)

@@ -1,12 +1,13 @@
-"""Whether a rescaled module was cast by `cast_`, asked at each call of it.
+"""Check before each call that a rescaled module was cast by `cast_`, and by nothing else.
 
-`.half()` knows nothing of what a rescaling has besides folds: fp32 layers, an fp32 stream, multiplies
-beside buffers that stay fp32. It gives other values, without an error. So hooks on the module, and on
-the parts that a method of it calls first, compare dtypes with those that the rescaling or `cast_` left.
+`.half()` knows only the folds of a rescaling, and nothing of its fp32 layers, fp32 residual stream, or
+multiplies beside buffers that stay fp32. Without an error, results would differ. So hooks on the
+module, and on the parts that its methods call first, compare dtypes with those that the rescaling or
+`cast_` left.
 
 **Catches** `.half()`, `.to(dtype)`, a pipeline's `.to(dtype)`, and `cast_` without the rescaling.
-**Does not catch** a cast to fp32 or bf16, whose range needs nothing but the folds; calls of compiled code;
-a copy of the module.
+**Does not catch** a cast to fp32 or bf16, whose range needs nothing but the folds; calls of compiled
+code; a copy of the module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class CastCheck(SameInCopies):
-    """A hook before each call of a module that notices if its parameters were cast since."""
+    """Forward pre-hook that refuses a module's call if its parameters have been cast to a narrow dtype.
+
+    Args:
+        needs: parts of the rescaling that a plain cast breaks, in words for the error.
+    """
 
     def __init__(self, module: torch.nn.Module, needs: str) -> None:
         self.module, self.needs = module, needs
@@ -35,11 +40,11 @@ class CastCheck(SameInCopies):
         self.accept()
 
     def accept(self) -> None:
-        """Take the dtypes that the parameters have now as the right ones."""
+        """Accept the present dtypes of the parameters as the right ones."""
         self._known = {id(part): _read_dtypes(part) for part in _find_entries(self.module)}
 
     def put_on(self, patches: Patches) -> None:
-        """Hook it on, until `patches` is undone."""
+        """Register the hook until `patches` is undone."""
         for part in _find_entries(self.module):
             patches.defer(part.register_forward_pre_hook(self).remove)
 
@@ -65,13 +70,13 @@ class CastCheck(SameInCopies):
 
 
 def find_check(module: torch.nn.Module) -> CastCheck | None:
-    """Return the check that is hooked on a module; None without one."""
+    """Return the check that is registered on a module; None if there is none."""
     hooks = reversed(module._forward_pre_hooks.values())
     return next((x for x in hooks if isinstance(x, CastCheck) and x.module is module), None)
 
 
 def _find_entries(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and the outermost of its parts that can be called: lists of parts cannot."""
+    """Yield a module and its outermost submodules that can be called, which `ModuleList`s can't."""
     yield module
     for part in module.children():
         yield from _list_called(part)

@@ -1,9 +1,9 @@
-"""Numbers that a module's code clamps norms from below, scaled while the module's calls run.
+"""Scaling of the constants with which a module's code clamps norms from below, during its calls.
 
-`functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number that is in
-the code. If the norm is stored times a power of two, the number has to be multiplied with the same.
+`functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number in the code.
+If the norm is stored times a power of two, the number must be multiplied by the same power.
 
-Not covered: numbers in code that is no module's call: `vae.decode` itself.
+Not covered: constants in code that no module call runs, such as that of `vae.decode` itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NORMALIZE = inspect.signature(functional.normalize)
 
 
 def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patches: Patches) -> None:
-    """Have a module's calls clamp at other numbers, until `patches` is undone.
+    """Multiply the constants with which a module's calls clamp from below, until `patches` is undone.
 
     Args:
-        factors: the factor of each number in the code.
+        factors: constant in the code to its factor.
     """
     scaled = _ScaledClamps(factors)
 
@@ -71,7 +71,7 @@ class _ScaledClamps(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _scale(self, value: torch.Tensor, bound: Any) -> Any:
-        """Multiply a bound by its factor; in fp16 keep it above 0, as a division by it would give 0 / 0."""
+        """Multiply a limit by its factor; in fp16 keep it above 0, as a division by it could be 0 / 0."""
         if not isinstance(bound, int | float) or not value.is_floating_point():
             return bound
         if bound not in self.factors:

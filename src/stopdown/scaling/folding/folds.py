@@ -1,6 +1,6 @@
-"""Putting exponents on a module, and taking them off again: folds, eps, multiplies, casts.
+"""Application of a scaling to a module, and its removal: folds, eps, multiplies, casts.
 
-Everything goes through `Patches`, so that `undo` restores every bit, attribute and hook.
+All changes go through `Patches`, so that `undo` restores every bit, attribute and hook.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from stopdown.scaling.graph.capture import casts_weights, find_kept_buffers, nam
 from stopdown.scaling_records import ResidualStream, Scaling, Trial
 
 PLANNED = "stopdown_planned"
-"""Attribute of a module while a plan or a repair is on it, also one without exponents."""
+"""Attribute that a module has while a plan or a repair is applied to it, even one without exponents."""
 
 
 class Rescaling:
-    """Exponents that are folded into a module; `undo` takes them off and restores every bit.
+    """Exponents that are folded into a module; `undo` removes them and restores every bit.
 
-    `cast_(module, torch.float16, rescaling)` brings it to fp16; `.trial` says how near to fp32 it is then.
+    `cast_(module, torch.float16, rescaling)` casts it to fp16. `.trial` has the error against fp32
+    after that.
     """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
@@ -63,7 +64,7 @@ class Rescaling:
 
     @property
     def multiplies(self) -> Mapping[str, int]:
-        """Module path to the exponent that its output is multiplied with."""
+        """Module path to the exponent e of the factor 2**e by which its output is multiplied."""
         return self.scaling.multiplies
 
     @property
@@ -78,31 +79,31 @@ class Rescaling:
 
     @property
     def certified(self) -> bool:
-        """True when no input can overflow; False when the ranges were measured."""
+        """True if no input can overflow; False if the ranges were measured."""
         return self.scaling.certified
 
     @property
     def pinned(self) -> Mapping[str, tuple[str, ...]]:
-        """Operations without a rule, kept at exponent 0, and the places where they are."""
+        """Operations without a rule, kept at exponent 0, to the places where they are called."""
         return self.scaling.pinned
 
     @property
     def residual(self) -> str:
-        """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
+        """`fp32` if `cast_` keeps the whole residual stream in fp32, else `native`."""
         stream = self.scaling.stream
         return "native" if stream is None or stream.cast_output_down else "fp32"
 
     @property
     def trial(self) -> Trial | None:
-        """The result of one trial run of the module as `cast_` leaves it; None without a trial."""
+        """Result of a trial run of the module after `cast_`; None if there was none."""
         return self.scaling.trial
 
     def defer(self, patches: Patches) -> None:
-        """Take other changes of the module back before this one is."""
+        """Undo further changes of the module, in `patches`, before the exponents are removed."""
         self._patches.defer(patches.undo)
 
     def undo(self) -> None:
-        """Restore the module to the last bit. A second call does nothing."""
+        """Restore the module bit for bit. A second call does nothing."""
         self._patches.undo()
 
     def __repr__(self) -> str:
@@ -137,18 +138,19 @@ def load_scaled(
     scaling: Scaling,
     put: Callable[[torch.Tensor, StoredWeight], None] = put_,
 ) -> Patches:
-    """Fold and cast a module that was just loaded as it is stored, one tensor after the other.
+    """Fold and cast a freshly loaded module one tensor at a time, from its stored values.
 
-    It ends as `fold_scaling` and `cast_` leave it in fp32. No tensor is copied to fp32 on the way, and the
-    stored values are let go.
+    The module then is as `fold_scaling` and `cast_` would leave an fp32 one. No tensor is copied to
+    fp32 on the way, and the stored values are not kept.
 
     Args:
-        dtype: of its weights, except those that the scaling keeps in fp32.
-        put: given each parameter and buffer, and its `StoredWeight`: `wait_` leaves parameters in their
+        dtype: dtype of the weights, except those that the scaling keeps in fp32.
+        put: sets each parameter and buffer to its `StoredWeight`; `wait_` leaves parameters in their
             files, for a `WeightStore` to read.
 
     Returns:
-        The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
+        The changes. Undoing them leaves fp32 weights that equal the stored ones up to rounding to
+            `dtype`.
     """
     folds = {id(x): found for x, found in locate_folds(module, scaling.exponents)}
     patches = Patches()
@@ -163,7 +165,7 @@ def load_scaled(
 
 
 def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
-    """Bring weights to fp32, where nothing overflows, and take their exponents off."""
+    """Cast weights to fp32, in which nothing overflows, and remove their exponents."""
     widen_(module)
     _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
 
@@ -176,10 +178,10 @@ def widen_(module: torch.nn.Module) -> None:
 
 
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
-    """Fold exponents into a module in place; no dtype changes.
+    """Fold exponents into a module in place, without a change of dtypes.
 
     Raises:
-        ScalingError: a name of the scaling is not in the module. Nothing was changed.
+        ScalingError: if the module lacks a name in the scaling. Nothing was changed.
     """
     return Rescaling(module, scaling, _fold(module, scaling))
 
@@ -209,10 +211,10 @@ def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = Tru
 
 
 def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield the entries of a scaling that do not fit a module to be folded, each as a clause.
+    """Yield, as a clause each, the entries of a scaling that don't fit an unscaled module.
 
-    An entry misfits if the module lacks its name, if its tensor would not be finite after the cast, or if a
-    whole matrix would vanish in it.
+    An entry doesn't fit if the module lacks its name, if its tensor wouldn't be finite after the cast,
+    or if the cast would turn a whole matrix into zeros.
 
     Cost: a pass over each tensor that is folded, and a host read.
     """
@@ -240,13 +242,13 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
 
 _MOST_ROUNDED = 2.0**-8
-"""What bf16 rounds a value by at most."""
+"""Largest relative error of rounding to bf16."""
 
 
 def list_rounded(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield the factors of a module, with its exponents on, that fp16 rounds more than bf16, as clauses.
+    """Yield, as a clause each, the folded parameters of a module that fp16 rounds more than bf16 would.
 
-    Biases are left out: the values that they are added to are larger, or they would have an exponent.
+    Biases are left out: they are added to larger values, or they would have an exponent.
 
     Cost: a pass over each tensor, and a host read.
     """
@@ -281,7 +283,7 @@ def _list_misfit(
 
 
 def _has_place(tensor: torch.Tensor, place: Place) -> bool:
-    """Return whether a tensor has such a place; old plans name blocks of any dimension as rows."""
+    """Return whether a floating tensor has a block; old plans give blocks of any dimension as rows."""
     if not place:
         return tensor.is_floating_point()
     size = tensor.shape[len(place) - 1] if len(place) <= tensor.dim() else len(place) == 1
@@ -296,7 +298,7 @@ def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
 
 
 def check_casts(rescaling: Rescaling) -> None:
-    """Refuse calls of a rescaled module that was cast by other means than `cast_`, where that matters."""
+    """Have a rescaled module refuse calls after a cast by other means than `cast_`, if it matters."""
     needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
     if needs:
         patches = Patches()
@@ -305,7 +307,7 @@ def check_casts(rescaling: Rescaling) -> None:
 
 
 def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
-    """Yield the parts of a scaling that a plain cast breaks, in words."""
+    """Yield, in words, the parts of a scaling that a plain cast breaks."""
     if count := len(scaling.fp32_modules):
         yield f"{count} fp32 layer{'s' * (count != 1)}"
     if scaling.stream is not None:
@@ -320,7 +322,7 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
 
 
 def require_module(given: object, function: str) -> None:
-    """Refuse anything but a module; the error names the functions for a whole pipeline."""
+    """Raise an error unless the argument is a module; it points to the functions for a whole pipeline."""
     if not isinstance(given, torch.nn.Module):
         raise InputError(
             f"{function} was given a {type(given).__name__}, which is no module.",
@@ -337,7 +339,7 @@ def require_module(given: object, function: str) -> None:
 
 
 def read_dtype(function: str, given: object) -> torch.dtype:
-    """Return a floating-point dtype that is given as itself or by its name."""
+    """Return a floating-point dtype that is given as a `torch.dtype` or by name."""
     if isinstance(given, str):
         return FORMATS[parse_precision(given)].torch_dtype
     if isinstance(given, torch.dtype) and given.is_floating_point:
@@ -354,12 +356,12 @@ def cast_(
     dtype: torch.dtype | str,
     rescaling_or_plan: Rescaling | Scaling | None = None,
 ) -> Patches:
-    """Cast a module in place, keeping the fp32 modules of a rescaling in fp32 between cast hooks.
+    """Cast a module in place; a rescaling's fp32 modules stay in fp32, with casts around them.
 
-    A rescaling with an fp32 residual stream gets the casts of its stream as well.
-    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so, and so do
-    weights that the code casts at each call (`casts_weights`): there only hooks are put. So a rescaled
-    module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
+    If the rescaling has an fp32 residual stream, its casts are applied too. fp32 buffers outside the
+    checkpoint (rotary frequencies, position tables) stay fp32. So do weights that the code casts at
+    each call (`casts_weights`); then only hooks are registered. So cast a rescaled module to fp16 with
+    `cast_(module, torch.float16, rescaling)`, not with `.half()`:
 
         rescaling = rescale_(module, args)
         cast_(module, torch.float16, rescaling)
@@ -367,11 +369,11 @@ def cast_(
 
     Args:
         dtype: a floating-point dtype or its name: `torch.float16`, `"fp16"`.
-        rescaling_or_plan: the result of `rescale_` for this module; None casts it plainly.
+        rescaling_or_plan: the result of `rescale_` for this module; None for a plain cast.
 
     Returns:
-        The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
-        rescaling. They hold the old values: drop both to free them.
+        The changes; `.undo()` restores every dtype, value and hook, and so does undoing the rescaling.
+            They hold the old values: drop both to free them.
     """
     require_module(module, "cast_")
     dtype, plan = read_dtype("cast_", dtype), rescaling_or_plan
@@ -413,12 +415,12 @@ def cast_(
 
 
 def has_more_than_folds(scaling: Scaling) -> bool:
-    """Return whether a scaling has more than a weight file can hold, eps aside."""
+    """Return whether a scaling has entries, apart from eps, that can't be written into a weight file."""
     return bool(scaling.multiplies or scaling.operands) or keeps_fp32(scaling)
 
 
 def keeps_fp32(scaling: Scaling) -> bool:
-    """Return whether a cast module keeps anything in fp32 for the sake of its range."""
+    """Return whether a scaling keeps modules, outputs or the stream in fp32 because of their range."""
     return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
 
 
@@ -458,7 +460,7 @@ def _cast_parts(
 
 
 def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.nn.Module]:
-    """List the parts of a module, itself among them, that hold tensors with exponents."""
+    """List the module itself and all submodules that own, or contain, tensors with exponents."""
     paths = {""}
     for name in scaling.exponents:
         path = split_fold_name(name)[0].rpartition(".")[0]
@@ -469,7 +471,7 @@ def find_folded_parts(module: torch.nn.Module, scaling: Scaling) -> list[torch.n
 
 
 def restrict_scaling(scaling: Scaling, path: str) -> Scaling:
-    """Return the entries of a scaling for one part of its module, as a scaling of that part alone."""
+    """Return the exponents, eps, multiplies and stream inside one submodule, with paths relative to it."""
 
     def keep(names: Iterable[str]) -> dict[str, str]:
         return {x: x[len(path) + 1 :] for x in names if is_inside(x, path)}
@@ -497,13 +499,12 @@ def put_stream(
     patches: Patches,
     wide_outputs: frozenset[int] = frozenset(),
 ) -> None:
-    """Hook the casts of an fp32 residual stream onto a module whose matrices are in `dtype`.
+    """Register the casts of an fp32 residual stream on a module whose matrices are in `dtype`.
 
-    Outputs are widened before anything else reads them, multiplies included, so that those are
-    done in fp32.
+    Outputs are cast to fp32 before other hooks read them. So multiplies of these are done in fp32.
 
     Args:
-        wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
+        wide_outputs: indices of the outputs that stay fp32, as `dtype` can't represent their values.
     """
     for path in stream.cast_output_up:
         _hook_output(module, path, partial(_cast_output, dtype, torch.float32), patches, first=True)
@@ -519,7 +520,13 @@ def put_stream(
 
 
 class _UnmeasuredCalls(threading.local):
-    """The call of each thread whose outputs nobody has measured, and how its module would narrow them."""
+    """State of one thread's call with unmeasured outputs: its module, and the cast that was held back.
+
+    Attributes:
+        module: module that is called; None outside such a call.
+        dtype: dtype to which the module would cast its outputs; None if it doesn't.
+        wide: indices of the outputs that it would leave in fp32.
+    """
 
     module: torch.nn.Module | None = None
     dtype: torch.dtype | None = None
@@ -530,9 +537,9 @@ _UNMEASURED = _UnmeasuredCalls()
 
 
 def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-    """Make a call of unknown ranges; outputs beyond its narrow dtype are returned in fp32.
+    """Make a call whose ranges are unknown; outputs that would overflow are returned in fp32.
 
-    Cost: a host read, where the module narrows its output.
+    Cost: a host read if the module narrows its output.
     """
     before = dict(vars(_UNMEASURED))
     vars(_UNMEASURED).update(module=module, dtype=None, wide=frozenset())
@@ -547,7 +554,7 @@ def call_unmeasured(module: torch.nn.Module, call: Callable[[], Any]) -> Any:
 
 
 def narrow_if_exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an fp32 tensor in a dtype if that holds each of its values, else as it is.
+    """Cast an fp32 tensor to a dtype unless finite values would overflow; then return it unchanged.
 
     Cost: a host read.
     """
@@ -562,7 +569,7 @@ def narrow_if_exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _narrow_outputs(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the fp32 tensors of an output to `dtype`, except the numbered ones, which it cannot hold."""
+    """Cast the fp32 tensors of an output to `dtype`, except those whose indices are in `wide`."""
     if not is_traced() and _UNMEASURED.module is module:
         _UNMEASURED.dtype, _UNMEASURED.wide = dtype, wide
         return output
@@ -582,9 +589,9 @@ def _narrow_tensors(
 def _narrow_what_fits(
     wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the outputs of a module that is in fp32 as a whole; values that `dtype` cannot hold stay fp32.
+    """Cast the outputs of a module in fp32 to `dtype`; those that would overflow stay fp32.
 
-    Compiled code casts all but the numbered outputs: it cannot look at values.
+    Compiled code casts all outputs except those with indices in `wide`, as it can't inspect values.
     """
     if is_traced():
         return _narrow_outputs(wide, dtype, module, args, output)
@@ -592,7 +599,7 @@ def _narrow_what_fits(
 
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
-    """Remove a stream's casts to the narrow dtype from fp32 modules, whose weights are fp32."""
+    """Remove a stream's casts to the narrow dtype inside fp32 modules, whose weights are fp32."""
     return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
 
 
@@ -611,7 +618,7 @@ def _fold_parameters(
 def locate_folds(
     module: torch.nn.Module, exponents: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
-    """Return each tensor that is folded, with its places and exponents."""
+    """Return each tensor to be folded, with the blocks and exponents of its folds."""
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     located = []
@@ -655,7 +662,7 @@ def _multiply_output(
 def widen_outputs(
     exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    """Cast the numbered tensors of an output to fp32 and take their exponents off."""
+    """Cast the outputs with these indices to fp32 and remove their exponents."""
     tensors = {id(x): x for x in iterate_tensors(output)}.values()
     wide = {
         id(x): x.float() * 2.0 ** -exponents[number]
@@ -668,9 +675,9 @@ def widen_outputs(
 def _hook_output(
     module: torch.nn.Module, path: str, hook: Hook, patches: Patches, *, first: bool = False
 ) -> None:
-    """Change the output of a part, or of the module itself beneath the layers on it.
+    """Register a hook that changes the output of a submodule, or of the module itself inside other layers.
 
-    Hooks of others, such as those that record hidden states, read the part's output after that.
+    Hooks that aren't Stopdown's, such as those that record hidden states, run after it.
 
     Args:
         first: run the hook before others of Stopdown.
@@ -704,7 +711,7 @@ def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torc
 
 
 def _cast_mask(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
-    """Cast an argument that may be a mask; a capture finds the cast alone, as exponents see it."""
+    """Cast an argument that may be a mask. A capture sees only the cast, as masks have no exponents."""
     is_captured = is_traced() and not torch.compiler.is_dynamo_compiling()
     if value.dtype != source or is_captured:
         return _cast(source, target, value)

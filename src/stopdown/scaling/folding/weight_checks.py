@@ -1,9 +1,9 @@
-"""What a module's weights are before they are scaled: quantised, or NaN and Inf as they came.
+"""Checks of a module's weights before they are scaled: quantised weights, NaN and Inf.
 
-**Catches** whole numbers and one-byte floats among the parameters (bitsandbytes, GGUF, layerwise
-casting), tensors that wrap packed data (torchao, quanto), a quantisation method that the loading
-library noted; NaN and Inf in any parameter or buffer of the checkpoint, tensor by tensor.
-**Does not catch** weights that were quantised and brought back to 16 bits: they are ordinary.
+**Catches** integers and one-byte floats among the parameters (bitsandbytes, GGUF, layerwise casting),
+tensors that wrap packed data (torchao, quanto), a quantisation method that the loading library
+recorded; NaN and Inf in any parameter or buffer of the checkpoint, tensor by tensor.
+**Does not catch** weights that were quantised and dequantised to 16 bits: they are ordinary.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from stopdown.number_formats import list_some
 from stopdown.numerics import count_non_finite
 
 MOST_NAMED = 8
-"""Tensors that a message names; of more it says how many."""
+"""Number of tensors that a message names; it counts further ones."""
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Return whether a weight's stored numbers are not its values: a power of two cannot be folded in."""
+    """Return whether a weight stores other numbers than its values, so that nothing can be folded in."""
     if is_traceable_wrapper_subclass(tensor):
         return True
     return not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() == 1
 
 
 def find_quantised(module: torch.nn.Module) -> str:
-    """Describe how a module is quantised: by its method, or its packed weights; "" if it is not.
+    """Describe a module's quantisation by its method or its packed weights; return "" if it has none.
 
-    Transformers names GGUF as the method of a module whose weights it has turned into plain floats.
+    Transformers reports GGUF as the method of a module whose weights it has dequantised to plain
+    floats.
     """
     method = getattr(module, "quantization_method", None)
     named = str(getattr(method, "value", method) or "a method of its own")
@@ -63,7 +64,7 @@ def refuse_quantised(module: torch.nn.Module) -> None:
 
 
 def check_weights(module: torch.nn.Module) -> None:
-    """Refuse weights that hold NaN or Inf, naming every tensor; those that wait in files are not read.
+    """Raise an error that names all tensors with NaN or Inf; weights that are still in files are not read.
 
     Cost: one pass and one host read for each tensor.
     """
